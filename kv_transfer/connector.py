@@ -1,0 +1,119 @@
+"""The connector interface: all that an engine process asks of whatever moves KV between nodes.
+
+One connector serves both ends. As the *source* it keeps a lease on offered blocks until the reader releases them, the
+router does, or the lease runs out. As the *reader* it keeps the source's lease alive from `watch` on, and fetches. It
+never touches scheduler or block pool: what happened is told in `events()`, which the step loop drains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from wire.transfer import KvTransferParams
+
+__all__ = ["Connector", "Event", "FetchFailed", "Fetched", "PoolRegion", "Released", "Settled", "TransferStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRegion:
+    """The KV pool of this rank: `num_blocks` blocks, block i at `address + i * block_bytes`, contiguous."""
+
+    address: int
+    num_blocks: int
+    block_bytes: int
+    device: str
+    """`cpu` or `cuda:N`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Source: nobody needs the offered blocks of this request any more. `expired` if only the lease ended it."""
+
+    request_id: str
+    expired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Reader: all bytes are in, and the source still held them for us when the last one arrived (fenced)."""
+
+    request_id: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """Reader: the KV will not come. The local blocks may still be written to: they stay untouched until Settled."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Reader: no transfer can touch the local blocks of a failed or cancelled fetch any more. Follows each of them once."""
+
+    request_id: str
+
+
+Event = Released | Fetched | FetchFailed | Settled
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Counters since start; gauges now."""
+
+    leases_granted: int = 0
+    leases_released: int = 0
+    leases_expired: int = 0
+    leases_held: int = 0
+    fetches: int = 0
+    fetches_failed: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+
+
+class Connector(Protocol):
+    """See the module. All methods may be called from one thread (the step loop) and return at once."""
+
+    @property
+    def engine_id(self) -> str:
+        """Stable name of this node among its peers."""
+
+    @property
+    def generation(self) -> str:
+        """Fresh at every process start."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the control channel that peers dial."""
+
+    def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvTransferParams:
+        """Source: lease these finished blocks to whoever comes with the returned params. Exactly one Released follows."""
+
+    def release(self, request_id: str) -> None:
+        """Source: end the lease now. Unknown ids are ignored."""
+
+    def watch(self, request_id: str, params: KvTransferParams) -> None:
+        """Reader: this request will want that KV; keep its lease alive from now on (also while it queues)."""
+
+    def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
+        """Reader: read remote block i into local block i; the request is watched. One Fetched or FetchFailed follows.
+
+        Empty lists fetch nothing and release the source's lease (the reader had all of it cached)."""
+
+    def cancel(self, request_id: str) -> None:
+        """Reader: the request is gone. Releases the source's lease. Exactly one Settled follows if a fetch was running
+        (and no Fetched after it); nothing follows a request that was only watched."""
+
+    def events(self) -> list[Event]:
+        """What happened since the last call, in order."""
+
+    def stats(self) -> TransferStats:
+        """Counters and gauges."""
+
+    def close(self) -> None:
+        """End all threads and sockets within a second."""

@@ -1,0 +1,147 @@
+"""Frozen, typed configuration. Checked once when made, never rewritten; what is measured later is a new value."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from wire.errors import ConfigError
+
+__all__ = ["EngineConfig", "NodeConfig", "Role", "RouterConfig", "TransferConfig"]
+
+
+class Role(enum.StrEnum):
+    """What a node does with a request. A run-time value of one kind of process."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        _require(value > 0, f"{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One model on one node."""
+
+    model: str
+    """A folder in Hugging Face layout, a .gguf file, or a config.json (with load_format dummy)."""
+    load_format: str = "auto"
+    """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: str = "auto"
+    """auto (fp32 on CPU, the model's own on CUDA), float32, bfloat16 or float16."""
+    max_model_len: int = 0
+    """Longest prompt plus answer in tokens; 0 takes the model's own."""
+    block_tokens: int = 16
+    """Tokens of KV in one block; equal on all nodes of a cluster."""
+    kv_cache_bytes: int = 1 << 30
+    """Size of the KV pool."""
+    max_batched_tokens: int = 512
+    """Tokens one step computes at most: the budget that prefill chunks and decodes share."""
+    max_running: int = 64
+    """Requests computed in one step at most."""
+    prefix_cache: bool = True
+    """Reuse the KV of equal prefixes."""
+    batch_invariant: bool = False
+    """Fixed tiles and splits: tokens do not depend on the batch. (The CPU path always is.)"""
+    threads: int = 0
+    """CPU threads of the engine; 0 takes all cores of this machine."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "kv_cache_bytes", "max_batched_tokens", "max_running")
+        _require(self.load_format in ("auto", "safetensors", "gguf", "dummy"), f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy")
+        _require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r} is not one of auto, cpu, cuda")
+        _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16")
+        _require(self.block_tokens in (16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
+        _require(self.max_model_len >= 0, f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own")
+        _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """The hand-over: who may take KV from here, and for how long it is kept."""
+
+    kv_connector: str = "nixl"
+    kv_host: str = "127.0.0.1"
+    """Address at which peers reach this node's control channel."""
+    kv_port: int = 0
+    """Port of the control channel; 0 takes a free one."""
+    lease_s: float = 5.0
+    heartbeat_s: float = 1.0
+    transfer_deadline_s: float = 10.0
+    """A fetch may take this long, plus its size at `transfer_floor_bytes_s`."""
+    transfer_floor_bytes_s: float = 100e6
+
+    def __post_init__(self) -> None:
+        _require(self.kv_connector in ("nixl",), f"kv_connector {self.kv_connector!r} is not one of nixl")
+        _require(0 <= self.kv_port < 65536, f"kv_port must be between 0 and 65535, got {self.kv_port}")
+        _positive(self, "lease_s", "heartbeat_s", "transfer_deadline_s", "transfer_floor_bytes_s")
+        _require(
+            self.lease_s >= 3 * self.heartbeat_s,
+            f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got {self.lease_s:g}; one lost heartbeat must not lose a lease",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """One node: an HTTP process and an engine process."""
+
+    engine: EngineConfig
+    role: Role = Role.AGGREGATED
+    transfer: TransferConfig = TransferConfig()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = ""
+    """The name that clients use; empty takes the model's own."""
+    chat_template: str = ""
+    """A Jinja file that replaces the model's chat template."""
+    api_key: str = ""
+    """If set, /v1 and /kv routes want `Authorization: Bearer <api_key>`."""
+    max_body_bytes: int = 16 << 20
+    request_deadline_s: float = 600.0
+    start_deadline_s: float = 600.0
+    """The engine process must be ready within this time."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
+        _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The OpenAI endpoint in front of the nodes."""
+
+    prefill: tuple[str, ...] = ()
+    """Base URLs of prefill nodes, for example http://127.0.0.1:8100."""
+    decode: tuple[str, ...] = ()
+    """Base URLs of decode nodes."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+    """If set, clients must send `Authorization: Bearer <api_key>`."""
+    node_api_key: str = ""
+    """Sent to the nodes."""
+    max_body_bytes: int = 16 << 20
+    request_deadline_s: float = 600.0
+    connect_deadline_s: float = 2.0
+    health_interval_s: float = 0.5
+    health_deadline_s: float = 2.0
+    attempts: int = 3
+    """How many nodes a leg is tried on before the client gets an error."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
+        _positive(self, "max_body_bytes", "request_deadline_s", "connect_deadline_s", "health_interval_s", "health_deadline_s", "attempts")
+        for url in (*self.prefill, *self.decode):
+            _require(url.startswith(("http://", "https://")), f"node address {url!r} must start with http:// or https://")

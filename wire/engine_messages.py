@@ -1,0 +1,140 @@
+"""Typed messages between a node's HTTP process and its engine process (msgpack over one zmq pair, never pickle)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from wire.outputs import Finish, Load, TokenLogprobs
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+__all__ = [
+    "Abort",
+    "EngineFailed",
+    "EngineReady",
+    "EngineStats",
+    "FromEngine",
+    "Release",
+    "RequestUpdate",
+    "Shutdown",
+    "StepOutputs",
+    "Submit",
+    "Timing",
+    "ToEngine",
+]
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Start a request. `generated` are output tokens it already has; `fetch` says where its KV is held.
+
+    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    generated: list[int] = []
+    cache_salt: str | None = None
+    hold: bool = False
+    fetch: KvTransferParams | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop a request wherever it is and give back all it took. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Nobody will fetch the KV held for this request any more. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the engine process after the current step."""
+
+
+ToEngine = Submit | Abort | Release | Shutdown
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds spent in each stage inside the engine, by its own monotonic clock."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    transfer_bytes: int = 0
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request, in order. The last update of a request carries `finish`.
+
+    `held` is set when the request ended and its KV is kept under a lease; `fetch_error` when its KV could not be
+    fetched and the prompt was computed here instead.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: Finish | None = None
+    cached_tokens: int = 0
+    held: KvTransferParams | None = None
+    timing: Timing | None = None
+    fetch_error: str | None = None
+    error: str | None = None
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag=True):
+    """All updates of one engine step in one message, with the load after it."""
+
+    updates: list[RequestUpdate]
+    load: Load
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The engine process has loaded the model and may be given requests."""
+
+    engine_id: str
+    generation: str
+    vocab_size: int
+    max_model_len: int
+    block_tokens: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    eos_token_ids: list[int]
+    transfer_host: str
+    transfer_port: int
+    load_s: float
+
+
+class EngineStats(msgspec.Struct, frozen=True, tag=True):
+    """Counters since start and gauges now; sent at most every half second and once whenever the engine goes idle."""
+
+    load: Load
+    held_blocks: int = 0
+    quarantined_blocks: int = 0
+    cached_blocks: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    fetches: int = 0
+    fetches_failed: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    leases_granted: int = 0
+    leases_released: int = 0
+    leases_expired: int = 0
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine process ends because of this; nothing follows it."""
+
+    message: str
+
+
+FromEngine = StepOutputs | EngineReady | EngineStats | EngineFailed

@@ -1,0 +1,170 @@
+"""The error tree of kvrelay, and its OpenAI-shaped body.
+
+    KvrelayError 500
+    +-- ConfigError                 a flag, a file or a model folder is wrong; the process exits with 2
+    +-- RequestError 400            the client's request is wrong; never counted against a node
+    |   +-- Unauthorized 401
+    |   +-- NotFound 404            unknown model or route
+    |   +-- BodyTooLarge 413
+    +-- Unavailable 503             try again; carries Retry-After
+    |   +-- NoNode 503              no node of a role is up
+    |   +-- EngineDead 503          the engine process of this node has ended
+    |   +-- Overloaded 429          a queue is full
+    +-- NodeFailed 502              a node broke after it had been chosen
+    +-- DeadlineExceeded 504
+    +-- TransferError 500           a hand-over failed; the decode node recomputes
+        +-- Incompatible            the two nodes may not exchange KV, and why
+        +-- PeerLost                the other side is gone or was restarted
+        +-- LeaseLost               the blocks are no longer held for us
+        +-- TransferTimeout
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "BodyTooLarge",
+    "ConfigError",
+    "DeadlineExceeded",
+    "EngineDead",
+    "ErrorBody",
+    "Incompatible",
+    "KvrelayError",
+    "LeaseLost",
+    "NoNode",
+    "NodeFailed",
+    "NotFound",
+    "Overloaded",
+    "PeerLost",
+    "RequestError",
+    "TransferError",
+    "TransferTimeout",
+    "Unauthorized",
+    "Unavailable",
+]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The `error` object of an OpenAI error answer."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class KvrelayError(Exception):
+    """Root of the tree. `message` names the value, the limit and the remedy."""
+
+    status = 500
+    type = "internal_error"
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    def body(self) -> ErrorBody:
+        """The value of the `error` key in an OpenAI-shaped answer."""
+        return ErrorBody(self.message, self.type, self.param, self.code)
+
+    def json(self) -> bytes:
+        """The whole OpenAI-shaped answer: `{"error": {...}}`."""
+        return msgspec.json.encode({"error": self.body()})
+
+
+class ConfigError(KvrelayError):
+    """A flag, a config file or a model folder is wrong. Ends the process before it serves."""
+
+
+class RequestError(KvrelayError):
+    """The client's request is wrong and would be wrong again."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(RequestError):
+    """There is no such model or route."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class BodyTooLarge(RequestError):
+    """The request body is longer than the server reads."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class Unavailable(KvrelayError):
+    """Nothing is wrong with the request; try again later."""
+
+    status = 503
+    type = "service_unavailable"
+    retry_after_s = 1
+
+
+class NoNode(Unavailable):
+    """No node of a needed role is up."""
+
+
+class EngineDead(Unavailable):
+    """The engine process of this node has ended."""
+
+
+class Overloaded(Unavailable):
+    """A queue is full."""
+
+    status = 429
+    type = "overloaded_error"
+
+
+class NodeFailed(KvrelayError):
+    """A node broke after the router had chosen it."""
+
+    status = 502
+    type = "node_failed"
+
+
+class DeadlineExceeded(KvrelayError):
+    """The request did not finish within its deadline."""
+
+    status = 504
+    type = "deadline_exceeded"
+
+
+class TransferError(KvrelayError):
+    """A hand-over failed. The decode node recomputes the prompt and counts it."""
+
+    type = "transfer_error"
+
+
+class Incompatible(TransferError):
+    """The two nodes may not exchange KV; the message names the two values."""
+
+
+class PeerLost(TransferError):
+    """The other side is gone, or was restarted (its generation changed)."""
+
+
+class LeaseLost(TransferError):
+    """The blocks are no longer held for us."""
+
+
+class TransferTimeout(TransferError):
+    """The transfer did not finish within its deadline."""

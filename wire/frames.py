@@ -1,0 +1,92 @@
+"""Frames: how a node answers the router, so that the router moves bytes and parses no JSON per token.
+
+A node that is asked with `accept: application/vnd.kvrelay.frames` answers with frames instead of plain OpenAI bytes.
+Each frame carries ready bytes for the client (`payload`) and beside them what the router must know to hand the
+request over or to continue it elsewhere. On the wire: 4 bytes little-endian length, then one msgpack array.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from wire.errors import ErrorBody, NodeFailed
+from wire.outputs import Load
+from wire.transfer import KvTransferParams
+
+__all__ = ["FRAMES_MEDIA_TYPE", "LOAD_HEADER", "MAX_FRAME_BYTES", "Frame", "FrameKind", "FrameReader", "pack"]
+
+FRAMES_MEDIA_TYPE = "application/vnd.kvrelay.frames"
+LOAD_HEADER = "x-kvrelay-load"
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class FrameKind(enum.IntEnum):
+    """TOKENS: some output. HANDOVER: this leg is done, `params` opens the next. END: the request is done. ERROR: it broke."""
+
+    TOKENS = 0
+    HANDOVER = 1
+    END = 2
+    ERROR = 3
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One step of an answer.
+
+    `payload` goes to the client as it is: SSE events when the client streams; in an END frame of an answer that is not
+    streamed, the whole JSON body. `token_ids` are the tokens that this frame is about, `sent_text` the characters of text
+    sent in total after it. `status` and `error` are set in ERROR frames, `params` in HANDOVER frames.
+    """
+
+    kind: FrameKind
+    payload: bytes = b""
+    token_ids: list[int] = []
+    sent_text: int = 0
+    params: KvTransferParams | None = None
+    load: Load | None = None
+    status: int = 200
+    error: ErrorBody | None = None
+    timing: dict[str, float] | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def pack(frame: Frame) -> bytes:
+    """One frame as bytes."""
+    body = _encoder.encode(frame)
+    return len(body).to_bytes(4, "little") + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frames, wherever the network cut it."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._buffer = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+
+    def feed(self, chunk: bytes) -> list[Frame]:
+        """All frames completed by `chunk`. Raises NodeFailed on a frame that is too long or malformed."""
+        self._buffer += chunk
+        frames: list[Frame] = []
+        start, end = 0, len(self._buffer)
+        while end - start >= 4:
+            size = int.from_bytes(self._buffer[start : start + 4], "little")
+            if size > self._max_frame_bytes:
+                raise NodeFailed(f"a node sent a frame of {size} bytes; the limit is {self._max_frame_bytes}")
+            if end - start - 4 < size:
+                break
+            try:
+                frames.append(_decoder.decode(memoryview(self._buffer)[start + 4 : start + 4 + size]))
+            except msgspec.DecodeError as why:
+                raise NodeFailed(f"a node sent a malformed frame: {why}") from why
+            start += 4 + size
+        del self._buffer[:start]
+        return frames
+
+    @property
+    def pending(self) -> int:
+        """Bytes of an unfinished frame; not zero at the end of a stream means that it was cut."""
+        return len(self._buffer)

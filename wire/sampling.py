@@ -1,0 +1,69 @@
+"""What decides the next token: the sampling parameters of one choice, checked once at the door."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from wire.errors import RequestError
+
+__all__ = ["MAX_LOGPROBS", "SamplingParams"]
+
+MAX_LOGPROBS = 20
+_MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """Sampling of one choice. Token i is a function of (logits, these values, i): see kernels/philox.py.
+
+    `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1 are off;
+    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely.
+    """
+
+    max_tokens: int
+    seed: int
+    choice: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+    def check(self, vocab_size: int) -> SamplingParams:
+        """Return self, or raise RequestError naming the field, its value and its limits."""
+        _within("max_tokens", self.max_tokens, 1, None)
+        _within("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED)
+        _within("temperature", self.temperature, 0, 100)
+        if not (0 < self.top_p <= 1):
+            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
+        _within("top_k", self.top_k, 0, None, "; 0 or -1 considers all tokens")
+        _within("min_p", self.min_p, 0, 1)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        if not (0 < self.repetition_penalty < math.inf):
+            raise RequestError(
+                f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}", param="repetition_penalty"
+            )
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
+        for token in self.stop_token_ids:
+            _within("stop_token_ids", token, 0, vocab_size - 1)
+        for token, bias in self.logit_bias:
+            _within("logit_bias", token, 0, vocab_size - 1)
+            _within("logit_bias", bias, -100, 100)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        return self
+
+
+def _within(name: str, value: float, low: float, high: float | None, why: str = "") -> None:
+    if not math.isfinite(value) or value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be {limit}{why}, got {value}", param=name)

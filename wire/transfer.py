@@ -1,0 +1,73 @@
+"""The hand-over contract: what a prefill node gives away and what a decode node must know to take it.
+
+`KvTransferParams` is the JSON object `kv_transfer_params` of the field (vLLM's names first, ours behind them), so
+that a third-party proxy can drive our nodes. A ticket is a claim on finished KV; a lease keeps the ticket's blocks
+alive on the prefill node; a generation is a fresh id made at every process start.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from wire.outputs import TokenLogprobs
+
+__all__ = ["PROTOCOL_VERSION", "Fingerprint", "KvTransferParams"]
+
+PROTOCOL_VERSION = 1
+
+
+class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Travels prefill node -> router -> decode node, as JSON.
+
+    The role is always one of the two booleans, never guessed from `max_tokens == 1`. Block ids are a list per KV
+    group. Fields from `generation` on are ours; a third-party proxy copies them without knowing them.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_block_ids: list[list[int]] | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    tp_size: int = 1
+
+    # To the prefill node: the client's own max_tokens, so that it knows when token 1 ends the request (0: not said).
+    client_max_tokens: int = 0
+    # To both nodes: made once by the router and carried on, so that all chunks of a stream agree.
+    created: int | None = None
+
+    # From the prefill node: which process holds the KV, and how much of it there is.
+    generation: str | None = None
+    num_tokens: int = 0
+    # What the decode node would otherwise compute twice. `generated` are output tokens so far (after the prefill node:
+    # the first one; after a fail-over: all that the client may have seen), `sent_text` the characters of their text
+    # that the client already has (None: nobody has sent the first token, the decode node emits it).
+    prompt_token_ids: list[int] | None = None
+    generated: list[int] = []
+    generated_logprobs: list[TokenLogprobs] = []
+    sent_text: int | None = None
+    seed: int | None = None
+    cached_tokens: int = 0
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What must be equal on both ends of a transfer. Compared field by field at the handshake: refuse, never corrupt."""
+
+    protocol: int
+    model: str
+    kv_dtype: str
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    window: int
+    tp_size: int
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """None if KV may be exchanged, else one clause naming the first field that differs and both values."""
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {mine!r} here and {theirs!r} there"
+        return None
