@@ -1,0 +1,49 @@
+"""y = x W^T + b, with the weight packed once for the CPU.
+
+oneDNN's packed fp32 weights halve the time of small batches against an unpacked product (SmolLM2, 8 rows, one thread:
+61 against 112 ms for all weights of a step) and, unlike it, give a row the same bits whatever rows stand beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+__all__ = ["Linear", "rows_are_invariant"]
+
+# The row count that oneDNN plans the packing for. One layout serves all sizes: packing for 256 rows costs nothing at
+# 1 to 32 rows, packing for 1 row costs a third at 8 rows and more.
+_PACK_ROWS = 256
+
+
+class Linear:
+    """A weight [out_features, in_features] and an optional bias [out_features], ready to be applied."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS) if self._packed else weight
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in_features] -> [rows, out_features]."""
+        if self._packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            return y
+        return functional.linear(x, self._weight, self.bias)
+
+
+def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a row's bits are the same in every batch of at least `min_rows` rows, tried on batch sizes of each kind."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(130, linear.in_features, generator=generator).to(dtype)
+    whole = linear(x)
+    sizes = (min_rows, min_rows + 1, 5, 8, 15, 16, 17, 33, 64, 100)
+    return all(
+        torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
+        for rows in sizes
+        if rows >= min_rows
+        for start in (0, 7)
+    )

@@ -1,0 +1,193 @@
+"""The HTTP side of the engine process: starts it, sends it requests, hands its updates to whoever waits for them.
+
+One asyncio task reads the zmq pair; each live request has a queue. When the engine process ends, every waiting request
+gets EngineDead, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from node.parent import PARENT_PID
+from wire.config import NodeConfig
+from wire.engine_messages import (
+    Abort,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Release,
+    RequestUpdate,
+    Shutdown,
+    StepOutputs,
+    Submit,
+    ToEngine,
+)
+from wire.errors import EngineDead
+from wire.outputs import Finish, Load
+
+__all__ = ["EngineClient"]
+
+log = logging.getLogger("kvrelay.node")
+
+STOP_DEADLINE_S = 5.0
+
+
+class EngineClient:
+    """Life: `start`, `ready` (an awaitable EngineReady), any number of `updates`, `stop`."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-")
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: str | None = None
+        self.info: EngineReady | None = None
+        self.stats = EngineStats(Load())
+        self.load = Load()
+        self.ended = asyncio.Event()
+        self._ready = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the engine process; returns before it is ready."""
+        endpoint = f"ipc://{Path(self._folder.name) / 'engine'}"
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        self._socket.bind(endpoint)
+        threads = str(self._config.engine.threads or os.cpu_count() or 1)
+        environment = {
+            # A waiting OpenMP thread that spins steals the core that another process needs (ten times slower on two cores).
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": threads,
+            **os.environ,
+            PARENT_PID: str(os.getpid()),
+        }
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "node.engine_process", endpoint, stdin=asyncio.subprocess.PIPE, env=environment
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(self._config))
+        self._process.stdin.close()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    async def ready(self, deadline_s: float) -> EngineReady:
+        """What the engine says of itself. Raises EngineDead if it ended, or did not come up in time."""
+        deadline = asyncio.create_task(self._ready.wait())
+        ended = asyncio.create_task(self.ended.wait())
+        try:
+            await asyncio.wait({deadline, ended}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            deadline.cancel()
+            ended.cancel()
+        if self.info is None:
+            raise EngineDead(self._failure or f"the engine was not ready within {deadline_s:g} s")
+        return self.info
+
+    async def updates(self, submit: Submit) -> AsyncIterator[tuple[RequestUpdate, Load]]:
+        """Run a request to its end. Leaving the iterator early aborts the request.
+
+        Raises EngineDead if the engine process ends before the request does.
+        """
+        if self.ended.is_set():
+            raise EngineDead(self._failure or "the engine process of this node has ended")
+        queue: asyncio.Queue[RequestUpdate | None] = asyncio.Queue()
+        self._queues[submit.request_id] = queue
+        done = False
+        try:
+            self._send(submit)
+            while not done:
+                update = await queue.get()
+                if update is None:
+                    done = True
+                    raise EngineDead(self._failure or "the engine process of this node has ended")
+                done = update.finish is not None
+                yield update, self.load
+        finally:
+            del self._queues[submit.request_id]
+            if not done:
+                self._send(Abort(submit.request_id))
+
+    def release(self, request_id: str) -> None:
+        """Nobody will fetch what is held for this request."""
+        self._send(Release(request_id))
+
+    def queue_depth(self) -> int:
+        """Requests that this process has submitted and that have not ended."""
+        return len(self._queues)
+
+    async def stop(self) -> None:
+        """End the engine process: ask, wait, kill."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._send(Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
+            except TimeoutError:
+                log.warning("the engine process did not end within %g s, killing it", STOP_DEADLINE_S)
+                self._process.kill()
+                await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+        self._folder.cleanup()
+
+    def _send(self, message: ToEngine) -> None:
+        if self.ended.is_set():
+            return
+        # Without a high-water mark a send never blocks, so the future is done already.
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def _read(self) -> None:
+        while True:
+            match self._decoder.decode(await self._socket.recv()):
+                case StepOutputs(updates, load):
+                    self.load = load
+                    for update in updates:
+                        queue = self._queues.get(update.request_id)
+                        if queue is not None:
+                            queue.put_nowait(update)
+                        elif update.held is not None:
+                            self._send(Release(update.request_id))  # its client left while the last step ran
+                case EngineStats() as stats:
+                    self.stats, self.load = stats, stats.load
+                case EngineReady() as info:
+                    self.info = info
+                    self._ready.set()
+                case EngineFailed(message):
+                    self._failure = message
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        began = time.monotonic()
+        code = await self._process.wait()
+        await asyncio.sleep(0.05)  # its last words may still be in the socket
+        self._failure = self._failure or f"the engine process ended with code {code}"
+        if code:
+            log.error("%s (after %.1f s)", self._failure, time.monotonic() - began)
+        self.ended.set()
+        for queue in self._queues.values():
+            queue.put_nowait(None)
+
+
+def failed(update: RequestUpdate) -> bool:
+    """Whether the engine refused or lost the request."""
+    return update.finish is Finish.ERROR

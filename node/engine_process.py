@@ -1,0 +1,304 @@
+"""The engine process of a node: one loop that joins the engine, the connector and the HTTP process.
+
+Started by node/engine_client.py as `python -m node.engine_process ENDPOINT` with the NodeConfig as JSON on stdin. Ends
+when told to, when its parent ends, or on an error that it reports first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import uuid
+
+import msgspec
+import zmq
+
+from kv_transfer.connector import Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.open import open_connector
+from node.parent import die_with_parent
+from paged_engine.engine import Engine
+from paged_engine.request import Request
+from paged_engine.scheduler import Fetch
+from wire.config import NodeConfig
+from wire.engine_messages import (
+    Abort,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    Release,
+    RequestUpdate,
+    Shutdown,
+    StepOutputs,
+    Submit,
+    ToEngine,
+)
+from wire.errors import KvrelayError
+from wire.outputs import Finish
+from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
+
+__all__ = ["EngineProcess", "main"]
+
+log = logging.getLogger("kvrelay.engine")
+
+STATS_INTERVAL_S = 0.5
+# How long the loop sleeps when requests wait for blocks that only news from outside can free.
+BLOCKED_WAIT_S = 0.02
+
+
+class EngineProcess:
+    """Everything behind the zmq pair. `serve` is the whole life after start."""
+
+    def __init__(self, config: NodeConfig, endpoint: str) -> None:
+        began = time.monotonic()
+        self._config = config
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.set_hwm(0)
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._updates: list[RequestUpdate] = []
+        self._stopping = False
+        self._stats_due = 0.0
+        self._reported: EngineStats | None = None
+
+        self.engine = Engine(config.engine)
+        self.connector = self._open_connector()
+        self._announce(time.monotonic() - began)
+
+    def _open_connector(self) -> Connector:
+        engine, model = self.engine, self.engine.model
+        return open_connector(
+            engine_id=f"{self._config.role}-{uuid.uuid4().hex[:12]}",
+            fingerprint=Fingerprint(
+                protocol=PROTOCOL_VERSION,
+                model=model.name,
+                kv_dtype=str(engine.dtype).removeprefix("torch."),
+                block_tokens=engine.pool.block_tokens,
+                kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                layers=model.num_layers,
+                window=model.window,
+                tp_size=1,
+            ),
+            region=PoolRegion(
+                engine.pool.address, engine.pool.num_blocks, engine.pool.block_bytes, str(engine.device)
+            ),
+            config=self._config.transfer,
+            wake=self.wake,
+        )
+
+    def _announce(self, load_s: float) -> None:
+        engine, (host, port) = self.engine, self.connector.address
+        self._send(
+            EngineReady(
+                engine_id=self.connector.engine_id,
+                generation=self.connector.generation,
+                vocab_size=engine.model.vocab_size,
+                max_model_len=engine.max_model_len,
+                block_tokens=engine.pool.block_tokens,
+                num_blocks=engine.scheduler.pool.total,
+                kv_bytes_per_token=engine.pool.block_bytes // engine.pool.block_tokens,
+                eos_token_ids=list(engine.model.eos_token_ids),
+                transfer_host=host,
+                transfer_port=port,
+                load_s=load_s,
+            )
+        )
+
+    # --- the loop ------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Until told to stop: hear, step, tell."""
+        progressed = False
+        while not self._stopping:
+            self._wait(progressed)
+            self._take_commands()
+            self._take_transfer_events()
+            progressed = self._step()
+            self._report()
+        self.connector.close()
+
+    def wake(self) -> None:
+        """End the loop's wait; may be called from any thread."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes just as well
+            os.write(self._wake_write, b"!")
+
+    def _wait(self, progressed: bool) -> None:
+        if progressed and self.engine.scheduler.has_work:
+            timeout_s = 0.0
+        elif self.engine.scheduler.has_work:
+            timeout_s = BLOCKED_WAIT_S
+        else:
+            timeout_s = STATS_INTERVAL_S
+        ready = dict(self._poller.poll(timeout_s * 1000))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+
+    def _take_commands(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            match self._decoder.decode(message):
+                case Submit() as submit:
+                    self._submit(submit)
+                case Abort(request_id):
+                    self._abort(request_id)
+                case Release(request_id):
+                    self.connector.release(request_id)
+                case Shutdown():
+                    self._stopping = True
+
+    def _submit(self, submit: Submit) -> None:
+        try:
+            self.engine.scheduler.add(Request.of(submit, time.monotonic()))
+        except ValueError as why:
+            self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
+            return
+        if submit.fetch is not None:
+            self.connector.watch(submit.request_id, submit.fetch)
+
+    def _abort(self, request_id: str) -> None:
+        request = self.engine.scheduler.abort(request_id)
+        if request is None:
+            # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will fetch it.
+            self.connector.release(request_id)
+        elif request.fetch is not None:
+            self.connector.cancel(request_id)
+
+    def _take_transfer_events(self) -> None:
+        scheduler = self.engine.scheduler
+        for event in self.connector.events():
+            request = scheduler.get(event.request_id)
+            match event:
+                case Fetched(request_id, num_bytes, _):
+                    if request is None:
+                        scheduler.settled(request_id)  # aborted after the last byte was in
+                    else:
+                        request.fetched_s, request.fetched_bytes = time.monotonic(), num_bytes
+                        scheduler.fetched(request_id)
+                case FetchFailed(request_id, reason):
+                    if request is not None:
+                        log.warning("request %s: KV not fetched, computing the prompt here: %s", request_id, reason)
+                        request.fetched_s = time.monotonic()
+                        scheduler.fetch_failed(request_id, reason)
+                case Settled(request_id):
+                    scheduler.settled(request_id)
+                case Released(request_id, expired):
+                    if expired:
+                        log.warning("request %s: nobody fetched its KV before the lease ended", request_id)
+                    scheduler.released(request_id)
+
+    def _start_fetch(self, fetch: Fetch) -> None:
+        self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
+
+    def _step(self) -> bool:
+        """One engine step, if there is anything to do; whether anything was computed."""
+        if not self.engine.scheduler.has_work:
+            return False
+        before = self.engine.counters.steps
+        for request in self.engine.step(self._start_fetch):
+            self._updates.append(self._update(request))
+        return self.engine.counters.steps != before
+
+    def _update(self, request: Request) -> RequestUpdate:
+        update = RequestUpdate(
+            request.request_id,
+            request.new_tokens,
+            logprobs=request.new_logprobs or None,
+            finish=request.finish,
+            cached_tokens=request.cached_tokens or 0,
+            held=self._offer(request),
+            timing=request.timing(time.monotonic()) if request.finish else None,
+            fetch_error=request.fetch_error,
+        )
+        request.new_tokens, request.new_logprobs = [], []
+        return update
+
+    def _offer(self, request: Request) -> KvTransferParams | None:
+        if request.finish is None:
+            return None
+        blocks = self.engine.scheduler.held(request.request_id)
+        if blocks is None:
+            return None
+        return self.connector.offer(request.request_id, blocks, request.prompt_tokens)
+
+    # --- what goes out -------------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        if self._updates:
+            self._send(StepOutputs(self._updates, self.engine.scheduler.load()))
+            self._updates = []
+        now = time.monotonic()
+        if now >= self._stats_due or not self.engine.scheduler.has_work:
+            self._stats_due = now + STATS_INTERVAL_S
+            stats = self._stats()
+            if stats != self._reported:
+                self._reported = stats
+                self._send(stats)
+
+    def _stats(self) -> EngineStats:
+        scheduler, counters, transfers = self.engine.scheduler, self.engine.counters, self.connector.stats()
+        return EngineStats(
+            load=scheduler.load(),
+            held_blocks=scheduler.held_blocks,
+            quarantined_blocks=scheduler.pool.quarantined,
+            cached_blocks=scheduler.pool.cached,
+            steps=counters.steps,
+            step_s=counters.step_s,
+            prompt_tokens=counters.prompt_tokens,
+            cached_prompt_tokens=counters.cached_prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=scheduler.preemptions,
+            fetches=transfers.fetches,
+            fetches_failed=transfers.fetches_failed,
+            fetched_bytes=transfers.fetched_bytes,
+            fetch_s=transfers.fetch_s,
+            leases_granted=transfers.leases_granted,
+            leases_released=transfers.leases_released,
+            leases_expired=transfers.leases_expired,
+        )
+
+    def _send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+
+def main() -> int:
+    """Entry point of the process. The exit code is 0 after an orderly end."""
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
+    endpoint = sys.argv[1]
+    try:
+        EngineProcess(config, endpoint).serve()
+    except Exception as why:  # noqa: BLE001 - the edge of this process: whatever it was, the HTTP side must hear of it
+        if not isinstance(why, KvrelayError):
+            log.exception("the engine process ends")
+        _say_last_words(endpoint, str(why) or type(why).__name__)
+        return 2 if isinstance(why, KvrelayError) else 1
+    return 0
+
+
+def _say_last_words(endpoint: str, message: str) -> None:
+    context = zmq.Context.instance()
+    context.destroy(linger=200)  # frees the pair for this last message
+    with zmq.Context() as last, last.socket(zmq.PAIR) as socket:
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.connect(endpoint)
+        socket.send(msgspec.msgpack.encode(EngineFailed(message)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Block accounting: ids, reference counts, prefix hashes. Pure Python; never touches a tensor.
+
+A block is free (in LRU order; it may still carry the hash of what it holds), used (by one or more requests), held
+(kept for a reader elsewhere) or quarantined (a transfer may still write to it). Block 0 is the null block and never given.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from wire.hashes import BlockHash
+
+__all__ = ["NULL_BLOCK", "BlockPool"]
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """All blocks of one KV pool. `num_blocks` counts the null block too."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        # Least recently used first. Freed requests append their last blocks first, so that tails are evicted before heads.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._quarantined: set[int] = set()
+
+    @property
+    def total(self) -> int:
+        """Blocks that can be given out at all."""
+        return self.num_blocks - 1
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be given out now."""
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks whose content can be found by its hash."""
+        return len(self._block_of)
+
+    @property
+    def quarantined(self) -> int:
+        """Blocks that a lost transfer may still write to."""
+        return len(self._quarantined)
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The blocks of the longest cached prefix of `hashes`. Takes nothing."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def free_after(self, shared: Iterable[int]) -> int:
+        """Free blocks that would remain if `shared` (from lookup) were taken."""
+        return len(self._free) - sum(1 for block in shared if not self._references[block])
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference to cached blocks."""
+        for block in blocks:
+            if not self._references[block]:
+                del self._free[block]
+            self._references[block] += 1
+
+    def take(self, count: int) -> list[int] | None:
+        """Fresh blocks, or None if there are fewer. What they held is forgotten."""
+        if count > len(self._free):
+            return None
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._references[block] = 1
+            self._forget(block)
+        return taken
+
+    def publish(self, block: int, block_hash: BlockHash) -> None:
+        """Make a full, used block findable. The first block of equal content wins."""
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block of a request, given in the order of its tokens."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    # Nothing to find here: reuse it before anything that is cached.
+                    self._free.move_to_end(block, last=False)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Count used blocks as untouchable; they stay used until give_back after `leave_quarantine`."""
+        self._quarantined.update(blocks)
+
+    def leave_quarantine(self, blocks: Iterable[int]) -> None:
+        """The transfer that could touch these blocks is over."""
+        self._quarantined.difference_update(blocks)
+
+    def forget_all(self) -> None:
+        """Drop every hash; used blocks stay used."""
+        for block in list(self._block_of.values()):
+            self._forget(block)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        used = [block for block in range(1, self.num_blocks) if self._references[block]]
+        assert len(used) + len(self._free) == self.total, (len(used), len(self._free), self.total)
+        assert not any(self._references[block] for block in self._free)
+        assert min(self._references) >= 0
+        assert all(self._hash_of[block] == block_hash for block_hash, block in self._block_of.items())
+        assert sum(h is not None for h in self._hash_of) == len(self._block_of)
+        assert all(self._references[block] for block in self._quarantined)
+        assert self._hash_of[NULL_BLOCK] is None
+        assert NULL_BLOCK not in self._free
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None

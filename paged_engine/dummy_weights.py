@@ -1,0 +1,55 @@
+"""Random weights of the right shapes, for speed tests without a checkpoint. Equal on every node, whatever its CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import torch
+
+from paged_engine.model_config import ModelConfig, tensor_shapes
+
+__all__ = ["dummy_tensors"]
+
+_POOL = 4_194_301
+"""Random values drawn in all; every tensor is cut from them. Prime, so that no two rows of a matrix are alike."""
+_STD = 0.02
+
+
+def dummy_tensors(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1. A function of names and shapes alone.
+
+    Copying from one pool writes 8 billion values at the speed of memory; drawing each would take minutes.
+    """
+    values = _pool()
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    weights, norms = values.to(dtype), (1 + values).to(dtype)
+    for name, shape in tensor_shapes(config).items():
+        tensor = torch.empty(shape, dtype=dtype)
+        _fill(tensor.view(-1), norms if name.endswith("norm.weight") else weights, _start(name))
+        yield name, tensor
+
+
+def _pool() -> torch.Tensor:
+    """float32 [_POOL], near normal: sums of four uniform integers, as float draws differ in the last bit by CPU."""
+    generator = torch.Generator().manual_seed(0)
+    limit = 1 << 16
+    total = torch.zeros(_POOL, dtype=torch.int32)
+    for _ in range(4):
+        total += torch.randint(limit, (_POOL,), generator=generator, dtype=torch.int32)
+    std = limit * (4 / 12) ** 0.5
+    values: torch.Tensor = (total - 2 * (limit - 1)).to(torch.float32) * (_STD / std)
+    return values
+
+
+def _start(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") % _POOL
+
+
+def _fill(flat: torch.Tensor, pool: torch.Tensor, start: int) -> None:
+    """Copy the pool into `flat` from `start` on, round and round."""
+    done = 0
+    while done < flat.numel():
+        piece = pool[start : start + flat.numel() - done]
+        flat[done : done + piece.numel()] = piece
+        done, start = done + piece.numel(), 0

@@ -1,0 +1,133 @@
+"""The engine of one node: model, pool, scheduler and sampler joined into one step. No HTTP, no peers, no roles.
+
+It knows that KV may come from elsewhere (`fetch`) or be kept for others (`hold`), but not how: the process around it
+(node/engine_process.py) moves the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paged_engine.blocks import BlockPool
+from paged_engine.decoder import Decoder
+from paged_engine.kv_pool import KVPool
+from paged_engine.model_config import ModelConfig
+from paged_engine.model_files import read_model_config, read_tensors
+from paged_engine.request import Request
+from paged_engine.runner import Runner
+from paged_engine.sampler import Sampler
+from paged_engine.scheduler import Chunk, Fetch, Scheduler
+from wire.config import EngineConfig
+from wire.errors import ConfigError
+
+__all__ = ["Counters", "Engine"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine did since start."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Engine:
+    """Loads the model and serves requests step by step. Raises ConfigError when the configuration cannot work."""
+
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.device = _choose_device(config.device)
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        self.model: ModelConfig = read_model_config(config.model, config.load_format)
+        # fp32 on CPU: bf16 products are ten times slower on CPUs without bf16 units (SmolLM2, prefill of 512).
+        wanted = config.dtype if config.dtype != "auto" else ("float32" if self.device.type == "cpu" else self.model.dtype)
+        self.dtype = _DTYPES[wanted]
+        num_blocks = KVPool.blocks_in(
+            self.model, pool_bytes=config.kv_cache_bytes, block_tokens=config.block_tokens, dtype=self.dtype
+        )
+        self.max_model_len = _fit_context(config, self.model, num_blocks)
+        decoder = Decoder(
+            self.model,
+            read_tensors(config.model, self.model, config.load_format),
+            device=self.device,
+            dtype=self.dtype,
+            max_positions=self.max_model_len,
+        )
+        self.pool = KVPool(
+            self.model, num_blocks=num_blocks, block_tokens=config.block_tokens, dtype=self.dtype, device=self.device
+        )
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks),
+            block_tokens=config.block_tokens,
+            max_batched_tokens=config.max_batched_tokens,
+            max_running=config.max_running,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.model.eos_token_ids,
+            prefix_cache=config.prefix_cache,
+        )
+        self.counters = Counters()
+        self._runner = Runner(decoder, self.pool)
+        self._sampler = Sampler(self.model.eos_token_ids)
+
+    def step(self, start_fetch: Callable[[Fetch], None] | None = None) -> list[Request]:
+        """Run one step; the requests that have new tokens or ended. `start_fetch` is called before the forward pass."""
+        began = self._clock()
+        plan = self.scheduler.schedule(began)
+        for fetch in plan.fetches:
+            assert start_fetch is not None, "a request with a fetch needs a connector"
+            start_fetch(fetch)
+        if not plan.chunks:
+            return []
+        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
+        logits = self._runner.run(plan.chunks)
+        tokens, logprobs = self._sampler.sample(logits, sampling)
+        now = self._clock()
+        for chunk in plan.chunks:
+            self._count(chunk)
+            self.scheduler.computed(chunk)
+        for request, token, logprob in zip(sampling, tokens, logprobs, strict=True):
+            if logprob is not None:
+                request.new_logprobs.append(logprob)
+            self.scheduler.append(request, token, now)
+        self.counters.steps += 1
+        self.counters.step_s += now - began
+        self.counters.generated_tokens += len(sampling)
+        return sampling
+
+    def _count(self, chunk: Chunk) -> None:
+        request = chunk.request
+        if request.num_computed == (request.cached_tokens or 0) and not request.new_tokens and request.output_tokens == 0:
+            self.counters.cached_prompt_tokens += request.cached_tokens or 0
+        if chunk.start < request.prompt_tokens:
+            self.counters.prompt_tokens += min(chunk.count, request.prompt_tokens - chunk.start)
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA build of torch")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def _fit_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """The longest context that the model and the pool both allow."""
+    room = (num_blocks - 1) * config.block_tokens
+    if config.max_model_len > model.max_position:
+        raise ConfigError(f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position} tokens")
+    if config.max_model_len > room:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} does not fit: the KV pool of {config.kv_cache_bytes} bytes holds {room} "
+            f"tokens; lower max_model_len to at most {room} or raise kv_cache_bytes"
+        )
+    return config.max_model_len or min(model.max_position, room)

@@ -1,0 +1,172 @@
+"""From llama.cpp's names in a GGUF file to a ModelConfig and tensors with Hugging Face's names and layout.
+
+Owns the mapping alone; the bytes are gguf_file.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import torch
+
+from paged_engine.gguf_file import GgufFile
+from paged_engine.model_config import Fields, ModelConfig, RopeScaling, check_names, tensor_shapes
+from wire.errors import ConfigError
+
+__all__ = ["gguf_model_config", "gguf_tensors"]
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ROPE_FACTORS = "rope_freqs.weight"
+_QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_model_config(file: GgufFile) -> ModelConfig:
+    """The model's sizes from metadata, its biases and tied embedding from the tensors that are there.
+
+    Raises ConfigError for an architecture or a rope scaling that the engine does not have.
+    """
+    fields = Fields(file.metadata, str(file.path))
+    arch = _arch(fields)
+    if fields.integer(f"{arch}.expert_count", 0):
+        raise ConfigError(f"{file.path}: mixture-of-experts models are not supported")
+    heads = fields.integer(f"{arch}.attention.head_count")
+    hidden = fields.integer(f"{arch}.embedding_length")
+    head_dim = fields.integer(f"{arch}.attention.key_length", hidden // max(heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(f"{arch}.{key}", head_dim) != head_dim:
+            raise ConfigError(
+                f"{file.path}: {key} must equal the head size {head_dim}, got {fields.values[f'{arch}.{key}']}"
+            )
+    theta = fields.number(f"{arch}.rope.freq_base", 10_000.0)
+    max_position = fields.integer(f"{arch}.context_length")
+    eos = [fields.integers(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    return ModelConfig(
+        architecture=_ARCHITECTURES[arch],
+        name=_QUANTIZATION_SUFFIX.sub("", file.path.stem),
+        vocab_size=_vocab_size(file),
+        hidden_size=hidden,
+        intermediate_size=fields.integer(f"{arch}.feed_forward_length"),
+        num_layers=fields.integer(f"{arch}.block_count"),
+        num_heads=heads,
+        num_kv_heads=fields.integer(f"{arch}.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        # Stored as float32: 9.999999747378752e-06 is the 1e-05 that the model was trained with.
+        rms_norm_eps=float(f"{fields.number(f'{arch}.attention.layer_norm_rms_epsilon'):.6g}"),
+        rope_theta=theta,
+        rope_scaling=_rope_scaling(file, fields, arch, head_dim, theta, max_position),
+        max_position=max_position,
+        tie_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        window=fields.integer(f"{arch}.attention.sliding_window", 0),
+        dtype={"F32": "float32", "F16": "float16"}.get(_main_kind(file), "bfloat16"),
+        eos_token_ids=tuple(dict.fromkeys(token for tokens in eos for token in tokens)),
+    )
+
+
+def gguf_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, tensor), one in memory at a time. ConfigError if a tensor is missing or unknown."""
+    names = {name: _gguf_name(name) for name in tensor_shapes(config)}
+    check_names(set(file.tensors) - {_ROPE_FACTORS}, names.values(), str(file.path))
+    interleaved = _arch(Fields(file.metadata, str(file.path))) == "llama"
+    for name, stored in names.items():
+        tensor = file.load(stored)
+        if interleaved and (".q_proj." in name or ".k_proj." in name):
+            tensor = _half_split(tensor, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+        yield name, tensor
+
+
+def _arch(fields: Fields) -> str:
+    arch = fields.text("general.architecture")
+    if arch not in _ARCHITECTURES:
+        raise ConfigError(f"{fields.where}: architecture {arch!r} is not supported; {', '.join(_ARCHITECTURES)} are")
+    return arch
+
+
+def _gguf_name(name: str) -> str:
+    module, kind = name.rsplit(".", 1)
+    if not module.startswith("model.layers."):
+        return f"{_NAMES[module]}.{kind}"
+    _, _, index, part = module.split(".", 3)
+    return f"blk.{index}.{_NAMES[part]}.{kind}"
+
+
+def _half_split(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from llama.cpp's rotary order (0, h, 1, h+1, ...) to Hugging Face's (0, 1, ..., h, ...)."""
+    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])  # [heads, half, 2, in]
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _main_kind(file: GgufFile) -> str:
+    """How the bulk of the weights is stored."""
+    return file.tensors["blk.0.ffn_up.weight"].kind if "blk.0.ffn_up.weight" in file.tensors else "unknown"
+
+
+def _vocab_size(file: GgufFile) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise ConfigError(f"{file.path} lacks tensor token_embd.weight; a vocabulary without weights cannot be served")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def _rope_scaling(
+    file: GgufFile, fields: Fields, arch: str, head_dim: int, theta: float, max_position: int
+) -> RopeScaling | None:
+    if _ROPE_FACTORS in file.tensors:
+        return _llama3_from_factors(file, head_dim, theta)
+    kind = fields.text(f"{arch}.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    original = fields.integer(f"{arch}.rope.scaling.original_context_length", max_position)
+    return RopeScaling(kind, fields.number(f"{arch}.rope.scaling.factor"), 1.0, 1.0, original)
+
+
+def _llama3_from_factors(file: GgufFile, head_dim: int, theta: float) -> RopeScaling:
+    """llama.cpp stores what each frequency is divided by instead of llama3's parameters.
+
+    All published llama3 models have low 1, high 4 and 8,192 tokens, and a factor of 8 or 32 that the lowest frequency
+    shows. Whether that is so here is not assumed: the factors these parameters give must equal the stored ones.
+    """
+    stored = file.load(_ROPE_FACTORS).tolist()
+    scaling = RopeScaling("llama3", max(stored), 1.0, 4.0, 8192)
+    expected = _llama3_factors(scaling, head_dim, theta)
+    # Stored ones were computed in float32: they differ from ours by 1e-6.
+    if len(stored) != len(expected) or not all(
+        math.isclose(a, b, rel_tol=1e-4) for a, b in zip(stored, expected, strict=True)
+    ):
+        raise ConfigError(
+            f"{file.path}: the factors in {_ROPE_FACTORS} are not those of llama3 rope scaling (1, 4, 8192); "
+            "use the model's safetensors folder"
+        )
+    return scaling
+
+
+def _llama3_factors(scaling: RopeScaling, head_dim: int, theta: float) -> list[float]:
+    """What llama3 scaling divides each of the head_dim / 2 frequencies by: 1 for high ones, `factor` for low ones."""
+    factors = []
+    for index in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
+        turns = scaling.original_max_position / wavelength
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = min(max(kept, 0.0), 1.0)
+        factors.append(1 / ((1 - kept) / scaling.factor + kept))
+    return factors

@@ -1,0 +1,109 @@
+"""The door to a model on disk: its config and weights, in any format. Never downloads, never imports transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paged_engine.dummy_weights import dummy_tensors
+from paged_engine.hf_config import model_config_of
+from paged_engine.model_config import DTYPES, ModelConfig, tensor_shapes
+from paged_engine.safetensors_files import safetensors_tensors
+from wire.errors import ConfigError
+
+__all__ = ["read_model_config", "read_tensors"]
+
+
+def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
+    """The config of a folder in Hugging Face layout, of a .gguf file, or (with load_format dummy) of a config.json.
+
+    Raises ConfigError if there is no such model, or if it needs what the engine does not have.
+    """
+    path = _model_path(model, load_format)
+    if path.suffix == ".gguf":
+        # Only GGUF models need the gguf package.
+        from paged_engine.gguf_file import GgufFile
+        from paged_engine.gguf_model import gguf_model_config
+
+        return gguf_model_config(GgufFile(path))
+    config = path / "config.json" if path.is_dir() else path
+    if not config.exists():
+        raise ConfigError(
+            f"model folder {path} holds no config.json; pass a folder in Hugging Face layout or a .gguf file"
+        )
+    generation = config.parent / "generation_config.json"
+    return model_config_of(
+        _read_json(config), _read_json(generation) if generation.exists() else {}, _served_name(config), str(config)
+    )
+
+
+def read_tensors(model: str, config: ModelConfig, load_format: str = "auto") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) for all names of tensor_shapes(config), one at a time, in the dtype they are stored in.
+
+    Quantized GGUF tensors come as float32. Raises ConfigError, while iterating, if a file or tensor is missing, unknown
+    or of another shape than the config says.
+    """
+    shapes = tensor_shapes(config)
+    for name, tensor in _stored(_model_path(model, load_format), config, load_format):
+        if tuple(tensor.shape) != shapes[name]:
+            raise ConfigError(f"model {model}: tensor {name} is {tuple(tensor.shape)}, the config says {shapes[name]}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ConfigError(f"model {model}: tensor {name} is {dtype}; {', '.join(DTYPES)} are supported")
+        yield name, tensor
+
+
+def _stored(path: Path, config: ModelConfig, load_format: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if load_format == "dummy":
+        return dummy_tensors(config)
+    if path.suffix == ".gguf":
+        from paged_engine.gguf_file import GgufFile
+        from paged_engine.gguf_model import gguf_tensors
+
+        return gguf_tensors(GgufFile(path), config)
+    return safetensors_tensors(path, tensor_shapes(config), tied=config.tie_embeddings)
+
+
+def _model_path(model: str, load_format: str) -> Path:
+    """The path, after checking that it is there and can be what load_format says."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ConfigError(f"model {model!r} does not exist; pass a folder in Hugging Face layout or a .gguf file")
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if load_format == "dummy":
+        if not (path.is_dir() or is_gguf or path.suffix == ".json"):
+            raise ConfigError(f"model {model!r} with load_format dummy must be a config.json, a folder or a .gguf file")
+    elif path.is_file() and not is_gguf:
+        raise ConfigError(
+            f"model {model!r} holds no weights; pass its folder or a .gguf file, or use load_format dummy"
+        )
+    elif load_format == ("safetensors" if is_gguf else "gguf"):
+        raise ConfigError(
+            f"model {model!r} is a {'GGUF file' if is_gguf else 'folder'}; load_format {load_format} does not read it, "
+            "auto does"
+        )
+    return path
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"{path} cannot be read as JSON: {why}") from why
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _served_name(config: Path) -> str:
+    """The folder's name, or the file's if it is not called config.json."""
+    config = config.resolve()
+    if config.name != "config.json":
+        return config.stem
+    folder = config.parent
+    # Hugging Face's cache: models--org--name/snapshots/<commit>/config.json
+    return folder.parents[1].name.rsplit("--", 1)[-1] if folder.parent.name == "snapshots" else folder.name

@@ -1,0 +1,96 @@
+"""One request inside the engine: its tokens, its blocks, and where it stands. Pure Python."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from wire.engine_messages import Submit, Timing
+from wire.hashes import BlockHash, extend, root_of
+from wire.outputs import Finish, TokenLogprobs
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+__all__ = ["Request", "State"]
+
+
+class State(enum.Enum):
+    """WAITING -> (FETCHING ->) RUNNING -> DONE; a preempted or failed-fetch request waits again."""
+
+    WAITING = enum.auto()
+    FETCHING = enum.auto()
+    RUNNING = enum.auto()
+    DONE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """`token_ids` are prompt and output; KV of the first `num_computed` of them lies in `blocks`."""
+
+    request_id: str
+    token_ids: list[int]
+    prompt_tokens: int
+    params: SamplingParams
+    arrival_s: float
+    root: BlockHash
+    hold: bool = False
+    fetch: KvTransferParams | None = None
+    state: State = State.WAITING
+    blocks: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    hashes: list[BlockHash] = field(default_factory=list)
+    num_published: int = 0
+    cached_tokens: int | None = None  # prefix hit when first scheduled; None before
+    finish: Finish | None = None
+    fetch_error: str | None = None
+    new_tokens: list[int] = field(default_factory=list)  # not reported yet
+    new_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    fetch_started_s: float | None = None
+    fetched_s: float | None = None
+    fetched_bytes: int = 0
+
+    @classmethod
+    def of(cls, submit: Submit, now: float) -> Request:
+        """A fresh request; `now` is the engine's monotonic clock."""
+        return cls(
+            request_id=submit.request_id,
+            token_ids=[*submit.prompt_token_ids, *submit.generated],
+            prompt_tokens=len(submit.prompt_token_ids),
+            params=submit.params,
+            arrival_s=now,
+            root=root_of(submit.cache_salt),
+            hold=submit.hold,
+            fetch=submit.fetch,
+        )
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far, here or on an earlier node."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    def block_hashes(self, block_tokens: int) -> list[BlockHash]:
+        """Hashes of all full blocks of the tokens so far."""
+        extend(self.hashes, self.token_ids, block_tokens, self.root)
+        return self.hashes
+
+    def timing(self, now: float) -> Timing:
+        """Seconds per stage. A stage that never happened is 0."""
+        scheduled = now if self.first_scheduled_s is None else self.first_scheduled_s
+        first_token = now if self.first_token_s is None else self.first_token_s
+        transfer = 0.0
+        if self.fetch_started_s is not None:
+            transfer = (now if self.fetched_s is None else self.fetched_s) - self.fetch_started_s
+        return Timing(
+            queue_s=scheduled - self.arrival_s,
+            prefill_s=max(0.0, first_token - scheduled - transfer),
+            transfer_s=transfer,
+            decode_s=now - first_token,
+            transfer_bytes=self.fetched_bytes,
+        )

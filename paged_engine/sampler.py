@@ -1,0 +1,88 @@
+"""Chooses the next token of every request of a step: features are paid for only by the rows that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from kernels.philox import uniform
+from kernels.sampling import draw, keep_likely, penalize
+from paged_engine.request import Request
+from wire.outputs import TokenLogprobs
+
+__all__ = ["Sampler"]
+
+
+class Sampler:
+    """Stateless between steps: a token is a function of (logits, parameters, tokens so far)."""
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos = tuple(eos_token_ids)
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: torch.Tensor, requests: Sequence[Request]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """logits fp32 [rows, vocab], changed in place; row i belongs to requests[i]."""
+        wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        raw = logits[wanted].log_softmax(-1) if wanted else None
+        for row, request in enumerate(requests):
+            self._adjust(logits, row, request)
+        tokens = logits.argmax(-1)
+        random = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+        if random:
+            tokens[random] = _draw_rows(logits[random], [requests[row] for row in random])
+        chosen: list[int] = tokens.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(requests)
+        if raw is not None:
+            for place, row in enumerate(wanted):
+                logprobs[row] = _logprobs(raw[place], chosen[row], requests[row].params.logprobs or 0)
+        return chosen, logprobs
+
+    def _adjust(self, logits: torch.Tensor, row: int, request: Request) -> None:
+        """Bias, forbidden tokens and penalties of one row."""
+        params = request.params
+        for token, bias in params.logit_bias:
+            logits[row, token] += bias
+        if request.output_tokens < params.min_tokens:
+            logits[row, [*self._eos, *params.stop_token_ids]] = -torch.inf
+        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+            everything = torch.tensor(request.token_ids)
+            generated, counts = everything[request.prompt_tokens :].unique(return_counts=True)
+            penalize(
+                logits,
+                row,
+                everything.unique(),
+                generated,
+                counts,
+                repetition=params.repetition_penalty,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+            )
+
+
+def _draw_rows(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    params = [request.params for request in requests]
+    logits = logits / torch.tensor([p.temperature for p in params])[:, None]
+    cut = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    if cut:
+        logits[cut] = keep_likely(
+            logits[cut],
+            torch.tensor([params[row].top_k for row in cut]),
+            torch.tensor([params[row].top_p for row in cut]),
+            torch.tensor([params[row].min_p for row in cut]),
+        )
+    return draw(
+        logits,
+        uniform(
+            torch.tensor([p.seed for p in params]),
+            torch.tensor([p.choice for p in params]),
+            torch.tensor([request.output_tokens for request in requests]),
+        ),
+    )
+
+
+def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    top = row.topk(count)
+    return TokenLogprobs(token, float(row[token]), tuple(top.indices.tolist()), tuple(top.values.tolist()))

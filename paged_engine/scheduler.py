@@ -1,0 +1,337 @@
+"""Continuous batching: which requests run next, how many of their tokens, and in which blocks.
+
+Pure Python: no torch, no sockets; `now` is an argument. One token budget per step is shared by decodes (first) and
+prefill chunks. A request that finds no block for its next token preempts the youngest; the preempted one is computed
+again later, mostly from the prefix cache. Blocks that a transfer may touch are never given to anybody else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from paged_engine.blocks import BlockPool
+from paged_engine.request import Request, State
+from wire.outputs import Finish, Load
+
+__all__ = ["Chunk", "Fetch", "Scheduler", "StepPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute `count` tokens of a request from position `start` on; sample if they reach its last token."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk ends at the newest token, so that its logits decide the next."""
+        return self.start + self.count == len(self.request.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read remote block i into local block i. Empty when the prefix cache held everything."""
+
+    request: Request
+    remote_blocks: list[int]
+    local_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step does."""
+
+    chunks: list[Chunk]
+    fetches: list[Fetch]
+
+
+class Scheduler:
+    """Owns all requests and the block pool; every block a request took is given back by exactly one of its methods."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_tokens: int,
+        max_batched_tokens: int,
+        max_running: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        prefix_cache: bool = True,
+    ) -> None:
+        self.pool = pool
+        self._block_tokens = block_tokens
+        self._max_batched_tokens = max_batched_tokens
+        self._max_running = max_running
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._prefix_cache = prefix_cache
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._fetching: dict[str, Request] = {}
+        self._held: dict[str, list[int]] = {}
+        self._unsettled: dict[str, list[int]] = {}
+        self.preemptions = 0
+
+    # --- what comes in -------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises ValueError on a second one with the same id."""
+        if request.request_id in self._requests or request.request_id in self._held:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def get(self, request_id: str) -> Request | None:
+        """The live request of this id."""
+        return self._requests.get(request_id)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a live request now. The blocks of a running fetch stay untouchable until `settled`."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, Finish.ABORT)
+        return request
+
+    def fetched(self, request_id: str) -> None:
+        """The KV of a fetching request is in its blocks."""
+        request = self._fetching.pop(request_id)
+        assert request.fetch is not None
+        # A third party's ticket may come without the first token: then the last prompt token is computed once more.
+        request.num_computed = min(request.fetch.num_tokens, len(request.token_ids) - 1)
+        request.fetch = None
+        request.state = State.RUNNING
+        self._running.append(request)
+        self._publish(request)
+
+    def fetch_failed(self, request_id: str, reason: str) -> None:
+        """The KV will not come: compute it here, in other blocks."""
+        request = self._requests[request_id]
+        if request_id in self._fetching:
+            self._set_aside(self._fetching.pop(request_id))
+            request.state = State.WAITING
+            self._waiting.appendleft(request)
+        request.fetch = None
+        request.fetch_error = reason
+
+    def settled(self, request_id: str) -> None:
+        """No transfer can touch the blocks of a failed or aborted fetch any more."""
+        blocks = self._unsettled.pop(request_id, None)
+        if blocks is not None:
+            self.pool.leave_quarantine(blocks)
+            self.pool.give_back(blocks)
+
+    def released(self, request_id: str) -> None:
+        """Nobody will read the blocks held for this request."""
+        blocks = self._held.pop(request_id, None)
+        if blocks is not None:
+            self.pool.give_back(blocks)
+
+    # --- one step ------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan:
+        """Choose the next step's work and take its blocks."""
+        chunks: list[Chunk] = []
+        budget = self._max_batched_tokens
+        preempted = False
+        # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
+        for request in sorted(self._running, key=lambda r: r.uncomputed > 1):
+            if request.state is not State.RUNNING or not budget:
+                continue
+            count = min(request.uncomputed, budget)
+            while not self._grow(request, request.num_computed + count):
+                preempted = True
+                victim = self._running[-1]
+                self._preempt(victim)
+                chunks = [chunk for chunk in chunks if chunk.request is not victim]
+                if victim is request:
+                    break
+            else:
+                chunks.append(Chunk(request, request.num_computed, count))
+                budget -= count
+        fetches = [] if preempted else list(self._admit(chunks, budget, now))
+        return StepPlan(chunks, fetches)
+
+    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> Iterator[Fetch]:
+        """Start waiting requests in order of arrival, while seats, budget and blocks last."""
+        while self._waiting and len(self._running) + len(self._fetching) < self._max_running:
+            request = self._waiting[0]
+            if request.fetch is not None:
+                fetch = self._start_fetch(request)
+                if fetch is None:
+                    return
+                request.first_scheduled_s = request.fetch_started_s = now
+                yield fetch
+                continue
+            if not budget or not self._start(request):
+                return
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = now
+            count = min(request.uncomputed, budget)
+            grown = self._grow(request, request.num_computed + count)
+            assert grown, "admission checked that the whole request fits"
+            chunks.append(Chunk(request, request.num_computed, count))
+            budget -= count
+
+    def _start(self, request: Request) -> bool:
+        """Give a waiting request its cached prefix and a seat, if all its tokens would fit now."""
+        shared = self._cached_prefix(request, len(request.token_ids) - 1)
+        needed = self._blocks_for(len(request.token_ids)) - len(shared)
+        if needed > self.pool.free_after(shared):
+            return False
+        self._waiting.popleft()
+        self.pool.share(shared)
+        request.blocks = shared
+        request.num_computed = len(shared) * self._block_tokens
+        request.num_published = len(shared)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.num_computed
+        request.state = State.RUNNING
+        self._running.append(request)
+        return True
+
+    def _start_fetch(self, request: Request) -> Fetch | None:
+        """Reserve blocks for KV that lies elsewhere; only what the prefix cache lacks is fetched."""
+        params = request.fetch
+        assert params is not None
+        assert params.remote_block_ids is not None
+        shared = self._cached_prefix(request, params.num_tokens)
+        needed = self._blocks_for(params.num_tokens) - len(shared)
+        if needed > self.pool.free_after(shared):
+            return None
+        self._waiting.popleft()
+        self.pool.share(shared)
+        fresh = self.pool.take(needed)
+        assert fresh is not None
+        request.blocks = [*shared, *fresh]
+        request.num_published = len(shared)
+        request.cached_tokens = len(shared) * self._block_tokens
+        request.state = State.FETCHING
+        self._fetching[request.request_id] = request
+        return Fetch(request, params.remote_block_ids[0][len(shared) :], fresh)
+
+    def _cached_prefix(self, request: Request, tokens: int) -> list[int]:
+        if not self._prefix_cache:
+            return []
+        return self.pool.lookup(request.block_hashes(self._block_tokens)[: tokens // self._block_tokens])
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Make room for the KV of the first `tokens` tokens; False if there are not enough free blocks."""
+        fresh = self.pool.take(max(0, self._blocks_for(tokens) - len(request.blocks)))
+        if fresh is None:
+            return False
+        request.blocks += fresh
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._drop_blocks(request)
+        request.state = State.WAITING
+        self._waiting.appendleft(request)
+        self.preemptions += 1
+
+    # --- after the step ------------------------------------------------------------------------------------------
+
+    def computed(self, chunk: Chunk) -> None:
+        """The KV of a chunk is written: full blocks become findable."""
+        request = chunk.request
+        if request.state is State.RUNNING:
+            request.num_computed = chunk.start + chunk.count
+            self._publish(request)
+
+    def append(self, request: Request, token_id: int, now: float) -> Finish | None:
+        """Add a sampled token; if it ends the request, give back or hold its blocks and say why it ended."""
+        request.token_ids.append(token_id)
+        request.new_tokens.append(token_id)
+        if request.first_token_s is None:
+            request.first_token_s = now
+        params = request.params
+        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+            self._end(request, Finish.STOP)
+        elif request.output_tokens >= params.max_tokens or len(request.token_ids) >= self._max_model_len:
+            self._end(request, Finish.LENGTH)
+        return request.finish
+
+    def _end(self, request: Request, why: Finish) -> None:
+        """The one place where a request ends."""
+        if request.state is State.RUNNING:
+            self._running.remove(request)
+        elif request.state is State.WAITING:
+            self._waiting.remove(request)
+        request.finish = why
+        del self._requests[request.request_id]
+        if request.request_id in self._fetching:
+            self._set_aside(self._fetching.pop(request.request_id))
+        elif why is Finish.LENGTH and request.hold:
+            self._held[request.request_id] = request.blocks
+            request.blocks = []
+        else:
+            self._drop_blocks(request)
+        request.state = State.DONE
+
+    def _set_aside(self, request: Request) -> None:
+        """Keep the blocks of a fetch that may still write to them."""
+        self._unsettled[request.request_id] = request.blocks
+        self.pool.quarantine(request.blocks[request.num_published :])
+        request.blocks, request.num_published, request.num_computed = [], 0, 0
+
+    def _drop_blocks(self, request: Request) -> None:
+        self.pool.give_back(request.blocks)
+        request.blocks, request.num_published, request.num_computed = [], 0, 0
+
+    def _publish(self, request: Request) -> None:
+        full = request.num_computed // self._block_tokens
+        if self._prefix_cache and full > request.num_published:
+            hashes = request.block_hashes(self._block_tokens)
+            for index in range(request.num_published, full):
+                self.pool.publish(request.blocks[index], hashes[index])
+        request.num_published = max(request.num_published, full)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_tokens)
+
+    # --- what it looks like --------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something now, without news from outside."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks kept under a lease."""
+        return sum(len(blocks) for blocks in self._held.values())
+
+    def held(self, request_id: str) -> list[int] | None:
+        """The blocks kept for this request, in token order."""
+        return self._held.get(request_id)
+
+    def load(self) -> Load:
+        """Queue depth and room, as reported to the router."""
+        return Load(
+            running=len(self._running) + len(self._fetching),
+            waiting=len(self._waiting),
+            waiting_tokens=sum(r.uncomputed for r in self._waiting)
+            + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
+            free_blocks=self.pool.free,
+            total_blocks=self.pool.total,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""
+        self.pool.check()
+        owned = [b for r in self._requests.values() for b in r.blocks]
+        owned += [b for blocks in self._held.values() for b in blocks]
+        owned += [b for blocks in self._unsettled.values() for b in blocks]
+        assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
+        states = {r.request_id: r.state for r in self._requests.values()}
+        assert all(states[r.request_id] is State.WAITING and not r.blocks for r in self._waiting)
+        assert all(states[r.request_id] is State.RUNNING for r in self._running)
+        assert len(states) == len(self._waiting) + len(self._running) + len(self._fetching)
+        for request in self._running:
+            assert len(request.blocks) >= self._blocks_for(request.num_computed)

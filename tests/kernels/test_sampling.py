@@ -1,0 +1,94 @@
+"""Token choice: the sets that top-k, top-p and min-p leave, penalties, and the distribution that is drawn from."""
+
+import pytest
+import torch
+
+from kernels.linear import Linear, rows_are_invariant
+from kernels.sampling import draw, keep_likely, penalize
+
+OFF_K, OFF_P, OFF_M = 0, 1.0, 0.0
+
+
+def _kept(logits: torch.Tensor, k: int = OFF_K, p: float = OFF_P, m: float = OFF_M) -> list[set[int]]:
+    rows = logits.shape[0]
+    out = keep_likely(logits, torch.full((rows,), k), torch.full((rows,), p), torch.full((rows,), m))
+    return [set(row.isfinite().nonzero().flatten().tolist()) for row in out]
+
+
+def _by_definition(row: torch.Tensor, k: int, p: float, m: float) -> set[int]:
+    order = row.sort(descending=True, stable=True).indices.tolist()
+    if k > 0:
+        order = order[:k]
+    shares = row[order].double().softmax(-1).tolist()
+    nucleus, total = [], 0.0
+    for token, share in zip(order, shares, strict=True):
+        if nucleus and total >= p:
+            break
+        nucleus.append(token)
+        total += share
+    floor = float(row.double().softmax(-1).max()) * m
+    whole = row.double().softmax(-1)
+    return {token for token in nucleus if float(whole[token]) >= floor}
+
+
+@pytest.mark.parametrize("vocab", [50, 2000])
+@pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
+@pytest.mark.parametrize(
+    ("k", "p", "m"), [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.05), (40, 0.9, 0.01), (1, 0.5, 0.0), (900, 0.99, 0.0)]
+)
+def test_keeps_what_the_definitions_say(vocab, scale, k, p, m):
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(8)) * scale
+    assert _kept(logits, k, p, m) == [_by_definition(row, k, p, m) for row in logits]
+
+
+def test_switched_off_it_keeps_everything():
+    logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(9))
+    assert _kept(logits) == [set(range(3000))] * 3
+
+
+def test_a_row_is_cut_by_its_own_limits_only():
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(10)) * 3
+    mixed = keep_likely(logits, torch.tensor([3, 0, 0]), torch.tensor([1.0, 0.8, 1.0]), torch.tensor([0.0, 0.0, 0.1]))
+    sets = [set(row.isfinite().nonzero().flatten().tolist()) for row in mixed]
+    assert sets == [_by_definition(logits[0], 3, 1.0, 0), _by_definition(logits[1], 0, 0.8, 0), _by_definition(logits[2], 0, 1, 0.1)]
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]])
+    points = (torch.arange(20_000) + 0.5) / 20_000
+    tokens = draw(logits.expand(20_000, -1), points)
+    shares = torch.bincount(tokens, minlength=4) / 20_000
+    torch.testing.assert_close(shares, logits.softmax(-1)[0], atol=1e-3, rtol=0)
+
+
+def test_a_draw_at_either_end_is_a_possible_token():
+    logits = torch.full((2, 1000), -torch.inf)
+    logits[:, 10], logits[:, 20] = 1.0, 1.0
+    largest = 1 - 2**-24
+    assert draw(logits, torch.tensor([0.0, largest])).tolist() == [10, 20]
+
+
+def test_penalties_follow_their_formulas():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
+    penalize(
+        logits, 0, torch.tensor([0, 1, 3]), torch.tensor([0, 3]), torch.tensor([2, 1]),
+        repetition=2.0, presence=0.5, frequency=0.25,
+    )  # fmt: skip
+    torch.testing.assert_close(logits[0], torch.tensor([2.0 / 2 - 0.5 - 0.5, -4.0, 1.0, 0.25 - 0.5 - 0.25]))
+    assert logits[1].tolist() == [1.0] * 4
+
+
+def test_packed_linear_equals_the_plain_product_and_proves_its_rows():
+    generator = torch.Generator().manual_seed(11)
+    weight, bias = torch.randn(96, 80, generator=generator), torch.randn(96, generator=generator)
+    linear, x = Linear(weight, bias), torch.randn(37, 80, generator=generator)
+    torch.testing.assert_close(linear(x), x @ weight.T + bias, atol=1e-4, rtol=1e-4)
+    assert any(rows_are_invariant(linear, rows) for rows in (1, 2, 16))
+
+
+def test_a_linear_that_mixes_rows_is_caught():
+    class Mixing(Linear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return super().__call__(x) + x.shape[0] * 1e-7
+
+    assert not rows_are_invariant(Mixing(torch.ones(16, 16)), 2)

@@ -1,0 +1,132 @@
+"""Block accounting against a brute-force twin, and the order in which cached blocks are evicted."""
+
+import random
+
+import pytest
+
+from paged_engine.blocks import BlockPool
+from wire.hashes import ROOT, chain, extend, root_of
+
+
+def _hashes(count: int, salt: int = 0) -> list[bytes]:
+    out: list[bytes] = []
+    extend(out, [salt * 1000 + i for i in range(16 * count)], 16)
+    return out
+
+
+def test_takes_all_or_nothing():
+    pool = BlockPool(5)
+    assert pool.total == pool.free == 4
+    assert pool.take(5) is None
+    assert pool.free == 4
+    assert sorted(pool.take(4) or []) == [1, 2, 3, 4]
+    assert pool.take(1) is None
+    assert pool.take(0) == []
+
+
+def test_a_published_block_is_found_until_it_is_reused():
+    pool = BlockPool(4)
+    hashes = _hashes(2)
+    first, second = pool.take(2) or []
+    pool.publish(first, hashes[0])
+    pool.publish(second, hashes[1])
+    pool.give_back([first, second])
+    assert pool.lookup(hashes) == [first, second]
+    taken = pool.take(2) or []  # the never-hashed block first, then the tail before the head
+    assert second in taken
+    assert first not in taken
+    assert pool.lookup(hashes) == [first]
+    pool.check()
+
+
+def test_least_recently_used_prefix_goes_first():
+    pool = BlockPool(3)
+    a, b = _hashes(1, 1)[0], _hashes(1, 2)[0]
+    for block_hash in (a, b):
+        (block,) = pool.take(1) or []
+        pool.publish(block, block_hash)
+        pool.give_back([block])
+    touched = pool.lookup([a])
+    pool.share(touched)
+    pool.give_back(touched)
+    pool.take(1)
+    assert pool.lookup([a]) == touched
+    assert pool.lookup([b]) == []
+
+
+def test_a_shared_block_is_free_when_the_last_user_leaves():
+    pool = BlockPool(3)
+    hashes = _hashes(1)
+    blocks = pool.take(1) or []
+    pool.publish(blocks[0], hashes[0])
+    pool.share(blocks)
+    pool.give_back(blocks)
+    assert pool.free == 1
+    pool.give_back(blocks)
+    assert pool.free == 2
+    pool.check()
+
+
+def test_equal_content_is_published_once():
+    pool = BlockPool(4)
+    (block_hash,) = _hashes(1)
+    first, second = pool.take(2) or []
+    pool.publish(first, block_hash)
+    pool.publish(second, block_hash)
+    assert pool.lookup([block_hash]) == [first]
+    assert pool.cached == 1
+    pool.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_use_keeps_every_invariant(seed):
+    rng = random.Random(seed)
+    pool = BlockPool(24)
+    chains = [_hashes(6, salt) for salt in range(4)]
+    users: list[list[int]] = []
+    truth: dict[int, int] = dict.fromkeys(range(1, 24), 0)
+    for _ in range(400):
+        if rng.random() < 0.5:
+            hashes = rng.choice(chains)[: rng.randint(1, 6)]
+            shared = pool.lookup(hashes)
+            wanted = len(hashes) - len(shared)
+            room = pool.free_after(shared)
+            pool.share(shared)
+            fresh = pool.take(wanted)
+            assert (fresh is None) == (wanted > room)
+            blocks = shared + (fresh or [])
+            for block in blocks:
+                truth[block] += 1
+            if fresh is not None:
+                for block, block_hash in zip(blocks, hashes, strict=True):
+                    pool.publish(block, block_hash)
+            users.append(blocks)
+        elif users:
+            blocks = users.pop(rng.randrange(len(users)))
+            pool.give_back(blocks)
+            for block in blocks:
+                truth[block] -= 1
+        pool.check()
+        assert pool.free == sum(1 for count in truth.values() if not count)
+    for blocks in users:
+        pool.give_back(blocks)
+    assert pool.free == pool.total
+
+
+def test_hash_chain_is_fixed_for_ever():
+    """Two nodes of different versions must name equal blocks alike: these values may never change."""
+    assert ROOT.hex() == "23f40c7905d8a621616a9704ef3bd82b"
+    assert chain(ROOT, range(16)).hex() == "7087a60f1da1295a70777edbd304e09a"
+    assert chain(ROOT, range(16)) != chain(chain(ROOT, range(16)), range(16))
+    assert root_of(None) == root_of("") == ROOT != root_of("tenant")
+
+
+def test_only_full_blocks_are_hashed_and_extending_equals_starting_anew():
+    tokens = list(range(100))
+    grown: list[bytes] = []
+    for length in (5, 16, 31, 64, 100):
+        extend(grown, tokens[:length], 16)
+        assert len(grown) == length // 16
+    anew: list[bytes] = []
+    extend(anew, tokens, 16)
+    assert grown == anew

@@ -1,0 +1,330 @@
+"""The scheduler alone, with a model that is a pure function: budgets, order, preemption, fetches, and random use."""
+
+import random
+
+import pytest
+
+from paged_engine.blocks import BlockPool
+from paged_engine.request import Request, State
+from paged_engine.scheduler import Fetch, Scheduler
+from wire.engine_messages import Submit
+from wire.outputs import Finish
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+BLOCK, EOS = 16, 1
+
+
+def next_token(tokens: list[int]) -> int:
+    """A model in one line: the next token depends on all tokens so far."""
+    return 2 + (sum(tokens) * 31 + len(tokens) * 7) % 97
+
+
+def make(blocks: int = 64, **options) -> Scheduler:
+    defaults = {"max_batched_tokens": 64, "max_running": 8, "max_model_len": 10_000}
+    return Scheduler(BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 5, **submit) -> Request:
+    params = SamplingParams(max_tokens, seed=0, temperature=0)
+    return Request.of(Submit(name, prompt, params, **submit), 0.0)
+
+
+def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    """Schedule, check, 'compute', sample; (request, start, count) of every chunk."""
+    plan = scheduler.schedule(0.0)
+    scheduler.check()
+    for chunk in plan.chunks:
+        assert len(chunk.request.blocks) * BLOCK >= chunk.start + chunk.count
+    sampling = [chunk for chunk in plan.chunks if chunk.samples]
+    for chunk in plan.chunks:
+        scheduler.computed(chunk)
+    for chunk in sampling:
+        scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
+    scheduler.check()
+    return [(c.request.request_id, c.start, c.count) for c in plan.chunks]
+
+
+def drain(scheduler: Scheduler, limit: int = 10_000) -> None:
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return
+        step(scheduler)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
+    scheduler = make()
+    scheduler.add(request("short", [5] * 10, max_tokens=20))
+    assert step(scheduler) == [("short", 0, 10)]
+    scheduler.add(request("long", list(range(150))))
+    assert step(scheduler) == [("short", 10, 1), ("long", 0, 63)]
+    assert step(scheduler) == [("short", 11, 1), ("long", 63, 63)]
+    assert step(scheduler) == [("short", 12, 1), ("long", 126, 24)]
+    assert step(scheduler) == [("short", 13, 1), ("long", 150, 1)]
+
+
+def test_an_equal_prefix_is_computed_once():
+    scheduler = make()
+    prompt = list(range(100, 150))
+    scheduler.add(request("first", prompt))
+    drain(scheduler)
+    second = request("second", prompt)
+    scheduler.add(second)
+    assert step(scheduler) == [("second", 48, 2)]
+    assert second.cached_tokens == 48
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token():
+    scheduler = make()
+    for name in ("first", "second"):
+        scheduler.add(request(name, list(range(32)), max_tokens=1))
+        chunks = step(scheduler)
+    assert chunks == [("second", 16, 16)]
+
+
+def test_a_salt_keeps_caches_apart():
+    scheduler = make()
+    scheduler.add(request("first", list(range(64)), cache_salt="a"))
+    drain(scheduler)
+    scheduler.add(request("second", list(range(64)), cache_salt="b"))
+    assert step(scheduler)[0] == ("second", 0, 64)
+
+
+def test_a_stop_token_ends_a_request_and_frees_it():
+    scheduler = make()
+    req = request("r", [5] * 20)
+    scheduler.add(req)
+    plan = scheduler.schedule(0.0)
+    scheduler.computed(plan.chunks[0])
+    assert scheduler.append(req, EOS, 1.0) is Finish.STOP
+    assert scheduler.pool.free == scheduler.pool.total
+    assert req.state is State.DONE
+
+
+def test_the_youngest_is_preempted_and_ends_with_the_same_tokens():
+    scheduler = make(blocks=9)  # room for 8 blocks
+    prompts = {name: [ord(name) + i for i in range(40)] for name in "ab"}
+    requests = {name: request(name, prompt, max_tokens=60) for name, prompt in prompts.items()}
+    for req in requests.values():
+        scheduler.add(req)
+    drain(scheduler)
+    assert scheduler.preemptions > 0
+    for name, req in requests.items():
+        assert req.token_ids == expected(prompts[name], 60)
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_a_second_request_of_the_same_id_is_refused():
+    scheduler = make()
+    scheduler.add(request("r", [3]))
+    with pytest.raises(ValueError, match="'r' is in use"):
+        scheduler.add(request("r", [3]))
+
+
+def test_held_blocks_stay_until_released():
+    scheduler = make()
+    req = request("r", list(range(40)), max_tokens=1, hold=True)
+    scheduler.add(req)
+    drain(scheduler)
+    assert req.finish is Finish.LENGTH
+    held = scheduler.held("r")
+    assert held is not None
+    assert len(held) == 3
+    assert scheduler.held_blocks == 3 == scheduler.pool.total - scheduler.pool.free
+    scheduler.released("r")
+    scheduler.released("r")
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_a_request_that_stops_by_itself_holds_nothing():
+    scheduler = make()
+    req = request("r", list(range(40)), max_tokens=1, hold=True)
+    scheduler.add(req)
+    plan = scheduler.schedule(0.0)
+    scheduler.computed(plan.chunks[0])
+    scheduler.append(req, EOS, 0.0)
+    assert scheduler.held("r") is None
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def fetching(name: str, prompt: list[int], max_tokens: int = 5) -> Request:
+    blocks = -(-len(prompt) // BLOCK)
+    params = KvTransferParams(
+        do_remote_prefill=True, num_tokens=len(prompt), remote_block_ids=[list(range(500, 500 + blocks))]
+    )
+    return request(name, prompt, max_tokens, generated=[next_token(prompt)], fetch=params)
+
+
+def start_fetch(scheduler: Scheduler) -> Fetch:
+    (fetch,) = scheduler.schedule(0.0).fetches
+    scheduler.check()
+    return fetch
+
+
+def test_a_fetched_request_decodes_from_its_first_token():
+    scheduler = make()
+    prompt = list(range(40))
+    req = fetching("r", prompt)
+    scheduler.add(req)
+    fetch = start_fetch(scheduler)
+    assert (fetch.remote_blocks, len(fetch.local_blocks)) == ([500, 501, 502], 3)
+    assert step(scheduler) == []
+    scheduler.fetched("r")
+    assert step(scheduler) == [("r", 40, 1)]
+    drain(scheduler)
+    assert req.token_ids == expected(prompt, 5)
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_only_what_the_prefix_cache_lacks_is_fetched():
+    scheduler = make()
+    scheduler.add(request("before", list(range(40))))
+    drain(scheduler)
+    scheduler.add(fetching("r", list(range(40))))
+    fetch = start_fetch(scheduler)
+    assert fetch.remote_blocks == [502]
+    scheduler.fetched("r")
+    drain(scheduler)
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_a_ticket_without_a_first_token_computes_the_last_prompt_token_again():
+    scheduler = make()
+    prompt = list(range(32))
+    req = fetching("r", prompt)
+    req.token_ids.pop()
+    scheduler.add(req)
+    start_fetch(scheduler)
+    scheduler.fetched("r")
+    assert step(scheduler) == [("r", 31, 1)]
+    drain(scheduler)
+    assert req.token_ids == expected(prompt, 5)
+
+
+def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_quarantined():
+    scheduler = make()
+    prompt = list(range(40))
+    req = fetching("r", prompt)
+    scheduler.add(req)
+    fetch = start_fetch(scheduler)
+    scheduler.fetch_failed("r", "the peer is gone")
+    scheduler.check()
+    assert scheduler.pool.quarantined == 3
+    drain(scheduler)
+    assert req.token_ids == expected(prompt, 5)
+    assert req.fetch_error == "the peer is gone"
+    assert scheduler.pool.total - scheduler.pool.free == 3
+    taken = scheduler.pool.take(scheduler.pool.free) or []
+    assert not set(taken) & set(fetch.local_blocks)
+    scheduler.pool.give_back(taken)
+    scheduler.settled("r")
+    scheduler.check()
+    assert scheduler.pool.free == scheduler.pool.total
+    assert scheduler.pool.quarantined == 0
+
+
+def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
+    scheduler = make()
+    scheduler.add(fetching("r", list(range(40))))
+    start_fetch(scheduler)
+    scheduler.abort("r")
+    scheduler.check()
+    assert scheduler.pool.free < scheduler.pool.total
+    scheduler.settled("r")
+    assert scheduler.pool.free == scheduler.pool.total
+    assert not scheduler.has_work
+
+
+def test_load_counts_what_waits_and_runs():
+    scheduler = make(max_running=1)
+    scheduler.add(request("a", [3] * 100))
+    scheduler.add(request("b", [4] * 50))
+    step(scheduler)
+    load = scheduler.load()
+    assert (load.running, load.waiting, load.waiting_tokens) == (1, 1, 36 + 50)
+    assert load.total_blocks - load.free_blocks == 4
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed):
+    """Arrivals, fetches, fetch failures, late settling, aborts, holds and preemption in random order."""
+    rng = random.Random(seed)
+    scheduler = make(blocks=rng.choice([14, 24, 60]), max_batched_tokens=rng.choice([8, 33, 64]), max_running=rng.choice([2, 5]))
+    live: dict[str, tuple[Request, list[int], int]] = {}
+    in_flight: list[str] = []
+    settling: list[str] = []
+    held: set[str] = set()
+    done: list[tuple[Request, list[int], int]] = []
+    prefix = [rng.randrange(2, 90) for _ in range(64)]
+    for turn in range(300):
+        if turn < 200 and rng.random() < 0.3:
+            name, count = f"r{turn}", rng.randint(1, 12)
+            prompt = prefix[: rng.randrange(0, 64)] + [rng.randrange(2, 90) for _ in range(rng.randint(1, 40))]
+            if rng.random() < 0.4:
+                req = fetching(name, prompt, count + 1)
+                count += 1
+            else:
+                req = request(name, prompt, count, hold=rng.random() < 0.3)
+            scheduler.add(req)
+            live[name] = (req, prompt, count)
+        plan = scheduler.schedule(float(turn))
+        in_flight += [fetch.request.request_id for fetch in plan.fetches]
+        for chunk in plan.chunks:
+            scheduler.computed(chunk)
+        for chunk in [c for c in plan.chunks if c.start + c.count == len(c.request.token_ids)]:
+            scheduler.append(chunk.request, next_token(chunk.request.token_ids), float(turn))
+        if in_flight and rng.random() < 0.6:
+            name = in_flight.pop(rng.randrange(len(in_flight)))
+            if rng.random() < 0.6:
+                scheduler.fetched(name)
+            else:
+                scheduler.fetch_failed(name, "lost")
+                settling.append(name)
+        if settling and rng.random() < 0.3:
+            scheduler.settled(settling.pop(rng.randrange(len(settling))))
+        if live and rng.random() < 0.08:
+            name = rng.choice(sorted(live))
+            req = scheduler.abort(name)
+            if req is not None:
+                assert req.finish is Finish.ABORT
+                if name in in_flight:
+                    in_flight.remove(name)
+                    settling.append(name)
+                del live[name]
+        for name, entry in list(live.items()):
+            if entry[0].finish is not None:
+                done.append(live.pop(name))
+                if scheduler.held(name) is not None:
+                    held.add(name)
+        if held and rng.random() < 0.3:
+            scheduler.released(held.pop())
+        scheduler.check()
+    for name in in_flight:
+        scheduler.fetched(name)
+    for name in settling:
+        scheduler.settled(name)
+    for name in held:
+        scheduler.released(name)
+    while scheduler.has_work:
+        step(scheduler)
+        for name, entry in list(live.items()):
+            if entry[0].finish is not None:
+                done.append(live.pop(name))
+                scheduler.released(name)
+        plan_fetches = [r for r in live.values() if r[0].state is State.FETCHING]
+        for entry in plan_fetches:
+            scheduler.fetched(entry[0].request_id)
+    for name in list(live):
+        scheduler.released(name)
+    assert scheduler.pool.free == scheduler.pool.total
+    assert len(done) > 20
+    for req, prompt, count in done:
+        assert req.token_ids == expected(prompt, count)
