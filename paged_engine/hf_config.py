@@ -115,8 +115,7 @@ def _window(fields: Fields, *, mistral: bool) -> int:
     """Sliding window in tokens, 0 if there is none. Layers that differ are refused: one pool holds one kind."""
     if mistral:
         # null turns the window off, a missing key means 4,096: MistralConfig's default.
-        window = fields.integer("sliding_window") if fields.has("sliding_window") else 0
-        window = window if "sliding_window" in fields.values else 4096
+        window = fields.integer("sliding_window", 0) if "sliding_window" in fields.values else 4096
     elif fields.flag("use_sliding_window", False):
         window = fields.integer("sliding_window", 4096)
     else:

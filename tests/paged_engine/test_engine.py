@@ -1,0 +1,201 @@
+"""The engine against transformers, and against itself in other batches, chunks and orders."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import DIFFERENCES, make_tiny
+
+from paged_engine.engine import Engine
+from paged_engine.request import Request
+from paged_engine.scheduler import Chunk
+from wire.config import EngineConfig
+from wire.engine_messages import Submit
+from wire.errors import ConfigError
+from wire.outputs import Finish
+from wire.sampling import SamplingParams
+
+ARCHITECTURES = sorted(DIFFERENCES)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict[str, tuple[Path, object]]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ARCHITECTURES}
+    return {name: (folder, make_tiny(name, folder)) for name, folder in folders.items()}
+
+
+def make(folder: Path, **options) -> Engine:
+    defaults = {"device": "cpu", "kv_cache_bytes": 8 << 20, "threads": 1}
+    return Engine(EngineConfig(model=str(folder), **(defaults | options)))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 256) for _ in range(length)]
+
+
+def submit(engine: Engine, name: str, tokens: list[int], **params) -> Request:
+    defaults = {"max_tokens": 24, "seed": 5, "temperature": 0.0, "ignore_eos": True}
+    generated = params.pop("generated", [])
+    req = Request.of(Submit(name, tokens, SamplingParams(**(defaults | params)), generated=generated), 0.0)
+    engine.scheduler.add(req)
+    return req
+
+
+def drain(engine: Engine) -> None:
+    for _ in range(5000):
+        if not engine.scheduler.has_work:
+            break
+        engine.step()
+        engine.scheduler.check()
+    assert engine.scheduler.pool.free == engine.scheduler.pool.total
+
+
+def output(req: Request) -> list[int]:
+    return req.token_ids[req.prompt_tokens :]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_transformers(architecture, tiny):
+    folder, model = tiny[architecture]
+    engine = make(folder, max_batched_tokens=256)
+    tokens = prompt(150)
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0]
+    for end in (1, 2, 17, 64, 150):
+        req = Request.of(Submit("r", tokens[:end], SamplingParams(1, seed=0)), 0.0)
+        req.blocks = engine.scheduler.pool.take(10) or []
+        ours = engine._runner.run([Chunk(req, 0, end)])[0]
+        assert float((ours - theirs[end - 1]).abs().max()) < 1e-3
+        engine.scheduler.pool.give_back(req.blocks)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_text_equals_transformers_through_chunks_and_batches(architecture, tiny):
+    folder, model = tiny[architecture]
+    engine = make(folder, max_batched_tokens=40)
+    prompts = [prompt(length, seed=length) for length in (1, 15, 16, 17, 70, 129)]
+    requests = [submit(engine, f"r{i}", tokens) for i, tokens in enumerate(prompts)]
+    drain(engine)
+    for req, tokens in zip(requests, prompts, strict=True):
+        with torch.no_grad():
+            theirs = model.generate(
+                torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+                max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        assert output(req) == theirs[0, len(tokens) :].tolist()
+
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 60, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_do_not_depend_on_batch_chunks_cache_or_preemption(architecture, tiny):
+    """Greedy and sampled: alone, in a crowd, in small chunks, from the prefix cache, in a pool that is too small."""
+    folder, _ = tiny[architecture]
+    prompts = [prompt(length, seed=length) for length in (3, 40, 90, 128, 33)]
+
+    def run(alone: bool, **options) -> list[list[int]]:
+        engine, requests = make(folder, **options), []
+        for round_ in range(2):  # the second round finds its prefixes cached
+            for i, tokens in enumerate(prompts):
+                params = SAMPLED if i % 2 else {}
+                requests.append(submit(engine, f"{round_}-{i}", tokens, seed=i, logprobs=2, **params))
+                if alone:
+                    drain(engine)
+            drain(engine)
+        assert [output(r) for r in requests[:5]] == [output(r) for r in requests[5:]]
+        assert options.get("kv_cache_bytes") is None or engine.scheduler.preemptions > 0
+        return [[*output(r), *(x.logprob for x in r.new_logprobs)] for r in requests[:5]]
+
+    reference = run(alone=True)
+    assert run(alone=False) == reference
+    assert run(alone=False, max_batched_tokens=19, prefix_cache=False) == reference
+    assert run(alone=False, kv_cache_bytes=14 * 16 * 3 * 2 * 2 * 16 * 4, max_model_len=160) == reference
+
+
+def test_a_continued_request_equals_an_undisturbed_one(tiny):
+    """What a hand-over and a fail-over rest on: start again with k tokens generated elsewhere."""
+    folder, _ = tiny["LlamaForCausalLM"]
+    tokens = prompt(50)
+    engine = make(folder)
+    whole = submit(engine, "whole", tokens, **SAMPLED)
+    drain(engine)
+    for k in (1, 7, 23):
+        other = make(folder)
+        rest = submit(other, "rest", tokens, generated=output(whole)[:k], **SAMPLED)
+        drain(other)
+        assert output(rest) == output(whole)
+
+
+def test_logprobs_are_those_of_the_raw_distribution(tiny):
+    folder, model = tiny["LlamaForCausalLM"]
+    engine = make(folder)
+    tokens = prompt(30)
+    req = submit(engine, "r", tokens, max_tokens=1, logprobs=5, temperature=1.5, presence_penalty=1.0)
+    drain(engine)
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+    (given,) = req.new_logprobs
+    assert given.token_id == output(req)[0]
+    assert given.logprob == pytest.approx(float(theirs[given.token_id]), abs=1e-4)
+    assert list(given.top_ids) == theirs.topk(5).indices.tolist()
+    assert list(given.top_logprobs) == pytest.approx(theirs.topk(5).values.tolist(), abs=1e-4)
+
+
+def test_stop_tokens_min_tokens_and_bias(tiny):
+    folder, _ = tiny["LlamaForCausalLM"]
+    engine = make(folder)
+    tokens = prompt(30)
+    free = submit(engine, "free", tokens)
+    drain(engine)
+    third = output(free)[2]
+    stopped = submit(engine, "stopped", tokens, stop_token_ids=(third,))
+    forced = submit(engine, "forced", tokens, stop_token_ids=(third,), min_tokens=10)
+    eos = submit(engine, "eos", tokens, logit_bias=((2, 100.0),), ignore_eos=False)
+    drain(engine)
+    first = output(free).index(third) + 1
+    assert output(stopped) == output(free)[:first]
+    assert stopped.finish is Finish.STOP
+    assert len(output(forced)) >= 10
+    assert third not in output(forced)[:9]
+    assert output(eos) == [2]
+    assert eos.finish is Finish.STOP
+
+
+def test_the_context_limit_ends_a_request(tiny):
+    folder, _ = tiny["LlamaForCausalLM"]
+    engine = make(folder, max_model_len=40)
+    req = submit(engine, "r", prompt(30), max_tokens=500)
+    drain(engine)
+    assert len(req.token_ids) == 40
+    assert req.finish is Finish.LENGTH
+
+
+def test_bfloat16_stays_close_to_fp32(tiny):
+    folder, model = tiny["Qwen3ForCausalLM"]
+    engine = make(folder, dtype="bfloat16")
+    tokens = prompt(60)
+    req = Request.of(Submit("r", tokens, SamplingParams(1, seed=0)), 0.0)
+    req.blocks = engine.scheduler.pool.take(4) or []
+    ours = engine._runner.run([Chunk(req, 0, 60)])[0]
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0, -1]
+    assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.995
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_model_len": 1000}, "above the model's own limit of 512"),
+        ({"kv_cache_bytes": 100_000, "max_model_len": 500}, "lower max_model_len to at most"),
+        ({"kv_cache_bytes": 1000}, "give at least"),
+        ({"device": "cuda"}, "sees no GPU"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(tiny, options, words):
+    if options.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match=words):
+        make(tiny["LlamaForCausalLM"][0], **options)
