@@ -1,6 +1,6 @@
 """Closed-loop load on any OpenAI endpoint: tokens/s, TTFT, TPOT, ITL. In-band errors count as failures.
 
-    python -m benchmarks.load --url http://127.0.0.1:8000 --requests 16 --concurrency 8 --max-tokens 32
+python -m benchmarks.load --url http://127.0.0.1:8000 --requests 16 --concurrency 8 --max-tokens 32
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import aiohttp
 
 __all__ = ["Outcome", "Report", "run_load"]
 
-# About 60 tokens each with the chat template, different from the first word on, so that only the template is a shared prefix.
+# About 60 tokens each with the chat template; only the template is a shared prefix.
 _TOPICS = (
     "the tides", "a bicycle", "old maps", "honey bees", "the number zero", "glaciers", "a jazz band", "paper", "volcanoes",
     "the violin", "deserts", "clocks", "a lighthouse", "spices", "the moon", "bridges", "tea", "owls", "ships", "salt",

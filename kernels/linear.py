@@ -22,7 +22,7 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS) if self._packed else weight
         )
@@ -36,7 +36,7 @@ class Linear:
 
 
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a row's bits are the same in every batch of at least `min_rows` rows, tried on batch sizes of each kind."""
+    """Whether a row's bits are the same in every batch of at least `min_rows` rows; tried on sizes of each kind."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(130, linear.in_features, generator=generator).to(dtype)
     whole = linear(x)

@@ -20,7 +20,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (i, i + dim/2) of every head by its token's angle; x [tokens, heads, dim], cos/sin [tokens, 1, dim/2].
+    """Rotate pairs (i, i + dim/2) of every head by its token's angle.
+
+    x [tokens, heads, dim], cos and sin [tokens, 1, dim/2].
 
     Source: Su et al., "RoFormer", 2021, in the half-split form that Llama checkpoints use.
     """

@@ -44,7 +44,9 @@ class _Slab:
     rows_of_tile: torch.Tensor  # [tiles, tile_tokens] rows of q
     valid: torch.Tensor | None  # [tiles, tile_tokens] bool; None when every tile is full
     tile_of_item: torch.Tensor | None  # [items]; None when every tile has exactly one item
-    pool_rows: torch.Tensor  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
+    pool_rows: (
+        torch.Tensor
+    )  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
     bias: torch.Tensor  # [items, 1, 1, tile_tokens, SPLIT_TOKENS] 0 where the key may be seen, else -inf
 
 

@@ -21,7 +21,9 @@ def penalize(
     presence: float,
     frequency: float,
 ) -> None:
-    """Lower the logits of one row in place. `seen` are the distinct ids of prompt and output, `generated` of output only.
+    """Lower the logits of one row in place.
+
+    `seen` are the distinct ids of prompt and output, `generated` those of the output only.
 
     logits [rows, vocab]; counts: how often each of `generated` occurs. Repetition as in Keskar et al., "CTRL", 2019;
     presence and frequency as the OpenAI API defines them.
@@ -33,9 +35,7 @@ def penalize(
         logits[row, generated] -= presence + frequency * counts
 
 
-def keep_likely(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+def keep_likely(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Logits with -inf outside the top-k, then the nucleus of what is left, then above min_p times the likeliest.
 
     logits [rows, vocab] after temperature; top_k int64 [rows] (0: all), top_p and min_p fp32 [rows]. Sets are cut at a
@@ -56,7 +56,7 @@ def _threshold(
     logits: torch.Tensor, likeliest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest logit that stays in each row, and whether the `likeliest` (descending) were enough to tell."""
-    rows, size = likeliest.shape
+    size = likeliest.shape[1]
     vocab = logits.shape[1]
     limited = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)  # [rows]
     rank = torch.arange(size)

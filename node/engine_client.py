@@ -72,7 +72,7 @@ class EngineClient:
         self._socket.bind(endpoint)
         threads = str(self._config.engine.threads or os.cpu_count() or 1)
         environment = {
-            # A waiting OpenMP thread that spins steals the core that another process needs (ten times slower on two cores).
+            # A waiting OpenMP thread that spins steals the core another process needs: ten times slower on two cores.
             "OMP_WAIT_POLICY": "PASSIVE",
             "OMP_NUM_THREADS": threads,
             **os.environ,

@@ -91,9 +91,7 @@ class EngineProcess:
                 window=model.window,
                 tp_size=1,
             ),
-            region=PoolRegion(
-                engine.pool.address, engine.pool.num_blocks, engine.pool.block_bytes, str(engine.device)
-            ),
+            region=PoolRegion(engine.pool.address, engine.pool.num_blocks, engine.pool.block_bytes, str(engine.device)),
             config=self._config.transfer,
             wake=self.wake,
         )
@@ -104,6 +102,7 @@ class EngineProcess:
             EngineReady(
                 engine_id=self.connector.engine_id,
                 generation=self.connector.generation,
+                model_name=engine.model.name,
                 vocab_size=engine.model.vocab_size,
                 max_model_len=engine.max_model_len,
                 block_tokens=engine.pool.block_tokens,
@@ -283,7 +282,7 @@ def main() -> int:
     endpoint = sys.argv[1]
     try:
         EngineProcess(config, endpoint).serve()
-    except Exception as why:  # noqa: BLE001 - the edge of this process: whatever it was, the HTTP side must hear of it
+    except Exception as why:
         if not isinstance(why, KvrelayError):
             log.exception("the engine process ends")
         _say_last_words(endpoint, str(why) or type(why).__name__)

@@ -1,7 +1,7 @@
 """Block accounting: ids, reference counts, prefix hashes. Pure Python; never touches a tensor.
 
 A block is free (in LRU order; it may still carry the hash of what it holds), used (by one or more requests), held
-(kept for a reader elsewhere) or quarantined (a transfer may still write to it). Block 0 is the null block and never given.
+(kept for a reader elsewhere) or quarantined (a transfer may still write to it). Block 0 is the null block, never given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
-        # Least recently used first. Freed requests append their last blocks first, so that tails are evicted before heads.
+        # Least recently used first. A freed request appends its last blocks first: tails are evicted before heads.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._quarantined: set[int] = set()
 

@@ -85,7 +85,9 @@ class Decoder:
         self._cos = angles.cos().to(device=device, dtype=dtype)[:, None]  # [max_positions, 1, head_dim / 2]
         self._sin = angles.sin().to(device=device, dtype=dtype)[:, None]
 
-    def _pack_finished_layer(self, name: str, parts: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    def _pack_finished_layer(
+        self, name: str, parts: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]
+    ) -> None:
         if not name.startswith("model.layers."):
             return
         index = int(name.split(".")[2])

@@ -50,7 +50,9 @@ class Engine:
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self.model: ModelConfig = read_model_config(config.model, config.load_format)
         # fp32 on CPU: bf16 products are ten times slower on CPUs without bf16 units (SmolLM2, prefill of 512).
-        wanted = config.dtype if config.dtype != "auto" else ("float32" if self.device.type == "cpu" else self.model.dtype)
+        wanted = (
+            config.dtype if config.dtype != "auto" else ("float32" if self.device.type == "cpu" else self.model.dtype)
+        )
         self.dtype = _DTYPES[wanted]
         num_blocks = KVPool.blocks_in(
             self.model, pool_bytes=config.kv_cache_bytes, block_tokens=config.block_tokens, dtype=self.dtype
@@ -106,7 +108,11 @@ class Engine:
 
     def _count(self, chunk: Chunk) -> None:
         request = chunk.request
-        if request.num_computed == (request.cached_tokens or 0) and not request.new_tokens and request.output_tokens == 0:
+        if (
+            request.num_computed == (request.cached_tokens or 0)
+            and not request.new_tokens
+            and request.output_tokens == 0
+        ):
             self.counters.cached_prompt_tokens += request.cached_tokens or 0
         if chunk.start < request.prompt_tokens:
             self.counters.prompt_tokens += min(chunk.count, request.prompt_tokens - chunk.start)
@@ -114,7 +120,9 @@ class Engine:
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA build of torch")
+        raise ConfigError(
+            "device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA build of torch"
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda")
@@ -124,7 +132,9 @@ def _fit_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> i
     """The longest context that the model and the pool both allow."""
     room = (num_blocks - 1) * config.block_tokens
     if config.max_model_len > model.max_position:
-        raise ConfigError(f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position} tokens")
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position}"
+        )
     if config.max_model_len > room:
         raise ConfigError(
             f"max_model_len {config.max_model_len} does not fit: the KV pool of {config.kv_cache_bytes} bytes holds {room} "

@@ -41,5 +41,7 @@ class KVPool:
         block = config.num_kv_heads * config.num_layers * 2 * block_tokens * config.head_dim * dtype.itemsize
         blocks = pool_bytes // block
         if blocks < 2:
-            raise ConfigError(f"kv_cache_bytes {pool_bytes} holds {blocks} blocks of {block} bytes; give at least {2 * block}")
+            raise ConfigError(
+                f"kv_cache_bytes {pool_bytes} holds {blocks} blocks of {block} bytes; give at least {2 * block}"
+            )
         return blocks

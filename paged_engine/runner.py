@@ -22,8 +22,8 @@ class Runner:
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         self._decoder = decoder
         self._pool = pool
-        # The first exp() that two OpenMP threads enter at once may return low-accuracy values on the second one (seen with
-        # MKL 2024.2: errors of 7e-4 in the first call only). Let one thread enter it first.
+        # The first exp() that two OpenMP threads enter at once may return low-accuracy values on the second one (seen
+        # with MKL 2024.2: errors of 7e-4, in the first call only). Let one thread enter it first.
         torch.exp(torch.zeros(16))
         self._min_rows = decoder.min_rows()
 

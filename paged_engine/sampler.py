@@ -21,9 +21,7 @@ class Sampler:
         self._eos = tuple(eos_token_ids)
 
     @torch.inference_mode()
-    def sample(
-        self, logits: torch.Tensor, requests: Sequence[Request]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """logits fp32 [rows, vocab], changed in place; row i belongs to requests[i]."""
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         raw = logits[wanted].log_softmax(-1) if wanted else None
@@ -49,11 +47,11 @@ class Sampler:
             logits[row, [*self._eos, *params.stop_token_ids]] = -torch.inf
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             everything = torch.tensor(request.token_ids)
-            generated, counts = everything[request.prompt_tokens :].unique(return_counts=True)
+            generated, counts = everything[request.prompt_tokens :].unique(return_counts=True)  # type: ignore[no-untyped-call]
             penalize(
                 logits,
                 row,
-                everything.unique(),
+                everything.unique(),  # type: ignore[no-untyped-call]
                 generated,
                 counts,
                 repetition=params.repetition_penalty,

@@ -60,11 +60,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "kv_cache_bytes", "max_batched_tokens", "max_running")
-        _require(self.load_format in ("auto", "safetensors", "gguf", "dummy"), f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy")
+        _require(
+            self.load_format in ("auto", "safetensors", "gguf", "dummy"),
+            f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy",
+        )
         _require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r} is not one of auto, cpu, cuda")
-        _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16")
+        _require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16",
+        )
         _require(self.block_tokens in (16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
-        _require(self.max_model_len >= 0, f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own")
+        _require(
+            self.max_model_len >= 0,
+            f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
+        )
         _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
 
 
@@ -73,15 +82,19 @@ class TransferConfig:
     """The hand-over: who may take KV from here, and for how long it is kept."""
 
     kv_connector: str = "nixl"
+    """What moves KV: nixl."""
     kv_host: str = "127.0.0.1"
     """Address at which peers reach this node's control channel."""
     kv_port: int = 0
     """Port of the control channel; 0 takes a free one."""
     lease_s: float = 5.0
+    """KV is kept this long after the last heartbeat for it."""
     heartbeat_s: float = 1.0
+    """Time between two heartbeats of a node that wants KV."""
     transfer_deadline_s: float = 10.0
     """A fetch may take this long, plus its size at `transfer_floor_bytes_s`."""
     transfer_floor_bytes_s: float = 100e6
+    """The slowest transfer, in bytes per second, that is waited for."""
 
     def __post_init__(self) -> None:
         _require(self.kv_connector in ("nixl",), f"kv_connector {self.kv_connector!r} is not one of nixl")
@@ -89,7 +102,8 @@ class TransferConfig:
         _positive(self, "lease_s", "heartbeat_s", "transfer_deadline_s", "transfer_floor_bytes_s")
         _require(
             self.lease_s >= 3 * self.heartbeat_s,
-            f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got {self.lease_s:g}; one lost heartbeat must not lose a lease",
+            f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got {self.lease_s:g}; "
+            "one lost heartbeat must not lose a lease",
         )
 
 
@@ -101,7 +115,9 @@ class NodeConfig:
     role: Role = Role.AGGREGATED
     transfer: TransferConfig = TransferConfig()
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = 8000
+    """Port to listen on."""
     served_model_name: str = ""
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
@@ -109,7 +125,9 @@ class NodeConfig:
     api_key: str = ""
     """If set, /v1 and /kv routes want `Authorization: Bearer <api_key>`."""
     max_body_bytes: int = 16 << 20
+    """Longest request body."""
     request_deadline_s: float = 600.0
+    """A request may take this long."""
     start_deadline_s: float = 600.0
     """The engine process must be ready within this time."""
 
@@ -127,21 +145,38 @@ class RouterConfig:
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = 8000
+    """Port to listen on."""
     api_key: str = ""
     """If set, clients must send `Authorization: Bearer <api_key>`."""
     node_api_key: str = ""
     """Sent to the nodes."""
     max_body_bytes: int = 16 << 20
+    """Longest request body."""
     request_deadline_s: float = 600.0
+    """A request may take this long."""
     connect_deadline_s: float = 2.0
+    """A connection to a node must stand within this time."""
     health_interval_s: float = 0.5
+    """Time between two health checks of a node."""
     health_deadline_s: float = 2.0
+    """A health check must be answered within this time."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
-        _positive(self, "max_body_bytes", "request_deadline_s", "connect_deadline_s", "health_interval_s", "health_deadline_s", "attempts")
+        _positive(
+            self,
+            "max_body_bytes",
+            "request_deadline_s",
+            "connect_deadline_s",
+            "health_interval_s",
+            "health_deadline_s",
+            "attempts",
+        )
         for url in (*self.prefill, *self.decode):
-            _require(url.startswith(("http://", "https://")), f"node address {url!r} must start with http:// or https://")
+            _require(
+                url.startswith(("http://", "https://")), f"node address {url!r} must start with http:// or https://"
+            )

@@ -98,6 +98,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
     engine_id: str
     generation: str
+    model_name: str
     vocab_size: int
     max_model_len: int
     block_tokens: int

@@ -1,22 +1,22 @@
 """The error tree of kvrelay, and its OpenAI-shaped body.
 
-    KvrelayError 500
-    +-- ConfigError                 a flag, a file or a model folder is wrong; the process exits with 2
-    +-- RequestError 400            the client's request is wrong; never counted against a node
-    |   +-- Unauthorized 401
-    |   +-- NotFound 404            unknown model or route
-    |   +-- BodyTooLarge 413
-    +-- Unavailable 503             try again; carries Retry-After
-    |   +-- NoNode 503              no node of a role is up
-    |   +-- EngineDead 503          the engine process of this node has ended
-    |   +-- Overloaded 429          a queue is full
-    +-- NodeFailed 502              a node broke after it had been chosen
-    +-- DeadlineExceeded 504
-    +-- TransferError 500           a hand-over failed; the decode node recomputes
-        +-- Incompatible            the two nodes may not exchange KV, and why
-        +-- PeerLost                the other side is gone or was restarted
-        +-- LeaseLost               the blocks are no longer held for us
-        +-- TransferTimeout
+KvrelayError 500
++-- ConfigError                 a flag, a file or a model folder is wrong; the process exits with 2
++-- RequestError 400            the client's request is wrong; never counted against a node
+|   +-- Unauthorized 401
+|   +-- NotFound 404            unknown model or route
+|   +-- BodyTooLarge 413
++-- Unavailable 503             try again; carries Retry-After
+|   +-- NoNode 503              no node of a role is up
+|   +-- EngineDead 503          the engine process of this node has ended
+|   +-- Overloaded 429          a queue is full
++-- NodeFailed 502              a node broke after it had been chosen
++-- DeadlineExceeded 504
++-- TransferError 500           a hand-over failed; the decode node recomputes
+    +-- Incompatible            the two nodes may not exchange KV, and why
+    +-- PeerLost                the other side is gone or was restarted
+    +-- LeaseLost               the blocks are no longer held for us
+    +-- TransferTimeout
 """
 
 from __future__ import annotations

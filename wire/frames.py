@@ -23,7 +23,7 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
 class FrameKind(enum.IntEnum):
-    """TOKENS: some output. HANDOVER: this leg is done, `params` opens the next. END: the request is done. ERROR: it broke."""
+    """TOKENS: some output. HANDOVER: this leg is done, `params` opens the next. END: all is done. ERROR: it broke."""
 
     TOKENS = 0
     HANDOVER = 1
@@ -35,8 +35,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """One step of an answer.
 
     `payload` goes to the client as it is: SSE events when the client streams; in an END frame of an answer that is not
-    streamed, the whole JSON body. `token_ids` are the tokens that this frame is about, `sent_text` the characters of text
-    sent in total after it. `status` and `error` are set in ERROR frames, `params` in HANDOVER frames.
+    streamed, the whole JSON body. `token_ids` are the tokens that this frame is about, `sent_text` the characters of
+    text sent in total after it. `status` and `error` are set in ERROR frames, `params` in HANDOVER frames.
     """
 
     kind: FrameKind

@@ -50,7 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         if not (0 < self.repetition_penalty < math.inf):
             raise RequestError(
-                f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}", param="repetition_penalty"
+                f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}",
+                param="repetition_penalty",
             )
         _within("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
         for token in self.stop_token_ids:

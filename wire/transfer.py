@@ -37,8 +37,9 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     # To both nodes: made once by the router and carried on, so that all chunks of a stream agree.
     created: int | None = None
 
-    # From the prefill node: which process holds the KV, and how much of it there is.
+    # From the prefill node: which process holds the KV, under which of its leases, and how much of it there is.
     generation: str | None = None
+    lease_epoch: int = 0
     num_tokens: int = 0
     # What the decode node would otherwise compute twice. `generated` are output tokens so far (after the prefill node:
     # the first one; after a fail-over: all that the client may have seen), `sent_text` the characters of their text
@@ -52,7 +53,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What must be equal on both ends of a transfer. Compared field by field at the handshake: refuse, never corrupt."""
+    """What must be equal on both ends of a transfer, compared at the handshake: refuse, never corrupt."""
 
     protocol: int
     model: str

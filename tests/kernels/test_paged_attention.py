@@ -82,7 +82,10 @@ def test_bits_depend_on_neither_batch_nor_chunks(window):
             spans = [SequenceSpan(0, end - first, first, ours.block_ids)]
             rows = [query[first:end]]
             if company:
-                spans = [SequenceSpan(0, 200, 0, other.block_ids), SequenceSpan(200, end - first, first, ours.block_ids)]
+                spans = [
+                    SequenceSpan(0, 200, 0, other.block_ids),
+                    SequenceSpan(200, end - first, first, ours.block_ids),
+                ]
                 rows = [query[length:], query[first:end]]
             plan = plan_attention(spans, block_tokens=BLOCK, kv_heads=kv_heads, group=3, window=window)
             parts.append(attend(torch.cat(rows), pool, 0, plan)[-(end - first) :])

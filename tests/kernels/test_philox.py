@@ -6,9 +6,7 @@ from kernels.philox import philox_4x32, uniform
 
 
 def _words(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
-    out = philox_4x32(
-        tuple(torch.tensor([word]) for word in counter), (torch.tensor([key[0]]), torch.tensor([key[1]]))
-    )
+    out = philox_4x32(tuple(torch.tensor([word]) for word in counter), (torch.tensor([key[0]]), torch.tensor([key[1]])))
     return [int(word) for word in out]
 
 

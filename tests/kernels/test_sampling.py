@@ -50,7 +50,11 @@ def test_a_row_is_cut_by_its_own_limits_only():
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(10)) * 3
     mixed = keep_likely(logits, torch.tensor([3, 0, 0]), torch.tensor([1.0, 0.8, 1.0]), torch.tensor([0.0, 0.0, 0.1]))
     sets = [set(row.isfinite().nonzero().flatten().tolist()) for row in mixed]
-    assert sets == [_by_definition(logits[0], 3, 1.0, 0), _by_definition(logits[1], 0, 0.8, 0), _by_definition(logits[2], 0, 1, 0.1)]
+    assert sets == [
+        _by_definition(logits[0], 3, 1.0, 0),
+        _by_definition(logits[1], 0, 0.8, 0),
+        _by_definition(logits[2], 0, 1, 0.1),
+    ]
 
 
 def test_draws_follow_the_distribution():

@@ -87,7 +87,14 @@ def test_greedy_text_equals_transformers_through_chunks_and_batches(architecture
         assert output(req) == theirs[0, len(tokens) :].tolist()
 
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 60, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.2}
+SAMPLED = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "top_k": 60,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.2,
+}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

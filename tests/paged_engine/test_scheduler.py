@@ -257,7 +257,9 @@ def test_load_counts_what_waits_and_runs():
 def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed):
     """Arrivals, fetches, fetch failures, late settling, aborts, holds and preemption in random order."""
     rng = random.Random(seed)
-    scheduler = make(blocks=rng.choice([14, 24, 60]), max_batched_tokens=rng.choice([8, 33, 64]), max_running=rng.choice([2, 5]))
+    scheduler = make(
+        blocks=rng.choice([14, 24, 60]), max_batched_tokens=rng.choice([8, 33, 64]), max_running=rng.choice([2, 5])
+    )
     live: dict[str, tuple[Request, list[int], int]] = {}
     in_flight: list[str] = []
     settling: list[str] = []

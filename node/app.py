@@ -1,0 +1,319 @@
+"""The HTTP shell of a node: OpenAI routes, health, metrics, release of held KV.
+
+Every answer is made of frames (wire/frames.py). A caller that asks for frames gets them; any other gets their payloads,
+which are the plain OpenAI answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from openai_api.types import ModelCard, ModelList
+from starlette.exceptions import HTTPException
+
+from node.engine_client import EngineClient
+from node.metrics import NodeMetrics
+from node.serving import Call, Serving
+from openai_api.leg import Leg
+from wire.config import NodeConfig
+from wire.errors import BodyTooLarge, DeadlineExceeded, EngineDead, KvrelayError, NotFound, RequestError, Unauthorized
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from wire.outputs import Finish
+
+__all__ = ["Node", "create_app"]
+
+log = logging.getLogger("kvrelay.node")
+
+T = TypeVar("T")
+
+SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class _ReleaseBody(msgspec.Struct):
+    request_ids: list[str]
+
+
+@dataclass
+class Node:
+    """What the routes share. `serving` and `metrics` are None until the engine is ready."""
+
+    config: NodeConfig
+    engine: EngineClient
+    created: int
+    serving: Serving | None = None
+    metrics: NodeMetrics | None = None
+    failure: str | None = None
+
+    def ready(self) -> Serving:
+        """The serving half. Raises EngineDead while the engine loads and after it ended."""
+        if self.engine.ended.is_set() or self.failure is not None:
+            raise EngineDead(self.failure or "the engine process of this node has ended")
+        if self.serving is None:
+            raise EngineDead("the model is still being loaded; GET /health says when it is done")
+        return self.serving
+
+
+def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
+    """The routes over one node."""
+    app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(KvrelayError, _error_answer)
+    app.add_exception_handler(HTTPException, _http_error_answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _complete(node, request, chat=True)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _complete(node, request, chat=False)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        _authorize(node.config.api_key, request)
+        return _json(ModelList(data=[_card(node)]))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        _authorize(node.config.api_key, request)
+        card = _card(node)
+        if name != card.id:
+            raise NotFound(f"model {name!r} is not served here; {card.id!r} is", param="model", code="model_not_found")
+        return _json(card)
+
+    @app.post("/kv/release")
+    async def release(request: Request) -> Response:
+        _authorize(node.config.api_key, request)
+        body = await _read_body(request, node.config.max_body_bytes)
+        try:
+            request_ids = msgspec.json.decode(body, type=_ReleaseBody).request_ids
+        except msgspec.DecodeError as why:
+            raise RequestError(f'the body must be {{"request_ids": [...]}}: {why}') from why
+        for request_id in request_ids:
+            node.engine.release(request_id)
+        return _json({"released": len(request_ids)})
+
+    @app.get("/health")
+    async def health() -> Response:
+        serving = node.ready()
+        return _json(
+            {
+                "status": "ok",
+                "role": node.config.role,
+                "model": serving.model_name,
+                "max_model_len": serving.info.max_model_len,
+                "engine_id": serving.info.engine_id,
+                "generation": serving.info.generation,
+                "load": node.engine.load,
+                "held_blocks": node.engine.stats.held_blocks,
+                "quarantined_blocks": node.engine.stats.quarantined_blocks,
+            }
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = b"" if node.metrics is None else node.metrics.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
+    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors."""
+    _authorize(node.config.api_key, request)
+    body = await _read_body(request, node.config.max_body_bytes)
+    serving = node.ready()
+    call = Call(chat, body, _request_id(request))
+    leg, parsed = serving.leg(call)
+    frames = _frames(node, leg, call)
+    wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
+    headers = {LOAD_HEADER: node.engine.load.header()}
+    if wants_frames:
+        return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
+    first = await _unless_gone(request, anext(frames))
+    if first is None:
+        await frames.aclose()
+        return Response(status_code=499)  # nobody is there to read it
+    if first.kind is FrameKind.ERROR and first.error is not None:
+        return Response(msgspec.json.encode({"error": first.error}), first.status, headers, "application/json")
+    if parsed.stream:
+        payloads = _payloads(first, frames, leg)
+        return StreamingResponse(payloads, media_type="text/event-stream", headers=headers | SSE_HEADERS)
+    answer = await _unless_gone(request, _whole(first, frames, leg))
+    if answer is None:
+        return Response(status_code=499)
+    status, whole = answer
+    return Response(whole, status, headers, "application/json")
+
+
+async def _frames(node: Node, leg: Leg, call: Call) -> AsyncIterator[Frame]:
+    """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
+    began, first_token_s = time.monotonic(), None
+    tokens, last, error = 0, None, None
+    updates = node.engine.updates(leg.submit)
+    try:
+        async with asyncio.timeout(node.config.request_deadline_s):
+            async for update, load in updates:
+                last = update
+                tokens += len(update.token_ids)
+                if first_token_s is None and update.token_ids:
+                    first_token_s = time.monotonic() - began
+                for frame in leg.frames(update, load):
+                    yield frame
+                if leg.done:
+                    break
+    except KvrelayError as why:
+        error = why.message
+        yield leg.error(why)
+    except TimeoutError:
+        limit = node.config.request_deadline_s
+        error = f"not done within {limit:g} s"
+        yield leg.error(DeadlineExceeded(f"the request was {error}; ask for fewer tokens or raise request_deadline_s"))
+    finally:
+        await updates.aclose()  # type: ignore[attr-defined]
+        if last is not None and last.held is not None and leg.finish is Finish.STOP:
+            node.engine.release(leg.submit.request_id)  # a stop string ended it: no decode node will come
+        _account(node, leg, call, time.monotonic() - began, first_token_s, tokens, last, error)
+
+
+def _account(node, leg, call, total_s, first_token_s, tokens, last, error) -> None:  # type: ignore[no-untyped-def]
+    """Metrics and the one log line of a request."""
+    finish = leg.finish or Finish.ABORT
+    timing = last.timing if last is not None else None
+    if node.metrics is not None:
+        if first_token_s is not None:
+            node.metrics.first_token(first_token_s)
+        recomputed = last is not None and last.fetch_error is not None
+        node.metrics.ended(finish, total_s, tokens, timing, recomputed=recomputed)
+    stages = ""
+    if timing is not None:
+        stages = (
+            f" queue={timing.queue_s * 1e3:.1f} prefill={timing.prefill_s * 1e3:.1f}"
+            f" transfer={timing.transfer_s * 1e3:.1f} decode={timing.decode_s * 1e3:.1f}"
+        )
+    log.info(
+        "%s %s prompt=%d cached=%d out=%d%s total=%.1f ms%s",
+        call.response_id,
+        finish,
+        len(leg.submit.prompt_token_ids),
+        last.cached_tokens if last is not None else 0,
+        tokens,
+        stages,
+        total_s * 1e3,
+        f" error={error}" if error else "",
+    )
+
+
+async def _packed(frames: AsyncIterator[Frame]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(frames):  # type: ignore[type-var]
+        async for frame in frames:
+            yield pack(frame)
+
+
+async def _payloads(first: Frame, frames: AsyncIterator[Frame], leg: Leg) -> AsyncIterator[bytes]:
+    """The SSE bytes of a streamed answer for a caller that knows no frames."""
+    async with contextlib.aclosing(frames):  # type: ignore[type-var]
+        yield first.payload + _third_party_end(first, leg)
+        async for frame in frames:
+            yield frame.payload + _third_party_end(frame, leg)
+
+
+def _third_party_end(frame: Frame, leg: Leg) -> bytes:
+    """To a caller that knows no frames a hand-over looks like an answer of one token."""
+    return leg.writer.end(Finish.LENGTH) if frame.kind is FrameKind.HANDOVER else b""
+
+
+async def _whole(first: Frame, frames: AsyncIterator[Frame], leg: Leg) -> tuple[int, bytes]:
+    """Status and JSON body of an answer that is not streamed."""
+    async with contextlib.aclosing(frames):  # type: ignore[type-var]
+        frame = first
+        while frame.kind is FrameKind.TOKENS:
+            frame = await anext(frames)
+    if frame.kind is FrameKind.ERROR:
+        return frame.status, msgspec.json.encode({"error": frame.error})
+    if frame.kind is FrameKind.HANDOVER and frame.params is not None:
+        # A third-party proxy delivers nothing itself: the decode node emits the first token too.
+        params = msgspec.json.encode(msgspec.structs.replace(frame.params, sent_text=None))
+        return 200, leg.writer.end(Finish.LENGTH)[:-1] + b',"kv_transfer_params":' + params + b"}"
+    return 200, frame.payload
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None if the client left first; `work` is cancelled then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body, refused before it is read whole when it is too long."""
+    size = int(request.headers.get("content-length") or 0)
+    body = bytearray()
+    if size <= limit:
+        async for chunk in request.stream():
+            body += chunk
+            size = max(size, len(body))
+            if size > limit:
+                break
+    if size > limit:
+        raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
+    return bytes(body)
+
+
+def _request_id(request: Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    if given and len(given) <= 128 and given.isascii() and given.isprintable() and " " not in given:
+        return given
+    return uuid.uuid4().hex
+
+
+def _authorize(key: str, request: Request) -> None:
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if key and not hmac.compare_digest(given.encode(), key.encode()):
+        raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
+
+
+def _card(node: Node) -> ModelCard:
+    serving = node.ready()
+    return ModelCard(id=serving.model_name, created=node.created, max_model_len=serving.info.max_model_len)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _error_answer(_: Request, why: Exception) -> Response:
+    assert isinstance(why, KvrelayError)
+    headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
+    return Response(why.json(), why.status, headers, "application/json")
+
+
+async def _http_error_answer(request: Request, why: Exception) -> Response:
+    assert isinstance(why, HTTPException)
+    if why.status_code == 404:
+        return await _error_answer(request, NotFound(f"there is no route {request.url.path} here"))
+    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
+    error.status = why.status_code
+    return await _error_answer(request, error)

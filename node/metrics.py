@@ -1,0 +1,146 @@
+"""Prometheus metrics of a node: `vllm:` names that dashboards already scrape, `kvrelay_` names for the hand-over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from wire.engine_messages import EngineStats, Timing
+from wire.outputs import Finish
+
+__all__ = ["NodeMetrics"]
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+_HAND_OVER_SECONDS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+
+
+class _EngineCollector(Collector):
+    """Turns the engine's last report into samples at scrape time."""
+
+    def __init__(self, stats: Callable[[], EngineStats], labels: dict[str, str]) -> None:
+        self._stats, self._labels = stats, labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        load = stats.load
+        used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+        gauges = {
+            "vllm:num_requests_running": ("Requests in the current batch", load.running),
+            "vllm:num_requests_waiting": ("Requests that wait for a seat or for blocks", load.waiting),
+            "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1", used),
+            "kvrelay_blocks_free": ("KV blocks that can be given out", load.free_blocks),
+            "kvrelay_blocks_total": ("KV blocks of the pool", load.total_blocks),
+            "kvrelay_blocks_held": ("KV blocks kept under a lease for a decode node", stats.held_blocks),
+            "kvrelay_blocks_quarantined": (
+                "KV blocks that a lost transfer may still write to",
+                stats.quarantined_blocks,
+            ),
+            "kvrelay_blocks_cached": ("KV blocks that the prefix cache can find", stats.cached_blocks),
+            "kvrelay_waiting_tokens": ("Tokens of prompts that are still to be computed", load.waiting_tokens),
+        }
+        counters = {
+            "vllm:prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
+            "vllm:generation_tokens": ("Tokens generated", stats.generated_tokens),
+            "vllm:num_preemptions": ("Requests that lost their blocks to older ones", stats.preemptions),
+            "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_prompt_tokens),
+            "vllm:prefix_cache_queries": (
+                "Prompt tokens looked up in the prefix cache",
+                stats.prompt_tokens + stats.cached_prompt_tokens,
+            ),
+            "kvrelay_engine_steps": ("Engine steps", stats.steps),
+            "kvrelay_engine_step_seconds": ("Time inside engine steps", stats.step_s),
+            "kvrelay_fetches": ("KV fetches started", stats.fetches),
+            "kvrelay_fetches_failed": ("KV fetches that failed; the prompt was computed here", stats.fetches_failed),
+            "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", stats.fetched_bytes),
+            "kvrelay_fetch_seconds": ("Time inside KV fetches", stats.fetch_s),
+            "kvrelay_leases_granted": ("Leases given to decode nodes", stats.leases_granted),
+            "kvrelay_leases_released": ("Leases ended by their reader or by the router", stats.leases_released),
+            "kvrelay_leases_expired": ("Leases that nobody ended in time", stats.leases_expired),
+        }
+        names, values = list(self._labels), list(self._labels.values())
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=names)
+            counter.add_metric(values, value)
+            yield counter
+
+
+class NodeMetrics:
+    """One registry per node process."""
+
+    def __init__(self, stats: Callable[[], EngineStats], *, model_name: str, role: str) -> None:
+        self._registry = CollectorRegistry()
+        labels = {"model_name": model_name, "role": role}
+        self._registry.register(_EngineCollector(stats, labels))
+        names, self._values = list(labels), list(labels.values())
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(name, text, names, buckets=buckets, registry=self._registry)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival here to the first token")
+        self._tpot = histogram("vllm:time_per_output_token_seconds", "Mean time per token after the first")
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival here to the end")
+        self._queue = histogram("vllm:request_queue_time_seconds", "Waiting for a seat or for blocks")
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt")
+        self._decode = histogram("vllm:request_decode_time_seconds", "From the first to the last token")
+        self._transfer = histogram("kvrelay_transfer_seconds", "KV transfer of a request", _HAND_OVER_SECONDS)
+        self._success = Counter(
+            "vllm:request_success",
+            "Requests by how they ended",
+            [*names, "finished_reason"],
+            registry=self._registry,
+        )
+        self._recomputed = Counter(
+            "kvrelay_recomputed_prompts",
+            "Prompts computed on this decode node after a failed fetch",
+            names,
+            registry=self._registry,
+        )
+        self._recomputed.labels(*self._values)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token left the engine."""
+        self._ttft.labels(*self._values).observe(seconds)
+
+    def ended(self, finish: Finish, total_s: float, tokens: int, timing: Timing | None, *, recomputed: bool) -> None:
+        """A request ended here."""
+        self._success.labels(*self._values, finish.value).inc()
+        self._e2e.labels(*self._values).observe(total_s)
+        if recomputed:
+            self._recomputed.labels(*self._values).inc()
+        if timing is None:
+            return
+        self._queue.labels(*self._values).observe(timing.queue_s)
+        self._prefill.labels(*self._values).observe(timing.prefill_s)
+        self._decode.labels(*self._values).observe(timing.decode_s)
+        if timing.transfer_bytes:
+            self._transfer.labels(*self._values).observe(timing.transfer_s)
+        if tokens > 1:
+            self._tpot.labels(*self._values).observe(timing.decode_s / (tokens - 1))
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self._registry)

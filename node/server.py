@@ -1,0 +1,103 @@
+"""The node's life: start the engine process and the HTTP server, serve, drain, end. `run` is the entry point."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from openai_api.tokenizer import Tokenizer
+
+from node.app import Node, create_app
+from node.engine_client import EngineClient
+from node.metrics import NodeMetrics
+from node.serving import Serving
+from wire.config import NodeConfig
+from wire.errors import ConfigError, KvrelayError
+
+__all__ = ["run"]
+
+log = logging.getLogger("kvrelay.node")
+
+DRAIN_DEADLINE_S = 30
+
+
+def run(config: NodeConfig) -> int:
+    """Serve until SIGTERM or SIGINT. Exit code 0 after an orderly end, 1 when the engine failed."""
+    node = Node(config, EngineClient(config), created=int(time.time()))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(node, lambda app: _lifespan(app, node, lambda: setattr(server, "should_exit", True))),
+            host=config.host,
+            port=config.port,
+            loop="uvloop",
+            http="httptools",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=DRAIN_DEADLINE_S,
+        )
+    )
+    server.run()
+    return 1 if node.failure is not None else 0
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(_: FastAPI, node: Node, give_up) -> AsyncIterator[None]:  # type: ignore[no-untyped-def]
+    """The server listens while the model loads; /health tells the two apart."""
+    await node.engine.start()
+    loading = asyncio.create_task(_load(node, give_up))
+    try:
+        yield
+    finally:
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await node.engine.stop()
+
+
+async def _load(node: Node, give_up) -> None:  # type: ignore[no-untyped-def]
+    """Make the node ready, then watch the engine; a node without an engine ends, so that its supervisor starts a new one."""
+    config = node.config
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
+        info = await node.engine.ready(config.start_deadline_s)
+        template = await asyncio.to_thread(_template, config.chat_template)
+    except KvrelayError as why:
+        node.failure = why.message
+        log.error("%s", why.message)
+        give_up()
+        return
+    name = config.served_model_name or info.model_name
+    node.metrics = NodeMetrics(lambda: node.engine.stats, model_name=name, role=config.role)
+    node.serving = Serving(config.role, name, template, tokenizer, info)
+    log.info(
+        "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
+        config.role,
+        name,
+        config.host,
+        config.port,
+        info.num_blocks,
+        info.block_tokens,
+        info.num_blocks * info.block_tokens,
+        info.num_blocks * info.block_tokens * info.kv_bytes_per_token / 2**20,
+        info.max_model_len,
+        info.load_s,
+    )
+    await node.engine.ended.wait()
+    node.failure = "the engine process has ended"
+    give_up()
+
+
+def _template(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text()
+    except OSError as why:
+        raise ConfigError(f"the chat template {path} cannot be read: {why.strerror}") from why

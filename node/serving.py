@@ -1,0 +1,130 @@
+"""From a request body to a leg: decode, tokenize once, check, and choose what the role does with it.
+
+Pure apart from drawing a seed for a request that has none. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from dataclasses import dataclass
+
+from openai_api.body import decode_chat, decode_completion, sampling_params
+from openai_api.chat_template import render
+from openai_api.tokenizer import Tokenizer
+from openai_api.types import ChatRequest, CompletionRequest
+from openai_api.writer import AnswerWriter
+
+from decode_node.leg import DecodeLeg
+from openai_api.leg import Leg
+from prefill_node.leg import PrefillLeg
+from wire.config import Role
+from wire.engine_messages import EngineReady, Submit
+from wire.errors import NotFound, RequestError
+from wire.transfer import KvTransferParams
+
+__all__ = ["Call", "Serving"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP call: its route, body, and the id that its answer carries."""
+
+    chat: bool
+    body: bytes
+    id: str
+
+    @property
+    def response_id(self) -> str:
+        """The `id` of the answer."""
+        return f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}"
+
+
+class Serving:
+    """Made once the engine is ready; `leg` is called for every request."""
+
+    def __init__(
+        self, role: Role, model_name: str, chat_template: str, tokenizer: Tokenizer, info: EngineReady
+    ) -> None:
+        self.role, self.model_name, self.info = role, model_name, info
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template or tokenizer.chat_template
+
+    def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
+        """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
+        request = decode_chat(call.body) if call.chat else decode_completion(call.body)
+        if request.model != self.model_name:
+            raise NotFound(
+                f"model {request.model!r} is not served here; {self.model_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+        transfer = request.kv_transfer_params or KvTransferParams()
+        self._check_role(transfer)
+        prompt = transfer.prompt_token_ids or self._tokenize(request)
+        self._check_tokens(prompt)
+        sampling = sampling_params(
+            request,
+            vocab_size=self.info.vocab_size,
+            prompt_tokens=len(prompt),
+            max_model_len=self.info.max_model_len,
+            default_seed=transfer.seed if transfer.seed is not None else random.getrandbits(63),
+        )
+        writer = AnswerWriter(
+            request,
+            self._tokenizer,
+            sampling,
+            response_id=call.response_id,
+            created=transfer.created if transfer.created is not None else int(time.time()),
+            model=self.model_name,
+            prompt_tokens=len(prompt),
+            cached_tokens=transfer.cached_tokens,
+            generated=transfer.generated,
+            generated_logprobs=transfer.generated_logprobs,
+            sent_text=transfer.sent_text,
+        )
+        # An id of our own: a retried call must not meet what its first try left behind.
+        engine_id, salt = f"{call.id}-{uuid.uuid4().hex[:8]}", request.cache_salt
+        if transfer.do_remote_decode:
+            return PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt), request
+        if transfer.do_remote_prefill:
+            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt), request
+        return Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer), request
+
+    def _check_role(self, transfer: KvTransferParams) -> None:
+        if transfer.do_remote_decode and transfer.do_remote_prefill:
+            raise RequestError(
+                "do_remote_decode and do_remote_prefill exclude each other; a leg is one or the other",
+                param="kv_transfer_params",
+            )
+        refused = {Role.DECODE: transfer.do_remote_decode, Role.PREFILL: transfer.do_remote_prefill}
+        if refused.get(self.role):
+            leg = "prefill" if transfer.do_remote_decode else "decode"
+            raise RequestError(
+                f"this node's role is {self.role}; send the {leg} leg to a {leg} node", param="kv_transfer_params"
+            )
+
+    def _tokenize(self, request: ChatRequest | CompletionRequest) -> list[int]:
+        if isinstance(request, CompletionRequest):
+            if isinstance(request.prompt, str):
+                return self._tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+            return list(request.prompt)
+        text = render(
+            self._chat_template,
+            request.messages,
+            bos_token=self._tokenizer.bos_token,
+            eos_token=self._tokenizer.eos_token,
+            add_generation_prompt=request.add_generation_prompt,
+            **(request.chat_template_kwargs or {}),
+        )
+        return self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+
+    def _check_tokens(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < self.info.vocab_size)
+            raise RequestError(
+                f"token id {wrong} is outside the vocabulary of {self.info.vocab_size} tokens", param="prompt"
+            )

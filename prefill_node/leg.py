@@ -1,0 +1,76 @@
+"""A prefill node's part of a request: one token, then a hand-over, unless that token ends the request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from openai_api.writer import AnswerWriter
+
+from openai_api.leg import Leg, stages
+from wire.engine_messages import RequestUpdate, Submit
+from wire.errors import NodeFailed
+from wire.frames import Frame, FrameKind
+from wire.outputs import Load
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+__all__ = ["PrefillLeg"]
+
+
+class PrefillLeg(Leg):
+    """`asked` are the request's kv_transfer_params (do_remote_decode). `writer` was made for the client's whole request."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        asked: KvTransferParams,
+        writer: AnswerWriter,
+        cache_salt: str | None,
+    ) -> None:
+        # The client's own limit says whether token 1 ends the request; the contract's max_tokens=1 says nothing.
+        ends_here = asked.client_max_tokens == 1
+        submit = Submit(
+            request_id,
+            prompt_token_ids,
+            msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1)),
+            cache_salt=cache_salt,
+            hold=not ends_here,
+        )
+        super().__init__(submit, writer)
+        self._asked = asked
+
+    def last_frames(self, payload: bytes, update: RequestUpdate, load: Load) -> Iterator[Frame]:
+        """With KV held for a decode node, the request goes on there."""
+        if update.held is None:
+            yield from super().last_frames(payload, update, load)
+            return
+        if payload or update.token_ids:
+            yield self.tokens(payload, update)
+        self.done = True
+        self.finish = update.finish
+        yield Frame(
+            FrameKind.HANDOVER,
+            sent_text=self.writer.sent_text,
+            params=self._params(update),
+            load=load,
+            timing=stages(update),
+        )
+
+    def _params(self, update: RequestUpdate) -> KvTransferParams:
+        """The engine's ticket, and beside it all that the decode node would otherwise compute again."""
+        held = update.held
+        if held is None:
+            raise NodeFailed("a hand-over without held KV")
+        return msgspec.structs.replace(
+            held,
+            created=self._asked.created,
+            prompt_token_ids=self.submit.prompt_token_ids,
+            generated=update.token_ids,
+            generated_logprobs=update.logprobs or [],
+            sent_text=self.writer.sent_text,
+            seed=self.submit.params.seed,
+            cached_tokens=update.cached_tokens,
+        )
