@@ -1,0 +1,277 @@
+"""The HTTP routes of the router: what may pass the door, and OpenAI-shaped answers to all that may not.
+
+Owns nothing that outlives the process's event loop except through its lifespan. The walk of a request is in handoff.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+import re
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.chores import Chores
+from router.handoff import Walk
+from router.health import watch_nodes
+from router.job import CHAT_PATH, COMPLETIONS_PATH, parse_job
+from router.legs import Legs
+from router.metrics import Metrics
+from router.pool import Pool
+from router.relay import CLIENT_GONE, Relay, error_response
+from router.timeline import Timeline
+from wire.config import Role, RouterConfig
+from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NoNode, NotFound, RequestError, Unauthorized
+
+__all__ = ["Router", "create_app"]
+
+_SHUTDOWN_DEADLINE_S = 5.0
+_PATHS = (CHAT_PATH, COMPLETIONS_PATH)
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class Router:
+    """All that the routes share. `legs` exists between start and stop."""
+
+    def __init__(self, config: RouterConfig, rng: random.Random) -> None:
+        self.config = config
+        self.pool = Pool(config.prefill, config.decode, rng)
+        self.metrics = Metrics(self.pool)
+        self.chores = Chores()
+        self.started = int(time.time())
+        self._legs: Legs | None = None
+        self._live: set[str] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
+        self._legs = legs = Legs(self.config, self.chores)
+        watch = asyncio.create_task(watch_nodes(self.pool, legs, self.config.health_interval_s))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.wait((watch,))
+            await self.chores.finish(_SHUTDOWN_DEADLINE_S)
+            await legs.close()
+
+    async def answer(self, request: Request) -> Response:
+        """Check a completion request at the door and start its walk. Raises KvrelayError."""
+        path, timeline = request.url.path, Timeline(time.monotonic())
+        assert self._legs is not None
+        try:
+            body = await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
+            job = parse_job(body, path, self._new_id(request), int(time.time()), secrets.randbits(53))
+            self.check_served(job.model)
+        except KvrelayError as why:
+            self.metrics.finished(path, why.status)
+            _log.info("id=- path=%s status=%d error=%r", path, why.status, why.message)
+            raise
+        except ClientDisconnect:
+            self.metrics.finished(path, CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
+        headers = {"x-request-id": job.id}
+        if "traceparent" in request.headers:
+            headers["traceparent"] = request.headers["traceparent"]
+        walk = Walk(
+            job,
+            headers,
+            timeline,
+            self.pool,
+            self._legs,
+            self.chores,
+            self.metrics,
+            self.config.attempts,
+            self.config.request_deadline_s,
+        )
+        self._live.add(job.id)
+        self.metrics.running.inc()
+        return Relay(walk, self.config.request_deadline_s, lambda status, why: self._finished(walk, status, why))
+
+    def health(self) -> tuple[int, bytes]:
+        """200 with at least one node of each role up, else 503; and the state of every node."""
+        now = time.monotonic()
+        counts = {
+            role.value: {"up": len(self.pool.up(role)), "listed": sum(node.role == role for node in self.pool.nodes)}
+            for role in (Role.PREFILL, Role.DECODE)
+        }
+        ready = all(count["up"] for count in counts.values())
+        nodes = [
+            {
+                "url": node.url,
+                "role": node.role,
+                "up": node.up,
+                "for_s": round(now - node.since, 3) if node.since else None,
+                "reason": node.reason,
+                "model": node.model,
+                "generation": node.generation,
+                "legs": len(node.leases),
+                "queue_depth": round(node.view().depth, 3),
+                "load": msgspec.structs.asdict(node.load),
+            }
+            for node in self.pool.nodes
+        ]
+        body = {"status": "ok" if ready else "unavailable", **counts, "requests": len(self._live), "nodes": nodes}
+        return (200 if ready else 503), msgspec.json.encode(body)
+
+    def models(self) -> list[dict[str, str | int]]:
+        """The served models as OpenAI model objects."""
+        return [
+            {"id": name, "object": "model", "created": self.started, "owned_by": "kvrelay", "max_model_len": longest}
+            for name, longest in sorted(self.pool.models().items())
+        ]
+
+    def check_served(self, model: str) -> None:
+        """Raise NotFound, naming what is served, or NoNode while no node has said what it serves."""
+        served = self.pool.models()
+        if not served:
+            raise NoNode("no node has reported its model yet; try again, or look at the router's /health")
+        if model not in served:
+            names = ", ".join(repr(name) for name in sorted(served))
+            raise NotFound(
+                f"model {model!r} is not served here; served: {names}", param="model", code="model_not_found"
+            )
+
+    def _new_id(self, request: Request) -> str:
+        """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
+        wanted = request.headers.get("x-request-id", "")
+        return wanted if _SANE_ID.fullmatch(wanted) and wanted not in self._live else uuid.uuid4().hex
+
+    def _finished(self, walk: Walk, status: int, why: KvrelayError | None) -> None:
+        self._live.discard(walk.job.id)
+        timeline, progress = walk.timeline, walk.progress
+        timeline.ended = time.monotonic()
+        self.metrics.running.dec()
+        self.metrics.finished(walk.job.path, status, timeline, len(progress.token_ids))
+        handover = progress.handover
+        prompt = len(handover.prompt_token_ids) if handover and handover.prompt_token_ids else None
+        _log.info(
+            "id=%s path=%s status=%d prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
+            walk.job.id,
+            walk.job.path,
+            status,
+            "-" if prompt is None else prompt,
+            len(progress.token_ids),
+            walk.prefill_node.url if walk.prefill_node else "-",
+            walk.decode_node.url if walk.decode_node else "-",
+            timeline.line(),
+            "yes" if status == CLIENT_GONE else "no",
+            "" if why is None else f" error={why.message!r}",
+        )
+
+
+class _KeyGate:
+    """Lets only requests with the API key through to /v1."""
+
+    def __init__(self, app: ASGIApp, key: str, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._wanted = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._wanted):
+                error = Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer <key>`")
+                self._metrics.finished(scope["path"] if scope["path"] in _PATHS else "other", error.status)
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAPI:
+    """The router as an ASGI application. `rng` breaks ties between nodes."""
+    router = Router(config, rng or random.Random())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with router.running():
+            yield
+
+    app = FastAPI(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.router = router
+    app.add_exception_handler(KvrelayError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_crash)
+    if config.api_key:
+        app.add_middleware(_KeyGate, key=config.api_key, metrics=router.metrics)
+
+    @app.post(CHAT_PATH, response_model=None)
+    @app.post(COMPLETIONS_PATH, response_model=None)
+    async def complete(request: Request) -> Response:
+        return await router.answer(request)
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        return _json({"object": "list", "data": router.models()})
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def model(name: str) -> Response:
+        router.check_served(name)
+        return _json(next(found for found in router.models() if found["id"] == name))
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        status, body = router.health()
+        return Response(body, status, media_type="application/json")
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(router.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
+    """The request body. Raises BodyTooLarge as soon as it is known to be, before it is held in memory."""
+    too_large = BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
+    announced = request.headers.get("content-length", "0")
+    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit_bytes:
+                    raise too_large
+    except TimeoutError as why:
+        raise DeadlineExceeded(f"the request body did not arrive within {deadline_s:g} s") from why
+    return bytes(body)
+
+
+async def _answer_error(_: Request, why: Exception) -> Response:
+    assert isinstance(why, KvrelayError)
+    return error_response(why)
+
+
+async def _answer_http_error(request: Request, why: Exception) -> Response:
+    assert isinstance(why, HTTPException)
+    if why.status_code == 404:
+        return error_response(NotFound(f"there is no route {request.url.path}"))
+    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
+    error.status = why.status_code
+    return error_response(error, why.headers)
+
+
+async def _answer_crash(request: Request, why: Exception) -> Response:
+    return error_response(KvrelayError(f"the router broke on {request.url.path}; its log says how"))

@@ -1,0 +1,29 @@
+"""Small work that outlives its request (releases, draining a connection), awaited at shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+__all__ = ["Chores"]
+
+
+class Chores:
+    """Background tasks. Each has a deadline of its own, and none raises."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` beside the caller, who may be cancelled already."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def finish(self, deadline_s: float) -> None:
+        """Wait for what still runs; cancel what is late."""
+        if self._tasks:
+            _, late = await asyncio.wait(set(self._tasks), timeout=deadline_s)
+            for task in late:
+                task.cancel()

@@ -1,0 +1,163 @@
+"""The walk of one request: prefill leg, hand-over, decode leg; what to do when one breaks; giving back what it took.
+
+Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from router.chores import Chores
+from router.job import Job, decode_body, prefill_body
+from router.legs import LegFailed, Legs
+from router.metrics import Metrics
+from router.pool import Lease, Node, Pool
+from router.progress import Progress
+from router.reply import Reply
+from router.timeline import Timeline
+from wire.config import Role
+from wire.errors import DeadlineExceeded, NodeFailed
+from wire.frames import Frame, FrameKind
+
+__all__ = ["Walk"]
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class Walk:
+    """One request on its way through two nodes. `run` once."""
+
+    def __init__(
+        self,
+        job: Job,
+        headers: Mapping[str, str],
+        timeline: Timeline,
+        pool: Pool,
+        legs: Legs,
+        chores: Chores,
+        metrics: Metrics,
+        attempts: int,
+        deadline_s: float,
+    ) -> None:
+        self.job = job
+        self.reply = Reply()
+        self.progress = Progress(job)
+        self.timeline = timeline
+        self.prefill_node: Node | None = None
+        self.decode_node: Node | None = None
+        self._headers = headers
+        self._pool = pool
+        self._legs = legs
+        self._chores = chores
+        self._metrics = metrics
+        self._attempts = attempts
+        self._deadline_s = deadline_s
+        self._prefill_cut = False
+
+    async def run(self) -> None:
+        """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
+        try:
+            async with asyncio.timeout(self._deadline_s - (time.monotonic() - self.timeline.arrived)):
+                self._pool.require_ready()
+                if await self._prefill():
+                    await self._decode()
+        except TimeoutError as why:
+            raise DeadlineExceeded(
+                f"the request did not finish within {self._deadline_s:g} s; "
+                "ask for fewer tokens, or raise request_deadline_s"
+            ) from why
+        finally:
+            self._give_back()
+
+    async def _prefill(self) -> bool:
+        """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on."""
+        body = prefill_body(self.job)
+        tried: list[Node] = []
+        while True:
+            with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens) as lease:
+                self.prefill_node = lease.node
+                self.timeline.sent = self.timeline.sent or time.monotonic()
+                try:
+                    ended = await self._leg(lease, body)
+                    self.timeline.handed_over = time.monotonic()
+                    return ended is FrameKind.HANDOVER
+                except asyncio.CancelledError:
+                    self._prefill_cut = True
+                    raise
+                except LegFailed as why:
+                    self._blame(lease.node, why, tried)
+                    failure = why
+            if not self.progress.start_over():
+                self.progress.decode_params()  # raises where the answer cannot be continued
+                self._metrics.failovers.labels("prefill").inc()
+                return True
+            self._require_another(Role.PREFILL, tried, failure)
+
+    async def _decode(self) -> None:
+        """Decode legs, each from where the answer stands, until one ends it."""
+        tried: list[Node] = []
+        while True:
+            params = self.progress.decode_params()
+            with self._pool.lease(Role.DECODE, tried, self.progress.tokens_to_compute(params)) as lease:
+                self.decode_node = lease.node
+                try:
+                    await self._leg(lease, decode_body(self.job, params))
+                    return
+                except LegFailed as why:
+                    self._blame(lease.node, why, tried)
+                    failure = why
+            self.progress.decode_params()  # raises where the answer cannot be continued
+            self._require_another(Role.DECODE, tried, failure)
+
+    async def _leg(self, lease: Lease, body: bytes) -> FrameKind:
+        """One leg on one node, its frames passed on. Raises LegFailed, Refused."""
+        decoding = lease.node.role is Role.DECODE
+
+        async def take(frames: Sequence[Frame]) -> None:
+            for frame in frames:
+                self.progress.take(frame)
+                self.reply.put(frame.payload)
+                if frame.token_ids:
+                    self.timeline.tokens(time.monotonic(), decoding)
+                if frame.timing is not None:
+                    self.timeline.inside(lease.node.role.value, frame.timing)
+            await self.reply.room()
+
+        ended = await self._legs.run(lease, self.job.path, body, self._headers, take)
+        if decoding and ended is FrameKind.HANDOVER:
+            raise LegFailed("the node handed a decode leg over")
+        return ended
+
+    def _blame(self, node: Node, why: LegFailed, tried: list[Node]) -> None:
+        _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, node.role, node.url, why.detail)
+        self._pool.blame(node, f"a leg broke on it: {why.detail}", time.monotonic())
+        tried.append(node)
+
+    def _require_another(self, role: Role, tried: list[Node], why: LegFailed) -> None:
+        """Count a fail-over, or raise what the client is told when there is nowhere left to go."""
+        if len(tried) < self._attempts and self._pool.up(role, tried):
+            self._metrics.failovers.labels(role.value).inc()
+            return
+        failure = NodeFailed(
+            f"no {role} node could serve the request ({len(tried)} tried); the last one: {why.message}"
+        )
+        failure.status, failure.retry_after_s = why.status, why.retry_after_s
+        raise failure from why
+
+    def _give_back(self) -> None:
+        """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""
+        node, handover = self.prefill_node, self.progress.handover
+        if node is None or self.progress.settled:
+            return
+        if handover is not None and handover.remote_request_id is not None:
+            self._chores.spawn(self._release(node, [handover.remote_request_id]))
+        elif self._prefill_cut:
+            # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
+            self._chores.spawn(self._release(node, [self.job.id, self.job.response_id]))
+
+    async def _release(self, node: Node, request_ids: list[str]) -> None:
+        told = await self._legs.release(node, request_ids)
+        self._metrics.releases.labels("yes" if told else "no").inc()

@@ -1,0 +1,164 @@
+"""A client's request as the router needs it, and the bodies of its two legs. Pure.
+
+Looks at the few fields that decide the walk and keeps all others as the client's own bytes; the nodes check everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from wire.errors import RequestError
+from wire.transfer import KvTransferParams
+
+__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "parse_job", "prefill_body"]
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+_BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
+_MAX_INT = 2**63 - 1
+# A client that could set these could point a node at an address.
+_HANDOVER_FIELDS = {"kv_transfer_params"} | {
+    name for name in KvTransferParams.__struct_fields__ if name.startswith(("remote_", "do_remote_"))
+}
+
+_T = TypeVar("_T")
+
+
+class _Asked(msgspec.Struct):
+    """The fields that the router itself reads."""
+
+    model: str | None = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    logprobs: bool | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request on its way. `max_tokens` 0: the client did not say. `prompt_tokens` is an estimate."""
+
+    id: str
+    path: str
+    model: str
+    stream: bool
+    seed: int
+    created: int
+    max_tokens: int
+    min_tokens: int | None
+    prompt_tokens: int
+    resumable: bool
+    """Can be continued from its token ids alone: no log-probabilities of lost frames, no second choice."""
+    fields: dict[str, msgspec.Raw]
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that holds the prompt."""
+        return "messages" if self.path == CHAT_PATH else "prompt"
+
+    @property
+    def response_id(self) -> str:
+        """The `id` of the answer, as the nodes form it."""
+        return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.id}"
+
+
+def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int) -> Job:
+    """Read a client's body. `drawn_seed` is taken if the client gave none. Raises RequestError."""
+    fields = _decode(body, dict[str, msgspec.Raw])
+    for name in sorted(_HANDOVER_FIELDS & fields.keys()):
+        if bytes(fields[name]).strip() != b"null":
+            raise RequestError(f"{name} is set by the router and refused from clients; leave it out", param=name)
+    asked = _decode(body, _Asked)
+    if not asked.model:
+        raise RequestError("model is missing; GET /v1/models lists the names", param="model")
+    limit_field = "max_tokens"
+    if path == CHAT_PATH and asked.max_completion_tokens is not None:
+        limit_field = "max_completion_tokens"
+    limit = getattr(asked, limit_field)
+    _check_limits(asked, limit_field, limit)
+    prompt = bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")).strip()
+    several = path == COMPLETIONS_PATH and prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
+    wants_logprobs = asked.logprobs is not None and asked.logprobs is not False
+    return Job(
+        id=job_id,
+        path=path,
+        model=asked.model,
+        stream=bool(asked.stream),
+        seed=drawn_seed if asked.seed is None else asked.seed,
+        created=created,
+        max_tokens=limit or 0,
+        min_tokens=asked.min_tokens,
+        prompt_tokens=len(prompt) // _BYTES_PER_TOKEN,
+        resumable=not (several or wants_logprobs or (asked.n or 1) > 1),
+        fields=fields,
+    )
+
+
+def prefill_body(job: Job) -> bytes:
+    """The body of the prefill leg: one token, and the client's own limits beside it."""
+    fields: dict[str, Any] = dict(job.fields)
+    fields["max_tokens"] = 1
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = 1
+    fields.pop("min_tokens", None)
+    if job.min_tokens is not None:
+        # Not dropped: with min_tokens >= 1 the first token must not be the end of the answer.
+        fields["min_tokens"] = min(job.min_tokens, 1)
+    fields["seed"] = job.seed
+    fields["kv_transfer_params"] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_request_id": None,
+        "remote_host": None,
+        "remote_port": None,
+        "client_max_tokens": job.max_tokens,
+        "created": job.created,
+        "seed": job.seed,
+    }
+    return msgspec.json.encode(fields)
+
+
+def decode_body(job: Job, params: KvTransferParams) -> bytes:
+    """The body of a decode leg. The prompt's text stays at home where its token ids go along."""
+    fields: dict[str, Any] = dict(job.fields)
+    if params.prompt_token_ids is not None:
+        fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
+    fields["seed"] = job.seed
+    fields["kv_transfer_params"] = params
+    return msgspec.json.encode(fields)
+
+
+def _decode(body: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as why:
+        message, _, where = str(why).partition(" - at `$")
+        name = where.strip("`.") or None
+        if name is None:
+            raise RequestError(f"the body must be a JSON object of request fields: {message}") from why
+        raise RequestError(f"{name} is of a wrong type: {message}", param=name) from why
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+        raise RequestError(f"the body is not valid JSON: {why}") from why
+
+
+def _check_limits(asked: _Asked, limit_field: str, limit: int | None) -> None:
+    """What the prefill leg would hide from the nodes, because it changes these fields."""
+    if limit is not None and not 1 <= limit <= _MAX_INT:
+        raise RequestError(f"{limit_field} must be at least 1 and fit in 64 bits, got {limit}", param=limit_field)
+    if asked.min_tokens is not None and asked.min_tokens < 0:
+        raise RequestError(f"min_tokens must not be negative, got {asked.min_tokens}", param="min_tokens")
+    if limit is not None and asked.min_tokens is not None and asked.min_tokens > limit:
+        raise RequestError(
+            f"min_tokens must be at most {limit_field} ({limit}), got {asked.min_tokens}", param="min_tokens"
+        )
+    if asked.seed is not None and not -_MAX_INT - 1 <= asked.seed <= _MAX_INT:
+        raise RequestError(f"seed must fit in 64 bits, got {asked.seed}", param="seed")

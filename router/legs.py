@@ -1,0 +1,230 @@
+"""One leg over HTTP: post a body to a node, hand on its frames, say how it ended. Decides nothing about retries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import aiohttp
+import msgspec
+
+from router.chores import Chores
+from router.pool import HealthReport, Lease, Node
+from wire.config import RouterConfig
+from wire.errors import ErrorBody, KvrelayError, NodeFailed
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
+from wire.outputs import Load
+
+__all__ = ["LegFailed", "Legs", "Refused", "TakeFrames"]
+
+TakeFrames = Callable[[Sequence[Frame]], Awaitable[None]]
+"""Given frames in order; may wait until the client has room for more."""
+
+_DRAIN_DEADLINE_S = 1.0
+_RELEASE_DEADLINE_S = 2.0
+_MAX_ERROR_BYTES = 1 << 20
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
+# Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which would look like a
+# failure of the node.
+_KEEP_CONNECTION_S = 2.0
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class _ErrorAnswer(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+class Refused(KvrelayError):
+    """A node's 4xx: the client's to see as it is, and no fault of the node."""
+
+    def __init__(self, status: int, error: ErrorBody, retry_after_s: int | None) -> None:
+        super().__init__(error.message, param=error.param)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self._error = error
+
+    def body(self) -> ErrorBody:
+        """The node's own error object."""
+        return self._error
+
+
+class LegFailed(NodeFailed):
+    """The node broke: no connection, a 5xx, a cut stream, or silence. The leg may be tried on another one."""
+
+    def __init__(
+        self, message: str, status: int = NodeFailed.status, retry_after_s: int | None = None, detail: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self.detail = detail or message
+        """For the log: may name addresses, which are no business of a client."""
+
+
+class Legs:
+    """The HTTP client side of the router: one connection pool for all nodes."""
+
+    def __init__(self, config: RouterConfig, chores: Chores) -> None:
+        self._config = config
+        self._chores = chores
+        self._auth = {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S),
+            timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
+            auto_decompress=False,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def run(
+        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
+    ) -> FrameKind:
+        """Run one leg on the leased node to its HANDOVER or END frame. Raises LegFailed, Refused.
+
+        Cancelling closes the connection, which aborts the request on the node.
+        """
+        try:
+            async with asyncio.timeout(None) as scope:
+                lease.cut = lambda: scope.reschedule(0)
+                return await self._exchange(lease.node, path, body, headers, take)
+        except aiohttp.ClientError as why:
+            raise LegFailed(
+                f"the connection failed ({type(why).__name__})", detail=f"{type(why).__name__}: {why}"
+            ) from why
+        except TimeoutError as why:
+            raise LegFailed("the node stopped answering health checks, or was restarted") from why
+        except OSError as why:
+            raise LegFailed("the connection failed", detail=f"the connection failed: {why}") from why
+        finally:
+            lease.cut = None
+
+    async def health(self, node: Node) -> HealthReport | str:
+        """The node's report, or why it answers that it takes no work. Raises ClientError, OSError, TimeoutError."""
+        timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
+        async with self._session.get(f"{node.url}/health", timeout=timeout) as answer:
+            body = await _read_short(answer.content)
+            if answer.status != 200:
+                return f"its health check answers {answer.status}"
+        try:
+            return msgspec.json.decode(body, type=HealthReport)
+        except _MALFORMED as why:
+            return f"its health report is malformed: {why}"
+
+    async def release(self, node: Node, request_ids: Sequence[str]) -> bool:
+        """Tell a prefill node that nobody will fetch these; False if it could not be told (its lease then ends it)."""
+        try:
+            async with self._session.post(
+                f"{node.url}/kv/release",
+                json={"request_ids": list(request_ids)},
+                headers=self._auth,
+                timeout=aiohttp.ClientTimeout(total=_RELEASE_DEADLINE_S),
+            ) as answer:
+                if answer.status < 300:
+                    return True
+                _log.warning("prefill node %s answered a release with %d", node.url, answer.status)
+        except (aiohttp.ClientError, TimeoutError, OSError) as why:
+            _log.warning("prefill node %s could not be told to release %s: %s", node.url, request_ids[0], why)
+        return False
+
+    async def _exchange(
+        self, node: Node, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
+    ) -> FrameKind:
+        answer = await self._session.post(
+            node.url + path,
+            data=body,
+            headers={"content-type": "application/json", "accept": FRAMES_MEDIA_TYPE, **self._auth, **headers},
+            allow_redirects=False,
+        )
+        ended: FrameKind | None = None
+        try:
+            _note_load_header(node, answer.headers.get(LOAD_HEADER))
+            if answer.status != 200:
+                raise _refusal(answer, await _read_short(answer.content))
+            if answer.content_type != FRAMES_MEDIA_TYPE:
+                raise LegFailed(f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}")
+            ended = await _read_frames(node, answer.content, take)
+            return ended
+        finally:
+            if ended is None:
+                answer.close()
+            else:
+                self._chores.spawn(_drain(answer))
+
+
+async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFrames) -> FrameKind:
+    reader = FrameReader()
+    while chunk := await content.readany():
+        try:
+            frames = reader.feed(chunk)
+        except (NodeFailed, UnicodeDecodeError) as why:
+            raise LegFailed(f"the node's answer is malformed: {why}") from why
+        for at, frame in enumerate(frames):
+            if frame.load is not None:
+                node.note_load(frame.load)
+            if frame.kind is not FrameKind.TOKENS:
+                await take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
+                return _ending(frame)
+        await take(frames)
+    raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
+
+
+def _ending(frame: Frame) -> FrameKind:
+    """The kind of a frame that ends a leg well; raises Refused or LegFailed for one that does not."""
+    if frame.kind is FrameKind.ERROR:
+        error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
+        if 400 <= frame.status < 500:
+            raise Refused(frame.status, error, 1 if frame.status == 429 else None)
+        raise LegFailed(error.message, max(frame.status, 500), 1 if frame.status == 503 else None)
+    if frame.kind is FrameKind.HANDOVER and frame.params is None:
+        raise LegFailed("the node sent a hand-over without its parameters")
+    return frame.kind
+
+
+def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
+    """What an answer other than 200 means."""
+    try:
+        error = msgspec.json.decode(body, type=_ErrorAnswer).error
+    except _MALFORMED:
+        error = ErrorBody(f"a node answered {answer.status} without a reason", NodeFailed.type)
+    after = answer.headers.get("retry-after", "")
+    retry_after_s = int(after) if after.isascii() and after.isdigit() else None
+    if answer.status in (401, 403):
+        # The client's key is not the nodes' key: this is the operator's mistake, not the client's.
+        _log.error("a node refused the router's key; give the router the nodes' key as node_api_key")
+        return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
+    if 400 <= answer.status < 500:
+        return Refused(answer.status, error, retry_after_s)
+    return LegFailed(error.message, max(answer.status, 500), retry_after_s)
+
+
+async def _read_short(content: aiohttp.StreamReader) -> bytes:
+    """A body that ought to be short; cut at _MAX_ERROR_BYTES."""
+    body = bytearray()
+    while len(body) < _MAX_ERROR_BYTES and (chunk := await content.readany()):
+        body += chunk
+    return bytes(body)
+
+
+def _note_load_header(node: Node, value: str | None) -> None:
+    if value is None:
+        return
+    try:
+        node.note_load(Load.parse(value))
+    except _MALFORMED:
+        _log.warning("node %s reports a malformed load: %.80r", node.url, value)
+
+
+async def _drain(answer: aiohttp.ClientResponse) -> None:
+    """Read the few bytes behind the last frame, so that the connection can be used again."""
+    try:
+        async with asyncio.timeout(_DRAIN_DEADLINE_S):
+            while await answer.content.readany():
+                pass
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        pass
+    finally:
+        answer.close()

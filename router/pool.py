@@ -1,0 +1,180 @@
+"""The known nodes: role, health, load, and which legs run on each. Opens no connection and reads no clock.
+
+A node takes legs only while it is up. A blamed failure takes it down until a health check that was *started* later
+succeeds. Three health checks missed in a row, or a new generation, also cut the legs that still wait for it: a stopped
+process never closes its connections.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from router.balance import NodeView, choose
+from wire.config import Role
+from wire.errors import NoNode
+from wire.outputs import Load
+
+__all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
+
+LOST_AFTER_MISSES = 3
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class HealthReport(msgspec.Struct, frozen=True):
+    """The 200 answer of a node's GET /health."""
+
+    role: Role
+    model: str
+    status: str = "ok"
+    max_model_len: int = 0
+    engine_id: str = ""
+    generation: str = ""
+    load: Load = Load()
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One leg's place on a node. `tokens` are those that the node must compute before it can answer."""
+
+    node: Node
+    tokens: int
+    cut: Callable[[], None] | None = None
+    """Called when the node is lost while the leg runs."""
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One node as the router knows it. `foreign_*` is the reported load that is not our own legs."""
+
+    url: str
+    role: Role
+    up: bool = False
+    since: float = 0.0
+    reason: str = "not checked yet"
+    model: str = ""
+    max_model_len: int = 0
+    engine_id: str = ""
+    generation: str = ""
+    misses: int = 0
+    blamed_at: float = float("-inf")
+    load: Load = field(default_factory=Load)
+    foreign_requests: int = 0
+    foreign_tokens: int = 0
+    leases: set[Lease] = field(default_factory=set)
+
+    def view(self) -> NodeView:
+        """The node's queue depth: our own legs, exact, plus what others were seen to have there."""
+        tokens = sum(lease.tokens for lease in self.leases)
+        return NodeView(self.url, len(self.leases) + self.foreign_requests, tokens + self.foreign_tokens)
+
+    def note_load(self, load: Load) -> None:
+        """Take over a reported load. What we sent ourselves is in it and is not counted twice."""
+        self.load = load
+        self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
+        self.foreign_tokens = max(0, load.waiting_tokens - sum(lease.tokens for lease in self.leases))
+
+
+class Pool:
+    """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], rng: random.Random) -> None:
+        lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
+        self.nodes = [Node(url, role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._rng = rng
+
+    def up(self, role: Role, exclude: Collection[Node] = ()) -> list[Node]:
+        """The nodes of a role that take legs now."""
+        return [node for node in self.nodes if node.role == role and node.up and node not in exclude]
+
+    def require_ready(self) -> None:
+        """Raise NoNode unless a request could walk through both of its legs now."""
+        for role in (Role.PREFILL, Role.DECODE):
+            if not self.up(role):
+                raise self._no_node(role)
+
+    def models(self) -> dict[str, int]:
+        """Served model names and their longest context in tokens; of nodes that are down only if none is up."""
+        known = [node for node in self.nodes if node.model]
+        return {node.model: node.max_model_len for node in [node for node in known if node.up] or known}
+
+    @contextmanager
+    def lease(self, role: Role, exclude: Collection[Node], tokens: int) -> Iterator[Lease]:
+        """A place on the node of least depth for the length of the block. Raises NoNode."""
+        nodes = {node.url: node for node in self.up(role, exclude)}
+        chosen = choose([node.view() for node in nodes.values()], self._rng)
+        if chosen is None:
+            raise self._no_node(role)
+        lease = Lease(nodes[chosen.url], tokens)
+        lease.node.leases.add(lease)
+        try:
+            yield lease
+        finally:
+            lease.node.leases.discard(lease)
+
+    def blame(self, node: Node, why: str, now: float) -> None:
+        """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
+        node.blamed_at = now
+        self._take_down(node, why, now)
+
+    def report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
+        """A health check that was started at `started` succeeded."""
+        if node.generation and report.generation != node.generation:
+            self._cut(node)
+        node.misses = 0
+        node.generation, node.engine_id = report.generation, report.engine_id
+        node.note_load(report.load)
+        why = self._misfit(node, report)
+        if why is not None:
+            self._take_down(node, why, now)
+        elif started >= node.blamed_at:
+            node.model, node.max_model_len = report.model, report.max_model_len
+            if not node.up:
+                node.up, node.since, node.reason = True, now, ""
+                _log.info("%s node %s is up", node.role, node.url)
+
+    def unready(self, node: Node, why: str, now: float) -> None:
+        """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
+        node.misses = 0
+        self._take_down(node, why, now)
+
+    def miss(self, node: Node, why: str, now: float) -> None:
+        """The node did not answer its health check at all."""
+        node.misses += 1
+        self._take_down(node, why, now)
+        if node.misses >= LOST_AFTER_MISSES:
+            self._cut(node)
+
+    def _misfit(self, node: Node, report: HealthReport) -> str | None:
+        if report.role != node.role:
+            return (
+                f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
+            )
+        others = {other.model for other in self.nodes if other is not node and other.up}
+        if others and report.model not in others:
+            names = ", ".join(sorted(others))
+            return f"it serves model {report.model!r} and the other nodes serve {names!r}; one cluster serves one model"
+        return None
+
+    def _take_down(self, node: Node, why: str, now: float) -> None:
+        if node.up or node.reason != why:
+            _log.warning("%s node %s is kept out: %s", node.role, node.url, why)
+        if node.up:
+            node.up, node.since = False, now
+        node.reason = why
+
+    def _cut(self, node: Node) -> None:
+        for lease in list(node.leases):
+            cut, lease.cut = lease.cut, None  # once: a leg that is ending already cannot be cut again
+            if cut is not None:
+                cut()
+
+    def _no_node(self, role: Role) -> NoNode:
+        listed = sum(node.role == role for node in self.nodes)
+        return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")

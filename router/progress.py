@@ -1,0 +1,102 @@
+"""How far an answer is, seen from its frames, and what the next leg must be told. Pure.
+
+The rule that it keeps: no token is lost or doubled. What the client has seen is never computed again with another
+outcome; what it has not seen may be.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from router.job import Job
+from wire.errors import NodeFailed
+from wire.frames import Frame, FrameKind
+from wire.transfer import KvTransferParams
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """The state of one answer across all of its legs."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.handover: KvTransferParams | None = None
+        self.token_ids: list[int] = []
+        self.sent_text: int | None = None
+        self.forwarded = False
+        """The client was given bytes."""
+        self.settled = False
+        """A decode leg has shown that it needs the prefill node's KV no more."""
+        self._kept = 0  # of token_ids, those that a re-binding starts from
+        self._forwarded_since = False
+
+    def take(self, frame: Frame) -> None:
+        """Count a frame, before its payload is given to the client."""
+        if frame.kind is FrameKind.HANDOVER and frame.params is not None:
+            self.handover = frame.params
+            self.token_ids = list(frame.params.generated)
+            self._kept = len(self.token_ids)
+            self.sent_text = frame.params.sent_text
+            self._forwarded_since = False
+            self.forwarded |= bool(frame.payload)
+            return
+        if frame.kind in (FrameKind.TOKENS, FrameKind.END):
+            self.token_ids += frame.token_ids
+            if frame.kind is FrameKind.TOKENS and (frame.token_ids or frame.payload):
+                self.sent_text = frame.sent_text
+            self.settled |= self.handover is not None and (frame.kind is FrameKind.END or bool(frame.token_ids))
+            self.forwarded |= bool(frame.payload)
+            self._forwarded_since |= bool(frame.payload)
+
+    def start_over(self) -> bool:
+        """Forget a broken prefill leg; False if the client has already seen a part of it."""
+        if self.forwarded:
+            return False
+        self.token_ids, self.sent_text, self.handover = [], None, None
+        return True
+
+    def decode_params(self) -> KvTransferParams:
+        """What the next decode leg starts from: the hand-over itself, or all tokens so far.
+
+        Raises NodeFailed if the client has seen more than the hand-over and token ids alone cannot continue it.
+        """
+        if self.handover is not None and not self._forwarded_since:
+            if len(self.token_ids) == self._kept:
+                return self.handover
+            if not self._job.resumable:
+                self.token_ids, self.sent_text = self.token_ids[: self._kept], self.handover.sent_text
+                return self.handover
+        if not self._job.resumable:
+            raise NodeFailed(
+                "a node broke after a part of the answer was sent, and an answer with logprobs or several choices "
+                "cannot be continued on another; send the request again"
+            )
+        return self._resume()
+
+    def tokens_to_compute(self, params: KvTransferParams) -> int:
+        """Tokens that a decode node must compute for `params` before it can go on: none where KV is handed over."""
+        if params.remote_engine_id is not None:
+            return 0
+        prompt = self._job.prompt_tokens if params.prompt_token_ids is None else len(params.prompt_token_ids)
+        return prompt + len(params.generated)
+
+    def _resume(self) -> KvTransferParams:
+        base = self.handover or KvTransferParams(
+            do_remote_prefill=True,
+            client_max_tokens=self._job.max_tokens,
+            created=self._job.created,
+            seed=self._job.seed,
+        )
+        return msgspec.structs.replace(
+            base,
+            remote_engine_id=None,
+            remote_block_ids=None,
+            remote_request_id=None,
+            remote_host=None,
+            remote_port=None,
+            generation=None,
+            num_tokens=0,
+            generated=list(self.token_ids),
+            sent_text=self.sent_text,
+        )

@@ -1,0 +1,49 @@
+"""The router's process: one uvicorn server on uvloop. Parses no flags."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import uvicorn
+import uvloop
+
+from router.app import create_app
+from wire.config import RouterConfig
+
+__all__ = ["make_server", "run", "serve"]
+
+_DRAIN_S = 30
+# Above the idle time after which OpenAI clients close a kept connection themselves, so that we never do it first.
+_KEEP_CONNECTION_S = 75
+
+
+def make_server(config: RouterConfig) -> uvicorn.Server:
+    """A server that is not yet started; its `started` and `should_exit` are uvicorn's."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            create_app(config),
+            host=config.host,
+            port=config.port,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_CONNECTION_S,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+    )
+
+
+async def serve(config: RouterConfig, listening: Sequence[socket.socket] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address."""
+    await make_server(config).serve(sockets=None if listening is None else list(listening))
+
+
+def run(config: RouterConfig) -> None:
+    """Serve on an event loop of our own."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))

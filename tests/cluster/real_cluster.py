@@ -1,0 +1,171 @@
+"""A real cluster for tests: node and router processes on free ports of the loopback, ended by pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+START_DEADLINE_S = 90.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, interval_s: float = 0.02) -> Any:
+    """The first true value of `condition`. Raises AssertionError naming `what` after the deadline."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"{what}: not within {deadline_s:g} s")
+        time.sleep(interval_s)
+
+
+@dataclass
+class Process:
+    """One `kvrelay` command."""
+
+    role: str
+    port: int
+    popen: subprocess.Popen[bytes]
+    log: Path
+    argv: list[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def health(self) -> dict[str, Any] | None:
+        """The health report, or None if it is not healthy."""
+        try:
+            answer = httpx2.get(f"{self.url}/health", timeout=5)
+        except httpx2.HTTPError:
+            return None
+        return answer.json() if answer.status_code == 200 else None
+
+    def free_blocks(self) -> tuple[int, int]:
+        """Free and total KV blocks."""
+        report = self.health()
+        assert report is not None, f"{self.role} on port {self.port} is not healthy: {self.tail()}"
+        *_, free, total = report["load"]
+        return free, total
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        text = httpx2.get(f"{self.url}/metrics", timeout=5).text
+        lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+        assert lines, f"no metric {name} in:\n{text}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.popen.pid, how)
+
+    def tail(self) -> str:
+        return self.log.read_text()[-3000:]
+
+
+@dataclass
+class Cluster:
+    """Processes by role; `url` is the router's."""
+
+    folder: Path
+    flags: list[str]
+    nodes: list[Process] = field(default_factory=list)
+    router: Process | None = None
+
+    @property
+    def url(self) -> str:
+        assert self.router is not None
+        return self.router.url
+
+    def of(self, role: str) -> list[Process]:
+        return [node for node in self.nodes if node.role == role]
+
+    def start(self, role: str, flags: list[str], port: int | None = None) -> Process:
+        port = port or free_port()
+        argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
+        return self._launch(role, port, argv)
+
+    def restart(self, process: Process) -> Process:
+        """Start a killed process again on its port."""
+        process.popen.wait(10)
+        fresh = self._launch(process.role, process.port, process.argv)
+        self.nodes[self.nodes.index(process)] = fresh
+        return fresh
+
+    def _launch(self, role: str, port: int, argv: list[str]) -> Process:
+        log = self.folder / f"{role}-{port}.log"
+        root = Path(__file__).parents[2]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(root)}
+        with log.open("ab") as out:
+            popen = subprocess.Popen(argv, stdout=out, stderr=out, env=environment, cwd=self.folder)
+        return Process(role, port, popen, log, argv)
+
+    def wait_ready(self, *processes: Process) -> None:
+        for process in processes:
+
+            def healthy(process: Process = process) -> Any:
+                assert process.popen.poll() is None, f"{process.role} ended at start: {process.tail()}"
+                return process.health()
+
+            wait_until(healthy, START_DEADLINE_S, f"{process.role} on port {process.port} ready", 0.1)
+
+    def all_blocks_free(self, within_s: float) -> None:
+        """Every block of every live node is free within the time."""
+
+        def free() -> bool:
+            return all(free == total for free, total in (n.free_blocks() for n in self.nodes if n.popen.poll() is None))
+
+        try:
+            wait_until(free, within_s, "all blocks free")
+        except AssertionError:
+            reports = {f"{n.role}:{n.port}": n.health() for n in self.nodes}
+            raise AssertionError(f"blocks are not free {within_s:g} s later: {reports}") from None
+
+    def stop(self) -> None:
+        everything = [*self.nodes, *([self.router] if self.router else [])]
+        for process in everything:
+            if process.popen.poll() is None:
+                process.kill(signal.SIGCONT)
+                process.kill(signal.SIGTERM)
+        for process in everything:
+            try:
+                process.popen.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.popen.wait(5)
+
+
+@contextmanager
+def running(
+    folder: Path, *, prefill: int, decode: int, flags: list[str], router_flags: Sequence[str] = ()
+) -> Iterator[Cluster]:
+    """A cluster that is ready; ended, whatever happens."""
+    cluster = Cluster(folder, flags)
+    try:
+        cluster.nodes = [cluster.start("prefill", flags) for _ in range(prefill)]
+        cluster.nodes += [cluster.start("decode", flags) for _ in range(decode)]
+        cluster.wait_ready(*cluster.nodes)
+        peers = [f"--{node.role}={node.url}" for node in cluster.nodes]
+        cluster.router = cluster.start("router", [*peers, *router_flags])
+        cluster.wait_ready(cluster.router)
+        yield cluster
+    finally:
+        cluster.stop()

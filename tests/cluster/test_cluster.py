@@ -1,0 +1,235 @@
+"""Real processes, real sockets, a tiny random model: streams, disconnects, killed nodes, bad input."""
+
+import asyncio
+import json
+import random
+import signal
+import time
+
+import aiohttp
+import httpx2
+import openai
+import pytest
+from real_cluster import Cluster, running, wait_until
+
+pytestmark = pytest.mark.cluster
+
+KEY = "test-key"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    flags = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    flags += [
+        "--served-model-name",
+        "tiny",
+        "--kv-cache-bytes",
+        str(8 << 20),
+        "--lease-s",
+        "1.5",
+        "--heartbeat-s",
+        "0.3",
+    ]
+    with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--api-key", KEY]) as ours:
+        yield ours
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(cluster: Cluster):
+    """After every test all blocks of all nodes are free."""
+    yield
+    cluster.all_blocks_free(within_s=4)
+
+
+def client(cluster: Cluster) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def body(prompt: str = "hello", **fields) -> dict:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True} | fields
+
+
+def post(cluster: Cluster, content: bytes | dict, path: str = "/v1/completions", key: str = KEY) -> httpx2.Response:
+    data = json.dumps(content).encode() if isinstance(content, dict) else content
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    return httpx2.post(cluster.url + path, content=data, headers=headers, timeout=60)
+
+
+def test_streamed_and_whole_answers_are_equal_and_were_handed_over(cluster):
+    before = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
+    whole = client(cluster).completions.create(
+        **{k: v for k, v in body("a" * 200).items() if k != "ignore_eos"}, extra_body={"ignore_eos": True}
+    )
+    chunks = list(client(cluster).completions.create(
+        model="tiny", prompt="a" * 200, max_tokens=12, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    ))  # fmt: skip
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 12
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode")) == before + 2
+    assert sum(node.metric("kvrelay_fetches_failed_total") for node in cluster.of("decode")) == 0
+
+
+def test_one_token_never_reaches_a_decode_node(cluster):
+    before = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
+    answer = post(cluster, body(max_tokens=1)).json()
+    assert answer["usage"]["completion_tokens"] == 1
+    assert sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode")) == before
+
+
+def test_chat_streams_through_the_official_client(cluster):
+    stream = client(cluster).chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 8
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "word"),
+    [
+        (b'{"model": "tiny", ', 400, "JSON"),
+        (b"[1]", 400, ""),
+        (body(model="other"), 404, "other"),
+        (body("x" * 3000), 400, "1024"),
+        (body(max_tokens=5000), 400, "1024"),
+        (body(max_tokens=0), 400, "max_tokens"),
+        (body(top_p=0), 400, "top_p"),
+        (body(n=0), 400, "n"),
+        (body(temperature=-1), 400, "temperature"),
+        (body(logprobs=21), 400, "logprobs"),
+        (body(stream_options={"include_usage": True}), 400, "stream_options"),
+        (body(kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.0.0.1"}), 400, "kv_transfer_params"),
+        (body(suffix="x"), 400, "suffix"),
+    ],
+)
+def test_bad_input_is_a_clear_4xx(cluster, content, status, word):
+    answer = post(cluster, content)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert word in error["message"]
+    assert error["type"] in ("invalid_request_error", "not_found_error")
+
+
+def test_a_wrong_key_is_401_and_an_unknown_route_404(cluster):
+    assert post(cluster, body(), key="wrong").status_code == 401
+    assert post(cluster, body(), path="/v1/embeddings").status_code == 404
+    assert post(cluster, body(), path="/v1/embeddings").json()["error"]["message"]
+
+
+def test_a_body_of_100_mb_is_413_and_is_not_read_whole(cluster):
+    answer = post(cluster, b'{"model": "tiny", "prompt": "' + b"x" * 100_000_000 + b'"}')
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, fields: dict, leave_after: float | None) -> str:
+    """Read one stream; 'left', 'complete', or what went wrong."""
+    began, finished = time.monotonic(), False
+    try:
+        async with session.post(f"{url}/v1/completions", json=body(stream=True, **fields)) as answer:
+            if answer.status != 200:
+                return f"status {answer.status}: {await answer.text()}"
+            async for line in answer.content:
+                if leave_after is not None and time.monotonic() - began > leave_after:
+                    return "left"
+                if b'"error"' in line:
+                    return f"error {line!r}"
+                finished = finished or b'"finish_reason":"length"' in line
+                if line.startswith(b"data: [DONE]"):
+                    return "complete" if finished else "[DONE] without a finish_reason"
+    except aiohttp.ClientError as why:
+        return f"broken {why!r}"
+    return "ended silently"
+
+
+async def _crowd(cluster: Cluster, count: int, seed: int, leaving: float, max_tokens: int = 60) -> list[str]:
+    rng = random.Random(seed)
+    headers = {"authorization": f"Bearer {KEY}"}
+    timeout = aiohttp.ClientTimeout(total=90)
+    async with aiohttp.ClientSession(
+        headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+    ) as session:
+        jobs = []
+        for i in range(count):
+            fields = {"prompt": f"{i} " + "word " * rng.randint(1, 60), "max_tokens": rng.randint(5, max_tokens)}
+            leave_after = rng.uniform(0.0, 1.0) if rng.random() < leaving else None
+            jobs.append(_stream(session, cluster.url, fields, leave_after))
+        return await asyncio.gather(*jobs)
+
+
+def test_64_streams_with_random_disconnects_lose_nothing(cluster):
+    results = asyncio.run(_crowd(cluster, 64, seed=1, leaving=0.4))
+    cluster.all_blocks_free(within_s=1.0)
+    assert set(results) <= {"complete", "left"}, results
+    assert results.count("left") >= 5
+    assert results.count("complete") >= 32
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_killed_node_costs_nothing_but_what_it_had(cluster, role):
+    """kill -9 in the middle of 24 streams: they complete or end with an error; the next ones succeed on the rest."""
+    victim = cluster.of(role)[0]
+
+    async def kill_soon() -> None:
+        await asyncio.sleep(random.Random(role).uniform(0.1, 0.5))
+        victim.kill(signal.SIGKILL)
+
+    async def both() -> list[str]:
+        results, _ = await asyncio.gather(_crowd(cluster, 24, seed=2, leaving=0.0), kill_soon())
+        return results
+
+    try:
+        results = asyncio.run(both())
+        assert all(r == "complete" or r.startswith(("error", "status 5")) for r in results), results
+        after = asyncio.run(_crowd(cluster, 6, seed=3, leaving=0.0))
+        assert after == ["complete"] * 6
+    finally:
+        fresh = cluster.restart(victim)
+        cluster.wait_ready(fresh)
+
+    def both_up() -> bool:
+        report = httpx2.get(f"{cluster.url}/health", timeout=5)
+        return report.status_code == 200
+
+    wait_until(both_up, 10, "the router sees the restarted node")
+
+
+def test_metrics_name_what_dashboards_scrape(cluster):
+    node = cluster.of("decode")[0]
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:generation_tokens_total",
+    ):
+        node.metric(name)
+    assert "kvrelay_" in httpx2.get(f"{cluster.url}/metrics", timeout=5).text

@@ -1,0 +1,161 @@
+"""Two engines, two connectors, one process: the KV that arrives is the KV that was computed, byte for byte."""
+
+import json
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from kv_transfer.connector import Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.open import open_connector
+from paged_engine.engine import Engine
+from paged_engine.request import Request
+from wire.config import EngineConfig, TransferConfig
+from wire.engine_messages import Submit
+from wire.outputs import Finish
+from wire.sampling import SamplingParams
+from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+class Side:
+    """An engine with its connector, stepped by hand."""
+
+    def __init__(self, name: str, model: str) -> None:
+        self.engine = Engine(EngineConfig(model=model, load_format="dummy", device="cpu", threads=1, kv_cache_bytes=4 << 20))
+        self.news = threading.Event()
+        self.heard: list[object] = []
+        pool, config = self.engine.pool, self.engine.model
+        fingerprint = Fingerprint(
+            PROTOCOL_VERSION, config.name, "float32", pool.block_tokens, config.num_kv_heads, config.head_dim,
+            config.num_layers, config.window, 1,
+        )  # fmt: skip
+        region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, "cpu")
+        self.connector: Connector = open_connector(name, fingerprint, region, TransferConfig(), self.news.set)
+
+    def next_event(self) -> object:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            self.news.clear()
+            self.heard += self.connector.events()
+            if self.heard:
+                return self.heard.pop(0)
+            self.news.wait(0.2)
+        raise AssertionError("no event within 20 s")
+
+    def blocks(self, ids: list[int]) -> torch.Tensor:
+        return self.engine.pool.bytes[ids].clone()
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    both = Side("prefill", str(folder)), Side("decode", str(folder))
+    yield both
+    for side in both:
+        side.connector.close()
+
+
+def request(name: str, prompt: list[int], **submit) -> Request:
+    params = SamplingParams(submit.pop("max_tokens"), seed=3, temperature=0.7, ignore_eos=True)
+    return Request.of(Submit(name, prompt, params, **submit), 0.0)
+
+
+def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransferParams]:
+    req = request(name, prompt, max_tokens=1, hold=True)
+    side.engine.scheduler.add(req)
+    while side.engine.scheduler.has_work:
+        side.engine.step()
+    assert req.finish is Finish.LENGTH
+    held = side.engine.scheduler.held(name)
+    assert held is not None
+    return req, side.connector.offer(name, held, len(prompt))
+
+
+def decode(side: Side, name: str, prompt: list[int], first: list[int], params: KvTransferParams) -> Request:
+    req = request(name, prompt, max_tokens=20, generated=first, fetch=params)
+    side.engine.scheduler.add(req)
+    side.connector.watch(name, params)
+    side.engine.step(lambda fetch: side.connector.fetch(name, fetch.remote_blocks, fetch.local_blocks))
+    return req
+
+
+def drain(side: Side) -> None:
+    while side.engine.scheduler.has_work:
+        side.engine.step()
+
+
+def aggregated(model: Side, prompt: list[int]) -> list[int]:
+    req = request("alone", prompt, max_tokens=20)
+    model.engine.scheduler.add(req)
+    drain(model)
+    return req.token_ids
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100, 333])
+def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
+    p, d = sides
+    rng = random.Random(length)
+    prompt = [rng.randrange(300) for _ in range(length)]
+    # Shift the two pools against each other, so that equal block ids cannot hide a mistake.
+    spare = d.engine.scheduler.pool.take(length % 5) or []
+    first, params = prefill(p, f"p{length}", prompt)
+    sent = p.blocks(p.engine.scheduler.held(f"p{length}") or [])
+    req = decode(d, f"d{length}", prompt, first.token_ids[length:], params)
+    event = d.next_event()
+    assert isinstance(event, Fetched), event
+    assert torch.equal(d.blocks(req.blocks), sent)
+    assert sent.any()
+    d.engine.scheduler.fetched(req.request_id)
+    drain(d)
+    released = p.next_event()
+    assert released == Released(f"p{length}", expired=False)
+    p.engine.scheduler.released(f"p{length}")
+    d.engine.scheduler.pool.give_back(spare)
+    for side in sides:
+        side.engine.scheduler.check()
+        assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
+    assert req.token_ids == aggregated(p, prompt)
+
+
+def test_a_prefix_that_the_decode_node_has_is_not_moved(sides):
+    p, d = sides
+    prompt = [7] * 64 + list(range(30))
+    sizes = []
+    for turn in range(2):
+        first, params = prefill(p, f"again-p{turn}", prompt)
+        req = decode(d, f"again-d{turn}", prompt, first.token_ids[len(prompt) :], params)
+        event = d.next_event()
+        assert isinstance(event, Fetched), event
+        sizes.append(event.num_bytes)
+        d.engine.scheduler.fetched(req.request_id)
+        drain(d)
+        assert isinstance(p.next_event(), Released)
+        p.engine.scheduler.released(f"again-p{turn}")
+    assert sizes == [6 * p.engine.pool.block_bytes, p.engine.pool.block_bytes]
+
+
+def test_a_fetch_of_released_kv_fails_and_the_tokens_are_the_same(sides):
+    p, d = sides
+    prompt = list(range(50, 120))
+    first, params = prefill(p, "gone-p", prompt)
+    p.connector.release("gone-p")
+    assert isinstance(p.next_event(), Released)
+    p.engine.scheduler.released("gone-p")
+    req = decode(d, "gone-d", prompt, first.token_ids[len(prompt) :], params)
+    event = d.next_event()
+    assert isinstance(event, FetchFailed), event
+    d.engine.scheduler.fetch_failed("gone-d", event.reason)
+    drain(d)
+    assert d.next_event() == Settled("gone-d")
+    d.engine.scheduler.settled("gone-d")
+    assert req.token_ids == aggregated(p, prompt)
+    assert d.engine.scheduler.pool.free == d.engine.scheduler.pool.total

@@ -1,0 +1,299 @@
+"""Fake nodes that speak frames, and a router in front of them, all in one event loop on free ports."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from router.app import Router
+from router.server import make_server
+from wire.config import RouterConfig
+from wire.errors import ErrorBody
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from wire.outputs import Load
+from wire.transfer import KvTransferParams
+
+MODEL = "tiny"
+PROMPT_IDS = [1, 2, 3]
+
+
+def event(text: str, finish: str | None = None) -> bytes:
+    """One chat chunk as a ready SSE event."""
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    chunk = {"id": "chatcmpl-x", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+WHOLE = msgspec.json.encode(
+    {
+        "id": "chatcmpl-x",
+        "object": "chat.completion",
+        "created": 1,
+        "model": MODEL,
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": "abc"}, "finish_reason": "stop"}],
+    }
+)
+
+
+@dataclass
+class Call:
+    """One leg that a fake node was asked for, and its answer's stream."""
+
+    body: dict[str, Any]
+    headers: dict[str, str]
+    request: web.Request
+    response: web.StreamResponse | None = None
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.body["kv_transfer_params"]
+
+    async def send(self, *frames: Frame, load: Load | None = None) -> None:
+        """Write frames, headers first."""
+        if self.response is None:
+            headers = {LOAD_HEADER: load.header()} if load else {}
+            self.response = web.StreamResponse(headers={"content-type": FRAMES_MEDIA_TYPE, **headers})
+            await self.response.prepare(self.request)
+        await self.response.write(b"".join(map(pack, frames)))
+
+    async def tokens(self, token_id: int, text: str, sent_text: int) -> None:
+        """One TOKENS frame, with bytes if the client streams."""
+        payload = event(text) if self.streams else b""
+        await self.send(Frame(FrameKind.TOKENS, payload, [token_id], sent_text))
+
+    async def end(self) -> None:
+        """The END frame of either kind of answer."""
+        await self.send(Frame(FrameKind.END, event("", "stop") + DONE if self.streams else WHOLE))
+
+    async def hand_over(self, **fields: Any) -> None:
+        """A HANDOVER frame after one token."""
+        timing = {"queue": 0.0, "prefill": 3.0}
+        await self.send(Frame(FrameKind.HANDOVER, params=handover(self, **fields), timing=timing))
+
+    def cut(self) -> None:
+        """Break the connection as a killed process does."""
+        assert self.request.transport is not None
+        self.request.transport.abort()
+
+
+def handover(call: Call, **fields: Any) -> KvTransferParams:
+    """What a prefill node gives away after token 11, whose text is one character."""
+    every: dict[str, Any] = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "engine-p",
+        "remote_block_ids": [[4, 5]],
+        "remote_request_id": "held-1",
+        "remote_host": "127.0.0.1",
+        "remote_port": 7,
+        "generation": "g1",
+        "num_tokens": 3,
+        "client_max_tokens": call.params["client_max_tokens"],
+        "prompt_token_ids": PROMPT_IDS,
+        "generated": [11],
+        "sent_text": 1,
+        "seed": call.params["seed"],
+        "created": call.params["created"],
+    }
+    return KvTransferParams(**(every | fields))
+
+
+Script = Callable[[Call], Awaitable[web.StreamResponse | None]]
+
+
+async def prefill_ok(call: Call) -> None:
+    """Token 11, then the hand-over."""
+    await call.tokens(11, "a", 1)
+    await call.hand_over()
+
+
+async def decode_ok(call: Call) -> None:
+    """Tokens 12 and 13, then the end."""
+    await call.tokens(12, "b", 2)
+    await call.tokens(13, "c", 3)
+    await call.end()
+
+
+def refuse(status: int, message: str = "no", headers: dict[str, str] | None = None) -> Script:
+    """A script that answers with an OpenAI-shaped error."""
+
+    async def script(call: Call) -> web.Response:
+        body = {"error": {"message": message, "type": "some_error", "param": "top_p", "code": None}}
+        return web.json_response(body, status=status, headers=headers)
+
+    return script
+
+
+def broken(status: int) -> Script:
+    """A script that ends in an ERROR frame."""
+
+    async def script(call: Call) -> None:
+        await call.send(Frame(FrameKind.ERROR, status=status, error=ErrorBody("it broke", "node_failed")))
+
+    return script
+
+
+@dataclass
+class FakeNode:
+    """A node whose legs follow `script`."""
+
+    role: str
+    script: Script
+    model: str = MODEL
+    generation: str = "g1"
+    load: Load = field(default_factory=Load)
+    health_status: int = 200
+    health_hangs: bool = False
+    url: str = ""
+    calls: list[Call] = field(default_factory=list)
+    released: list[list[str]] = field(default_factory=list)
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    released_event: asyncio.Event = field(default_factory=asyncio.Event)
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def leg(self, request: web.Request) -> web.StreamResponse:
+        call = Call(await request.json(), {name.lower(): value for name, value in request.headers.items()}, request)
+        self.calls.append(call)
+        self.called.set()
+        try:
+            answer = await self.script(call)
+        except (asyncio.CancelledError, ConnectionError):
+            self.aborted.set()
+            raise
+        return answer or call.response or web.Response(status=500)
+
+    async def health(self, request: web.Request) -> web.Response:
+        if self.health_hangs:
+            await asyncio.sleep(30)
+        body = {
+            "status": "ok",
+            "role": self.role,
+            "model": self.model,
+            "max_model_len": 128,
+            "engine_id": f"engine-{self.role}",
+            "generation": self.generation,
+            "load": msgspec.to_builtins(self.load),
+        }
+        return web.json_response(body, status=self.health_status)
+
+    async def release(self, request: web.Request) -> web.Response:
+        self.released.append((await request.json())["request_ids"])
+        self.released_event.set()
+        return web.json_response({})
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[FakeNode]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.leg)
+        app.router.add_post("/v1/completions", self.leg)
+        app.router.add_get("/health", self.health)
+        app.router.add_post("/kv/release", self.release)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+
+def prefill(script: Script = prefill_ok, **fields: Any) -> FakeNode:
+    return FakeNode("prefill", script, **fields)
+
+
+def decode(script: Script = decode_ok, **fields: Any) -> FakeNode:
+    return FakeNode("decode", script, **fields)
+
+
+@dataclass
+class Cluster:
+    """A router over fake nodes, and an HTTP client for it."""
+
+    url: str
+    router: Router
+    http: aiohttp.ClientSession
+
+    def post(self, body: Any = None, path: str = "/v1/chat/completions", **kwargs: Any) -> Any:
+        every = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **(body or {})}
+        return self.http.post(self.url + path, json=every, **kwargs)
+
+    async def text(self, body: Any = None, **kwargs: Any) -> str:
+        """The whole text of an answer that must be 200."""
+        async with self.post(body, **kwargs) as answer:
+            text = await answer.text()
+            assert answer.status == 200, text
+            return text
+
+    def node(self, fake: FakeNode) -> Any:
+        return next(node for node in self.router.pool.nodes if node.url == fake.url)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.router.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncIterator[Cluster]:
+    """Start the nodes and a router over them; wait until it is ready unless told not to."""
+    async with _all_running(list(nodes)):
+        every: dict[str, Any] = {"health_interval_s": 0.05, "health_deadline_s": 0.2, "request_deadline_s": 10.0}
+        settings = RouterConfig(
+            prefill=tuple(node.url for node in nodes if node.role == "prefill"),
+            decode=tuple(node.url for node in nodes if node.role != "prefill"),
+            **(every | config),
+        )
+        async with _router(settings) as started:
+            if ready:
+                await until(lambda: all(node.up for node in started.router.pool.nodes))
+            yield started
+
+
+@asynccontextmanager
+async def _router(config: RouterConfig) -> AsyncIterator[Cluster]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = make_server(config)
+        serving = asyncio.create_task(server.serve([listening]))
+        await until(lambda: server.started)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            try:
+                yield Cluster(url, server.config.app.state.router, http)  # type: ignore[union-attr]
+            finally:
+                await http.close()
+                server.should_exit = True
+                await asyncio.wait_for(serving, 5)
+
+
+@asynccontextmanager
+async def _all_running(nodes: list[FakeNode]) -> AsyncIterator[None]:
+    if not nodes:
+        yield
+        return
+    async with nodes[0].running(), _all_running(nodes[1:]):
+        yield
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def rng() -> random.Random:
+    return random.Random(7)

@@ -1,0 +1,189 @@
+"""The door of the router: what is answered without any node, and what is kept out."""
+
+import asyncio
+import io
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from router_doubles import cluster, decode, prefill, until
+
+
+async def error_of(answer: Any) -> dict[str, Any]:
+    error = (await answer.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_importing_the_app_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import router.server; took = time.perf_counter() - start\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'triton', 'nixl'} & set(sys.modules)\n"
+        "print(took); assert not heavy, heavy"
+    )
+    # The least of three: the first may have to compile, and other work shares the machine.
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        times.append(float(done.stdout))
+    assert min(times) < 1.0
+
+
+async def test_without_nodes_a_request_is_told_to_come_back() -> None:
+    async with cluster() as c:
+        async with c.post() as answer:
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert (await error_of(answer))["type"] == "service_unavailable"
+        async with c.http.get(f"{c.url}/health") as answer:
+            assert answer.status == 503
+
+
+async def test_no_prefill_is_computed_while_no_decode_node_is_up() -> None:
+    p, d = prefill(), decode(health_status=503)
+    async with cluster(p, d, ready=False) as c:
+        await until(lambda: c.node(p).up)
+        async with c.post() as answer:
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert "no decode node is up" in (await error_of(answer))["message"]
+        assert p.calls == []
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "key", "Bearer kéy"])
+async def test_a_wrong_api_key_is_refused_on_v1_only(header: str | None) -> None:
+    p = prefill()
+    async with cluster(p, decode(), api_key="key") as c:
+        headers = {} if header is None else {"authorization": header}
+        for request in (c.post(headers=headers), c.http.get(f"{c.url}/v1/models", headers=headers)):
+            async with request as answer:
+                assert answer.status == 401
+                assert (await error_of(answer))["code"] == "invalid_api_key"
+        assert p.calls == []
+        async with c.http.get(f"{c.url}/health", headers=headers) as answer:
+            assert answer.status == 200
+        assert await c.text(headers={"authorization": "Bearer key"})
+
+
+async def test_a_body_of_100_mb_is_refused_unread() -> None:
+    sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 1
+            yield bytes(1 << 20)
+
+    async with cluster(prefill(), decode(), max_body_bytes=1 << 20) as c:
+        url = f"{c.url}/v1/chat/completions"
+        async with c.http.post(url, data=chunks()) as answer:
+            assert answer.status == 413
+            assert (await error_of(answer))["code"] == "body_too_large"
+        assert sent < 100
+        async with c.http.post(url, data=io.BytesIO(bytes(100 << 20))) as answer:
+            assert answer.status == 413
+        assert await c.text()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"model": 5}', b'{"messages": []}'])
+async def test_a_broken_body_is_a_400(path: str, body: bytes) -> None:
+    async with cluster(prefill(), decode()) as c, c.http.post(c.url + path, data=body) as answer:
+        assert answer.status == 400
+        assert (await error_of(answer))["type"] == "invalid_request_error"
+
+
+async def test_an_unknown_model_is_a_404_that_names_what_is_served() -> None:
+    async with cluster(prefill(), decode()) as c:
+        async with c.post({"model": "gpt"}) as answer:
+            assert answer.status == 404
+            error = await error_of(answer)
+            assert (error["code"], error["param"]) == ("model_not_found", "model")
+            assert "'tiny'" in error["message"]
+        async with c.http.get(f"{c.url}/v1/models/gpt") as answer:
+            assert answer.status == 404
+        async with c.http.get(f"{c.url}/v1/models/tiny") as answer:
+            assert ((await answer.json())["id"], answer.status) == ("tiny", 200)
+
+
+async def test_hand_over_fields_of_a_client_are_refused() -> None:
+    p = prefill()
+    async with cluster(p, decode()) as c:
+        async with c.post({"kv_transfer_params": {"remote_host": "10.0.0.9"}}) as answer:
+            assert answer.status == 400
+            assert (await error_of(answer))["param"] == "kv_transfer_params"
+        assert p.calls == []
+
+
+async def test_unknown_routes_and_methods_are_answered_in_the_openai_shape() -> None:
+    async with cluster() as c:
+        async with c.http.get(f"{c.url}/v1/nothing") as answer:
+            assert (answer.status, (await error_of(answer))["type"]) == (404, "not_found_error")
+        async with c.http.get(f"{c.url}/v1/completions") as answer:
+            assert answer.status == 405
+            assert "POST" in answer.headers["allow"]
+            await error_of(answer)
+
+
+async def test_health_tells_the_state_of_every_node_and_follows_it() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+
+        async def health() -> tuple[int, dict[str, Any]]:
+            async with c.http.get(f"{c.url}/health") as answer:
+                return answer.status, await answer.json()
+
+        status, body = await health()
+        assert (status, body["status"], body["prefill"]) == (200, "ok", {"up": 1, "listed": 1})
+        d.health_status = 503
+        await until(lambda: not c.node(d).up)
+        status, body = await health()
+        assert (status, body["decode"]["up"]) == (503, 0)
+        assert "503" in next(node for node in body["nodes"] if node["url"] == d.url)["reason"]
+        d.health_status = 200
+        await until(lambda: c.node(d).up)
+        assert (await health())[0] == 200
+
+
+async def test_a_blamed_node_is_used_again_after_its_next_good_check() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        c.router.pool.blame(c.node(d), "test", asyncio.get_running_loop().time())
+        assert not c.node(d).up
+        await until(lambda: c.node(d).up)
+        await c.text()
+
+
+@pytest.mark.parametrize(("role", "model"), [("aggregated", "tiny"), ("decode", "other")])
+async def test_a_node_that_does_not_fit_is_kept_out(role: str, model: str) -> None:
+    p, d, odd = prefill(), decode(), decode(model=model)
+    async with cluster(p, d, odd, ready=False) as c:
+        await until(lambda: (c.node(p).up and c.node(d).up) or c.node(odd).up)
+        odd.role = role
+        await until(lambda: not c.node(odd).up and c.node(odd).reason != "not checked yet" and c.node(d).up)
+        assert c.router.pool.up(c.node(d).role) == [c.node(d)]
+
+
+async def test_metrics_are_exposed() -> None:
+    p = prefill()
+    async with cluster(p, decode()) as c:
+        await c.text()
+        async with c.http.get(f"{c.url}/metrics") as answer:
+            text = await answer.text()
+        assert f'kvrelay_router_node_up{{node="{p.url}",role="prefill"}} 1.0' in text
+        assert 'kvrelay_router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
+        assert "kvrelay_router_queue_depth" in text
+
+
+async def test_ids_in_use_or_insane_are_replaced() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        c.router._live.add("taken")
+        for wanted in ("taken", "a b", "x" * 200):
+            async with c.post(headers={"x-request-id": wanted}) as answer:
+                given = answer.headers["x-request-id"]
+            assert given != wanted
+            assert p.calls[-1].headers["x-request-id"] == d.calls[-1].headers["x-request-id"] == given

@@ -1,0 +1,143 @@
+"""What the router reads of a body, and the bodies of the two legs."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, decode_body, parse_job, prefill_body
+from wire.errors import RequestError
+from wire.transfer import KvTransferParams
+
+
+def parse(path: str = CHAT_PATH, **fields: Any) -> Job:
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT_PATH else {"prompt": "hi"}
+    )
+    return parse_job(msgspec.json.encode({"model": "m", **prompt, **fields}), path, "id1", 99, 1234)
+
+
+def prefill(job: Job) -> dict[str, Any]:
+    return msgspec.json.decode(prefill_body(job))
+
+
+def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> None:
+    body = prefill(parse(max_tokens=50, min_tokens=7, temperature=0.5, stream=True))
+    assert (body["max_tokens"], body["min_tokens"], body["temperature"], body["stream"]) == (1, 1, 0.5, True)
+    assert "max_completion_tokens" not in body
+    params = body["kv_transfer_params"]
+    assert params == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_request_id": None,
+        "remote_host": None,
+        "remote_port": None,
+        "client_max_tokens": 50,
+        "created": 99,
+        "seed": 1234,
+    }
+    assert msgspec.convert(params, KvTransferParams).do_remote_decode
+
+
+def test_max_completion_tokens_of_a_chat_wins_and_is_replaced_too() -> None:
+    body = prefill(parse(max_tokens=50, max_completion_tokens=9))
+    assert (body["max_tokens"], body["max_completion_tokens"]) == (1, 1)
+    assert body["kv_transfer_params"]["client_max_tokens"] == 9
+
+
+def test_a_client_that_says_no_limit_is_told_as_zero() -> None:
+    assert prefill(parse(max_tokens=None))["kv_transfer_params"]["client_max_tokens"] == 0
+
+
+def test_both_legs_have_the_same_seed_drawn_or_given() -> None:
+    for job, seed in ((parse(), 1234), (parse(seed=-5), -5)):
+        assert prefill(job)["seed"] == prefill(job)["kv_transfer_params"]["seed"] == seed
+        assert msgspec.json.decode(decode_body(job, KvTransferParams()))["seed"] == seed
+
+
+def test_the_decode_leg_has_the_clients_own_limits_and_no_prompt_text() -> None:
+    params = KvTransferParams(do_remote_prefill=True, prompt_token_ids=[1], generated=[2])
+    body = msgspec.json.decode(decode_body(parse(max_tokens=50, min_tokens=7), params))
+    assert (body["max_tokens"], body["min_tokens"], body["messages"]) == (50, 7, [])
+    assert msgspec.convert(body["kv_transfer_params"], KvTransferParams) == params
+    assert msgspec.json.decode(decode_body(parse(COMPLETIONS_PATH), params))["prompt"] == ""
+
+
+def test_the_decode_leg_keeps_the_prompt_where_no_token_ids_are_known() -> None:
+    body = msgspec.json.decode(decode_body(parse(), KvTransferParams(do_remote_prefill=True)))
+    assert body["messages"] == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"stream": 1}, "stream"),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+        ({"remote_host": "10.0.0.1"}, "remote_host"),
+        ({"do_remote_prefill": True}, "do_remote_prefill"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse(**fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b"\xff",
+        b'{"model":"\xff"}',
+        b'{"model":"m","x":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        parse_job(body, CHAT_PATH, "id", 0, 0)
+
+
+@pytest.mark.parametrize("number", [str(2**63), "9" * 30])
+def test_numbers_beyond_64_bits_are_refused_where_the_router_reads_them(number: str) -> None:
+    for name in ("seed", "max_tokens"):
+        with pytest.raises(RequestError) as refused:
+            parse_job(f'{{"model":"m","{name}":{number}}}'.encode(), CHAT_PATH, "id", 0, 0)
+        assert refused.value.param == name
+
+
+def test_fields_that_the_router_does_not_know_keep_their_bytes() -> None:
+    body = b'{"model":"m","messages":[],"big":123456789012345678901234567890,"text":"\\u00e9"}'
+    out = prefill_body(parse_job(body, CHAT_PATH, "id", 0, 0))
+    assert b'"big":123456789012345678901234567890' in out
+    assert b'"text":"\\u00e9"' in out
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "resumable"),
+    [
+        (CHAT_PATH, {}, True),
+        (CHAT_PATH, {"logprobs": True}, False),
+        (CHAT_PATH, {"logprobs": False, "n": 1}, True),
+        (CHAT_PATH, {"n": 2}, False),
+        (COMPLETIONS_PATH, {"logprobs": 0}, False),
+        (COMPLETIONS_PATH, {"prompt": [1, 2]}, True),
+        (COMPLETIONS_PATH, {"prompt": ["a", "b"]}, False),
+        (COMPLETIONS_PATH, {"prompt": [[1], [2]]}, False),
+    ],
+)
+def test_an_answer_is_resumable_from_token_ids_only_if_they_say_it_all(
+    path: str, fields: dict[str, Any], resumable: bool
+) -> None:
+    assert parse(path, **fields).resumable is resumable

@@ -1,0 +1,123 @@
+"""Node states, leases and loads, with times given by hand."""
+
+import random
+
+import pytest
+
+from router.pool import LOST_AFTER_MISSES, HealthReport, Node, Pool
+from wire.config import Role
+from wire.errors import NoNode
+from wire.outputs import Load
+
+
+def report(role: str = "prefill", model: str = "m", generation: str = "g1", load: Load | None = None) -> HealthReport:
+    return HealthReport(Role(role), model, generation=generation, load=load or Load())
+
+
+@pytest.fixture
+def pool() -> Pool:
+    pool = Pool(["http://p0/", "http://p1"], ["http://d0"], random.Random(1))
+    for node in pool.nodes:
+        pool.report(node, report(node.role), started=0.0, now=0.1)
+    return pool
+
+
+def test_nodes_are_down_until_a_health_check_succeeds() -> None:
+    pool = Pool(["http://p0"], ["http://d0"], random.Random(1))
+    with pytest.raises(NoNode, match="no prefill node is up"):
+        pool.require_ready()
+    pool.report(pool.nodes[0], report(), 0.0, 0.1)
+    with pytest.raises(NoNode, match="no decode node is up"):
+        pool.require_ready()
+    pool.report(pool.nodes[1], report("decode"), 0.0, 0.1)
+    pool.require_ready()
+
+
+def test_leases_spread_over_nodes_and_are_given_back(pool: Pool) -> None:
+    with pool.lease(Role.PREFILL, (), 10) as first, pool.lease(Role.PREFILL, (), 10) as second:
+        assert first.node is not second.node
+    assert all(not node.leases for node in pool.nodes)
+
+
+def test_a_lease_is_given_back_when_its_block_raises(pool: Pool) -> None:
+    with pytest.raises(KeyError), pool.lease(Role.DECODE, (), 0) as lease:
+        raise KeyError
+    assert not lease.node.leases
+
+
+def test_an_excluded_node_is_not_leased(pool: Pool) -> None:
+    with pytest.raises(NoNode), pool.lease(Role.DECODE, pool.up(Role.DECODE), 0):
+        pass
+
+
+def test_reported_load_of_others_counts_and_our_own_is_not_counted_twice(pool: Pool) -> None:
+    node = pool.nodes[0]
+    with pool.lease(Role.PREFILL, [pool.nodes[1]], 100):
+        node.note_load(Load(running=3, waiting=1, waiting_tokens=150))
+        assert (node.view().requests, node.view().tokens) == (4, 150)
+    assert (node.view().requests, node.view().tokens) == (3, 50)
+
+
+def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
+    node = pool.nodes[0]
+    pool.blame(node, "it broke", now=5.0)
+    pool.report(node, report(), started=4.9, now=5.1)
+    assert not node.up
+    pool.report(node, report(), started=5.2, now=5.3)
+    assert node.up
+
+
+def test_a_node_of_another_role_is_kept_out_with_one_sentence(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    node = pool.nodes[0]
+    for at in (1.0, 2.0):
+        pool.report(node, report("decode"), at, at)
+    assert not node.up
+    assert [line for line in caplog.messages if "listed as a prefill node and says that it is decode" in line] == [
+        f"prefill node http://p0 is kept out: {node.reason}"
+    ]
+
+
+def test_a_node_with_another_model_is_kept_out(pool: Pool) -> None:
+    pool.report(pool.nodes[0], report(model="other"), 1.0, 1.0)
+    assert not pool.nodes[0].up
+    assert "'other'" in pool.nodes[0].reason
+    assert list(pool.models()) == ["m"]
+
+
+def test_when_no_other_node_is_up_a_node_may_bring_another_model(pool: Pool) -> None:
+    for node in pool.nodes:
+        pool.miss(node, "gone", 1.0)
+    assert list(pool.models()) == ["m"]
+    pool.report(pool.nodes[0], report(model="other"), 2.0, 2.0)
+    assert list(pool.models()) == ["other"]
+
+
+def cut_count(pool: Pool, node: Node) -> tuple[list[str], "object"]:
+    cuts: list[str] = []
+    context = pool.lease(node.role, [other for other in pool.nodes if other is not node], 0)
+    lease = context.__enter__()
+    lease.cut = lambda: cuts.append("cut")
+    return cuts, context
+
+
+def test_legs_on_a_silent_node_are_cut_after_three_missed_checks(pool: Pool) -> None:
+    cuts, _context = cut_count(pool, pool.nodes[0])
+    for at in range(LOST_AFTER_MISSES - 1):
+        pool.miss(pool.nodes[0], "silent", float(at))
+    assert (pool.nodes[0].up, cuts) == (False, [])
+    pool.miss(pool.nodes[0], "silent", 9.0)
+    assert cuts == ["cut"]
+
+
+def test_an_answered_check_starts_the_count_of_misses_anew(pool: Pool) -> None:
+    cuts, _context = cut_count(pool, pool.nodes[0])
+    for at in range(LOST_AFTER_MISSES * 2):
+        pool.miss(pool.nodes[0], "silent", float(at))
+        pool.unready(pool.nodes[0], "its health check answers 503", float(at))
+    assert cuts == []
+
+
+def test_legs_on_a_restarted_node_are_cut(pool: Pool) -> None:
+    cuts, _context = cut_count(pool, pool.nodes[0])
+    pool.report(pool.nodes[0], report(generation="g2"), 1.0, 1.0)
+    assert (pool.nodes[0].up, cuts) == (True, ["cut"])

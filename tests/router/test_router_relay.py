@@ -1,0 +1,74 @@
+"""What the client sees and when: held headers, keep-alive comments, a bounded buffer."""
+
+import asyncio
+
+import pytest
+from router_doubles import Call, cluster, decode, event, prefill, prefill_ok, refuse, until
+
+import router.relay
+from router.reply import HIGH_WATER_BYTES, Reply
+from wire.errors import NodeFailed
+from wire.frames import Frame, FrameKind
+
+
+async def test_headers_are_held_until_the_first_payload() -> None:
+    async def wait_then_answer(call: Call) -> None:
+        await call.send(Frame(FrameKind.TOKENS))
+        await p.resume.wait()
+        await prefill_ok(call)
+
+    p = prefill(wait_then_answer)
+    async with cluster(p, decode()) as c:
+        request = asyncio.create_task(c.text({"stream": True}))
+        headers = asyncio.create_task(c.post({"stream": True}).__aenter__())
+        await until(lambda: len(p.calls) == 2 and all(call.response is not None for call in p.calls))
+        done, _ = await asyncio.wait((headers,), timeout=0.05)
+        assert not done
+        p.resume.set()
+        async with await headers as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+        assert (await request).startswith(event("a").decode())
+
+
+async def test_after_the_hold_time_comments_keep_the_connection_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_then_fail(call: Call) -> None:
+        await p.resume.wait()
+        call.cut()
+
+    monkeypatch.setattr(router.relay, "HOLD_S", 0.05)
+    p = prefill(wait_then_fail)
+    async with cluster(p, decode()) as c, c.post({"stream": True}) as answer:
+        assert answer.status == 200
+        assert await answer.content.readexactly(28) == b": keep-alive\n\n" * 2
+        p.resume.set()
+        rest = (await answer.text()).removeprefix(": keep-alive\n\n")
+        assert rest.startswith('data: {"error":{')
+        assert rest.endswith("}\n\ndata: [DONE]\n\n")
+
+
+async def test_before_the_first_payload_a_failure_is_an_honest_status() -> None:
+    p = prefill(refuse(503, "engine dead", {"retry-after": "3"}))
+    async with cluster(p, decode()) as c, c.post({"stream": True}) as answer:
+        assert (answer.status, answer.headers["retry-after"]) == (503, "3")
+        assert answer.content_type == "application/json"
+
+
+async def test_a_slow_client_is_waited_for_and_loses_nothing() -> None:
+    reply = Reply()
+    reply.put(b"x" * (HIGH_WATER_BYTES + 1))
+    waiting = asyncio.create_task(reply.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert len(await reply.take(None)) == HIGH_WATER_BYTES + 1
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_reply_is_closed_once_and_keeps_what_came_before() -> None:
+    reply, failure = Reply(), NodeFailed("x")
+    assert await reply.take(0.001) == b""
+    reply.put(b"a")
+    reply.put(b"")
+    reply.put(b"b")
+    reply.close(failure)
+    reply.close(None)
+    assert (await reply.take(None), await reply.take(None), reply.failure) == (b"ab", b"", failure)

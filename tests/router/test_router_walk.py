@@ -1,0 +1,384 @@
+"""The walk over fake nodes: both legs, fail-over, release, and the client going away."""
+
+import asyncio
+import logging
+
+import msgspec
+import openai
+import pytest
+from aiohttp import web
+from router_doubles import (
+    DONE,
+    PROMPT_IDS,
+    WHOLE,
+    Call,
+    FakeNode,
+    broken,
+    cluster,
+    decode,
+    decode_ok,
+    event,
+    handover,
+    prefill,
+    prefill_ok,
+    refuse,
+    until,
+)
+
+from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind, pack
+from wire.outputs import Load
+from wire.transfer import KvTransferParams
+
+STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
+
+
+def params_of(call: Call) -> KvTransferParams:
+    return msgspec.convert(call.params, KvTransferParams)
+
+
+async def hold(call: Call) -> None:
+    """Never answer."""
+    await asyncio.sleep(30)
+
+
+async def prefill_cut_after_token(call: Call) -> None:
+    await call.tokens(11, "a", 1)
+    call.cut()
+
+
+async def decode_cut_after_token(call: Call) -> None:
+    await call.tokens(12, "b", 2)
+    call.cut()
+
+
+async def decode_rest(call: Call) -> None:
+    """The leg that takes over from decode_cut_after_token."""
+    await call.tokens(13, "c", 3)
+    await call.end()
+
+
+async def cut_at_once(call: Call) -> None:
+    call.cut()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_walks_through_both_legs(stream: bool) -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d, node_api_key="nodes") as c:
+        headers = {"x-request-id": "my.id-1", "traceparent": "00-aa-bb-01"}
+        text = await c.text({"stream": stream, "max_tokens": 9}, headers=headers)
+        assert text == (STREAMED if stream else WHOLE.decode())
+        (first,), (second,) = p.calls, d.calls
+        for call in (first, second):
+            assert call.headers["x-request-id"] == "my.id-1"
+            assert call.headers["traceparent"] == "00-aa-bb-01"
+            assert call.headers["authorization"] == "Bearer nodes"
+            assert call.headers["accept"] == FRAMES_MEDIA_TYPE
+        assert first.params["client_max_tokens"] == 9
+        assert (first.body["max_tokens"], second.body["max_tokens"]) == (1, 9)
+        assert params_of(second) == handover(first)
+        assert (second.body["messages"], second.body["seed"]) == ([], first.body["seed"])
+        assert p.released == []
+
+
+async def test_the_openai_client_streams_and_asks_for_a_whole_answer() -> None:
+    async with cluster(prefill(), decode(), api_key="key") as c:
+        base_url = f"{c.url}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="key", max_retries=0) as client:
+            whole = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
+            assert whole.choices[0].message.content == "abc"
+            stream = await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True
+            )
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+            with pytest.raises(openai.NotFoundError, match="'tiny'"):
+                await client.chat.completions.create(model="x", messages=[])
+            with pytest.raises(openai.BadRequestError, match="kv_transfer_params"):
+                await client.chat.completions.create(model="tiny", messages=[], extra_body={"kv_transfer_params": {}})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_no_decode_leg_is_opened_when_the_first_token_ends_the_request(stream: bool) -> None:
+    async def only_token(call: Call) -> None:
+        await call.end()
+
+    p, d = prefill(only_token), decode()
+    async with cluster(p, d) as c:
+        text = await c.text({"stream": stream})
+        assert text == ((event("", "stop") + DONE) if stream else WHOLE).decode()
+        assert d.calls == []
+        assert p.released == []
+
+
+async def test_concurrent_requests_spread_over_nodes_by_depth() -> None:
+    async def wait_then_answer(call: Call) -> None:
+        await asyncio.wait_for(go.wait(), 5)
+        await prefill_ok(call)
+
+    go = asyncio.Event()
+    ps, ds = [prefill(wait_then_answer) for _ in range(2)], [decode() for _ in range(2)]
+    async with cluster(*ps, *ds) as c:
+        answers = [asyncio.create_task(c.text()) for _ in range(8)]
+        await until(lambda: sum(len(p.calls) for p in ps) == 8)
+        assert [len(p.calls) for p in ps] == [4, 4]
+        go.set()
+        await asyncio.gather(*answers)
+
+
+async def test_a_node_that_reports_a_queue_is_avoided() -> None:
+    async def loaded(call: Call) -> None:
+        await call.send(load=Load(running=1))
+        await prefill_ok(call)
+
+    busy, idle, d = prefill(loaded, load=Load(waiting=9, waiting_tokens=4000)), prefill(), decode()
+    async with cluster(busy, idle, d) as c:
+        for _ in range(4):
+            await c.text()
+        assert (len(busy.calls), len(idle.calls)) == (0, 4)
+
+
+@pytest.mark.parametrize("script", [refuse(500), refuse(503), broken(502), cut_at_once])
+async def test_a_broken_prefill_leg_is_tried_on_another_node(script: object) -> None:
+    bad, good, d = prefill(script), prefill(load=Load(running=5)), decode()
+    async with cluster(bad, good, d) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert (len(bad.calls), len(good.calls), len(d.calls)) == (1, 1, 1)
+        assert c.metric("kvrelay_failovers_total", leg="prefill") == 1
+
+
+@pytest.mark.parametrize("script", [refuse(500), refuse(503), broken(500), cut_at_once])
+async def test_a_refused_decode_leg_is_bound_again_from_the_same_lease(script: object) -> None:
+    p, bad, good = prefill(), decode(script), decode(load=Load(running=5))
+    async with cluster(p, bad, good) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert len(p.calls) == 1
+        assert good.calls[0].params == bad.calls[0].params
+        assert params_of(good.calls[0]).remote_request_id == "held-1"
+        assert p.released == []
+        assert c.metric("kvrelay_failovers_total", leg="decode") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_decode_leg_that_dies_midway_is_resumed_without_losing_a_token(stream: bool) -> None:
+    p, bad, good = prefill(), decode(decode_cut_after_token), decode(decode_rest, load=Load(running=5))
+    async with cluster(p, bad, good) as c:
+        assert await c.text({"stream": stream}) == (STREAMED if stream else WHOLE.decode())
+        params = params_of(good.calls[0])
+        assert (params.prompt_token_ids, params.generated, params.sent_text) == (PROMPT_IDS, [11, 12], 2)
+        assert (params.do_remote_prefill, params.remote_engine_id, params.remote_request_id) == (True, None, None)
+        assert good.calls[0].body["messages"] == []
+        assert good.calls[0].body["seed"] == p.calls[0].body["seed"]
+        assert p.released == []
+
+
+async def test_a_prefill_leg_that_dies_after_its_token_was_sent_on_continues_on_a_decode_node() -> None:
+    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(running=5)), decode()
+    async with cluster(p, other, d) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert other.calls == []
+        params = params_of(d.calls[0])
+        assert (params.generated, params.sent_text, params.prompt_token_ids) == ([11], 1, None)
+        assert d.calls[0].body["messages"] == [{"role": "user", "content": "hi"}]
+
+
+async def test_a_prefill_leg_that_dies_unseen_is_done_again_elsewhere() -> None:
+    p, other, d = prefill(prefill_cut_after_token), prefill(load=Load(running=5)), decode()
+    async with cluster(p, other, d) as c:
+        assert await c.text({"stream": False}) == WHOLE.decode()
+        assert len(other.calls) == 1
+        assert params_of(d.calls[0]).remote_request_id == "held-1"
+
+
+async def test_an_answer_with_logprobs_ends_in_an_honest_error_event() -> None:
+    p, bad, good = prefill(), decode(decode_cut_after_token), decode(load=Load(running=5))
+    async with cluster(p, bad, good) as c:
+        text = await c.text({"stream": True, "logprobs": True})
+        events = text.removesuffix("\n\n").split("\n\n")
+        assert events[:2] == [event("a").decode().strip(), event("b").decode().strip()]
+        assert "logprobs" in msgspec.json.decode(events[2].removeprefix("data: "))["error"]["message"]
+        assert events[3:] == ["data: [DONE]"]
+        assert good.calls == []
+
+
+async def test_when_every_node_breaks_the_client_is_told_and_the_kv_released() -> None:
+    p, d = prefill(), decode(refuse(500, "out of luck"))
+    async with cluster(p, d) as c:
+        async with c.post() as answer:
+            assert answer.status == 500
+            assert "out of luck" in (await answer.json())["error"]["message"]
+        await asyncio.wait_for(p.released_event.wait(), 2)
+        assert p.released == [["held-1"]]
+        async with openai.AsyncOpenAI(base_url=f"{c.url}/v1", api_key="-", max_retries=0) as client:
+            await until(lambda: c.node(d).up)
+            stream = await client.chat.completions.create(model="tiny", messages=[], stream=True)
+            with pytest.raises(openai.APIError, match="out of luck"):
+                async for _ in stream:
+                    pass
+
+
+async def test_a_leg_is_tried_on_no_more_nodes_than_configured() -> None:
+    ps = [prefill(refuse(500)) for _ in range(4)]
+    async with cluster(*ps, decode(), attempts=2, health_interval_s=5) as c:
+        async with c.post() as answer:
+            assert answer.status == 500
+        assert sum(len(p.calls) for p in ps) == 2
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+@pytest.mark.parametrize("by_frame", [True, False])
+async def test_a_4xx_of_a_node_goes_to_the_client_and_blames_nobody(at: str, by_frame: bool) -> None:
+    script = broken(400) if by_frame else refuse(400, "top_p is wrong")
+    p, d = (prefill(script), decode()) if at == "prefill" else (prefill(), decode(script))
+    async with cluster(p, d) as c:
+        async with c.post() as answer:
+            assert answer.status == 400
+            error = (await answer.json())["error"]
+            assert error["message"] == ("it broke" if by_frame else "top_p is wrong")
+            assert by_frame or (error["param"], error["type"]) == ("top_p", "some_error")
+        assert c.node(p).up
+        assert c.node(d).up
+        assert len(p.calls) + len(d.calls) == (1 if at == "prefill" else 2)
+        if at == "decode":
+            await asyncio.wait_for(p.released_event.wait(), 2)
+
+
+async def test_a_nodes_429_keeps_its_retry_after() -> None:
+    async with cluster(prefill(refuse(429, "full", {"retry-after": "7"})), decode()) as c, c.post() as answer:
+        assert (answer.status, answer.headers["retry-after"]) == (429, "7")
+
+
+async def test_a_node_that_refuses_the_routers_key_is_not_the_clients_401() -> None:
+    p = prefill(refuse(401))
+    async with cluster(p, decode()) as c, c.post() as answer:
+        assert answer.status == 502
+        assert "router's key" in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("at", ["prefill", "decode", "decoding"])
+async def test_a_client_that_goes_away_stops_its_leg_and_frees_the_kv(stream: bool, at: str) -> None:
+    async def one_token_then_hold(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        await hold(call)
+
+    p = prefill(hold if at == "prefill" else prefill_ok)
+    d = decode(one_token_then_hold if at == "decoding" else hold)
+    node: FakeNode = p if at == "prefill" else d
+    async with cluster(p, d) as c:
+        request = asyncio.create_task(c.text({"stream": stream}, headers={"x-request-id": "gone"}))
+        await asyncio.wait_for(node.called.wait(), 2)
+        if at == "decoding":
+            await until(lambda: d.calls[0].response is not None)
+        request.cancel()
+        async with asyncio.timeout(1):
+            await node.aborted.wait()
+            if at != "decoding":
+                await p.released_event.wait()
+        expected = {"prefill": [["gone", "chatcmpl-gone"]], "decode": [["held-1"]], "decoding": []}
+        assert p.released == expected[at]
+        await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
+        path = "/v1/chat/completions"
+        assert c.metric("kvrelay_router_requests_total", path=path, status="499") == 1
+        assert all(not known.leases for known in c.router.pool.nodes)
+        assert c.node(node).up
+
+
+async def test_a_leg_on_a_node_that_falls_silent_is_continued_elsewhere() -> None:
+    async def token_then_silence(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        bad.health_hangs = True
+        await hold(call)
+
+    p, bad, good = prefill(), decode(token_then_silence), decode(decode_rest, load=Load(running=5))
+    async with cluster(p, bad, good, health_deadline_s=0.1, health_interval_s=0.02) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert not c.node(bad).up
+
+
+async def test_a_request_ends_at_its_deadline_on_all_nodes() -> None:
+    p, d = prefill(), decode(hold)
+    async with cluster(p, d, request_deadline_s=0.3) as c:
+        async with c.post() as answer:
+            assert answer.status == 504
+            assert (await answer.json())["error"]["type"] == "deadline_exceeded"
+        text = await c.text({"stream": True})
+        assert '"deadline_exceeded"' in text
+        assert text.endswith("data: [DONE]\n\n")
+        await asyncio.wait_for(d.aborted.wait(), 1)
+        await until(lambda: p.released == [["held-1"], ["held-1"]])
+
+
+async def test_the_connection_of_a_finished_leg_is_used_again() -> None:
+    peers: list[object] = []
+
+    async def note_peer(call: Call) -> None:
+        peers.append(call.request.get_extra_info("peername"))
+        await prefill_ok(call)
+
+    async with cluster(prefill(note_peer), decode(), health_interval_s=5) as c:
+        for _ in range(3):
+            await c.text()
+            await until(lambda: not c.router.chores._tasks)
+        assert len(set(peers)) == 1
+
+
+async def test_an_answer_without_frames_is_a_broken_node() -> None:
+    async def whole(call: Call) -> web.Response:
+        return web.json_response({"choices": []})
+
+    async with cluster(prefill(whole), decode()) as c, c.post() as answer:
+        assert answer.status == 502
+        assert "application/json" in (await answer.json())["error"]["message"]
+
+
+async def test_a_frame_cut_in_two_by_the_network_is_put_together() -> None:
+    async def slowly(call: Call) -> None:
+        await call.send()
+        first = Frame(FrameKind.TOKENS, event("a"), [11], 1)
+        raw = pack(first) + pack(Frame(FrameKind.HANDOVER, params=handover(call)))
+        assert call.response is not None
+        for at in range(0, len(raw), 7):
+            await call.response.write(raw[at : at + 7])
+            await asyncio.sleep(0)
+
+    async with cluster(prefill(slowly), decode()) as c:
+        assert await c.text({"stream": True}) == STREAMED
+
+
+async def test_one_line_tells_of_each_finished_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.router")
+    p, d = prefill(), decode(decode_ok)
+    async with cluster(p, d) as c:
+        await c.text(headers={"x-request-id": "line"})
+        await until(lambda: any(message.startswith("id=line ") for message in caplog.messages))
+        (line,) = [message for message in caplog.messages if message.startswith("id=line ")]
+        for part in ("status=200", "prompt_tokens=3", "output_tokens=3", f"prefill={p.url}", f"decode={d.url}"):
+            assert part in line
+        for stage in (
+            "queue_ms=",
+            "prefill_ms=",
+            "handover_ms=",
+            "decode_ms=",
+            "total_ms=",
+            "prefill.prefill_ms=3.0",
+            "client_gone=no",
+        ):
+            assert stage in line
+        assert c.metric("kvrelay_router_time_to_first_token_seconds_count") == 1
+        assert c.metric("kvrelay_router_leg_seconds_count", leg="handover") == 1
+
+
+async def test_a_node_that_cannot_be_reached_is_blamed_and_its_address_is_not_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    p = prefill()
+    async with cluster(p, decode(), health_interval_s=5) as c:
+        node = c.node(p)
+        node.url = "http://127.0.0.1:1"
+        async with c.post() as answer:
+            assert answer.status == 502
+            message = (await answer.json())["error"]["message"]
+        assert "127.0.0.1" not in message
+        assert not node.up
+        assert any("127.0.0.1:1" in line for line in caplog.messages)
