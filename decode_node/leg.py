@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from openai_api.writer import AnswerWriter
+from collections.abc import Collection
 
 from openai_api.leg import Leg
-from wire.engine_messages import Submit
+from openai_api.writer import AnswerWriter
+from wire.engine_messages import RequestUpdate, Submit
 from wire.errors import RequestError
+from wire.frames import Frame
+from wire.outputs import Finish
 from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
@@ -41,6 +44,7 @@ class DecodeLeg(Leg):
         params: KvTransferParams,
         writer: AnswerWriter,
         cache_salt: str | None,
+        eos_token_ids: Collection[int],
     ) -> None:
         ticket = ticket_of(params)
         if ticket is not None and ticket.num_tokens != len(prompt_token_ids):
@@ -58,3 +62,21 @@ class DecodeLeg(Leg):
             fetch=ticket,
         )
         super().__init__(submit, writer)
+        self._over = _already_over(submit, writer, eos_token_ids)
+
+    def frame_before_start(self) -> Frame | None:
+        """After a fail-over the token that ends the request may have been generated already."""
+        if self._over is None:
+            return None
+        return self._end(b"", RequestUpdate(self.submit.request_id, []), self._over, None)
+
+
+def _already_over(submit: Submit, writer: AnswerWriter, eos_token_ids: Collection[int]) -> Finish | None:
+    params, generated = submit.params, submit.generated
+    if writer.stopped:
+        return Finish.STOP
+    if generated and (
+        generated[-1] in params.stop_token_ids or (generated[-1] in eos_token_ids and not params.ignore_eos)
+    ):
+        return Finish.STOP
+    return Finish.LENGTH if len(generated) >= params.max_tokens else None

@@ -21,6 +21,7 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
+        self.device = weight.device
         self.bias = bias
         self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self._weight = (
@@ -38,7 +39,7 @@ class Linear:
 def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch.float32) -> bool:
     """Whether a row's bits are the same in every batch of at least `min_rows` rows; tried on sizes of each kind."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(130, linear.in_features, generator=generator).to(dtype)
+    x = torch.randn(130, linear.in_features, generator=generator).to(linear.device, dtype)
     whole = linear(x)
     sizes = (min_rows, min_rows + 1, 5, 8, 15, 16, 17, 33, 64, 100)
     return all(

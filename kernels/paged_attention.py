@@ -49,6 +49,16 @@ class _Slab:
     )  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
     bias: torch.Tensor  # [items, 1, 1, tile_tokens, SPLIT_TOKENS] 0 where the key may be seen, else -inf
 
+    def on(self, device: torch.device) -> _Slab:
+        """The same slab on a device."""
+        return _Slab(
+            self.rows_of_tile.to(device),
+            None if self.valid is None else self.valid.to(device),
+            None if self.tile_of_item is None else self.tile_of_item.to(device),
+            self.pool_rows.to(device),
+            self.bias.to(device),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -58,7 +68,13 @@ class AttentionPlan:
 
 
 def plan_attention(
-    spans: Sequence[SequenceSpan], *, block_tokens: int, kv_heads: int, group: int, window: int = 0
+    spans: Sequence[SequenceSpan],
+    *,
+    block_tokens: int,
+    kv_heads: int,
+    group: int,
+    window: int = 0,
+    device: torch.device | None = None,
 ) -> AttentionPlan:
     """Cut the step into slabs. `group` is query heads per KV head; `window` 0 is full causal attention."""
     decodes = [span for span in spans if span.count == 1]
@@ -79,7 +95,7 @@ def plan_attention(
                 items += len(splits)
         if pending:
             slabs.append(_slab(pending, tile_tokens, block_tokens, kv_heads, window))
-    return AttentionPlan(tuple(slabs))
+    return AttentionPlan(tuple(slab.on(device) for slab in slabs) if device is not None else tuple(slabs))
 
 
 def _splits_seen(span: SequenceSpan, tile_start: int, tile_tokens: int, window: int) -> range:
@@ -155,7 +171,7 @@ def _attend_slab(query: torch.Tensor, pool: torch.Tensor, layer: int, slab: _Sla
     padded = _padded_rows(rows)
 
     q = query[slab.rows_of_tile].view(tiles, tile_tokens, kv_heads, group, dim)
-    tile_q = torch.zeros(tiles, kv_heads, padded, dim)
+    tile_q = torch.zeros(tiles, kv_heads, padded, dim, device=query.device)
     tile_q[:, :, :rows] = (q.permute(0, 2, 3, 1, 4).float() * dim**-0.5).reshape(tiles, kv_heads, rows, dim)
     if slab.tile_of_item is not None:
         tile_q = tile_q[slab.tile_of_item]
@@ -183,9 +199,9 @@ def _combine(
     mixed: torch.Tensor, total: torch.Tensor, peak: torch.Tensor, tile_of_item: torch.Tensor, tiles: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Join the splits of each tile in ascending order; a masked split adds an exact zero."""
-    top = torch.full((tiles, *peak.shape[1:]), LOWEST)
+    top = torch.full((tiles, *peak.shape[1:]), LOWEST, device=peak.device)
     top.scatter_reduce_(0, tile_of_item.view(-1, 1, 1, 1).expand_as(peak), peak, "amax")
     scale = (peak - top[tile_of_item]).exp_()
-    joined = torch.zeros(tiles, *mixed.shape[1:]).index_add_(0, tile_of_item, mixed * scale)
-    joined_total = torch.zeros(tiles, *total.shape[1:]).index_add_(0, tile_of_item, total * scale)
+    joined = mixed.new_zeros(tiles, *mixed.shape[1:]).index_add_(0, tile_of_item, mixed * scale)
+    joined_total = total.new_zeros(tiles, *total.shape[1:]).index_add_(0, tile_of_item, total * scale)
     return joined, joined_total

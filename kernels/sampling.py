@@ -59,7 +59,7 @@ def _threshold(
     size = likeliest.shape[1]
     vocab = logits.shape[1]
     limited = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)  # [rows]
-    rank = torch.arange(size)
+    rank = torch.arange(size, device=likeliest.device)
     inside_k = rank < limited[:, None]
     whole = logits.logsumexp(-1, keepdim=True)
     of_k = likeliest.masked_fill(~inside_k, -torch.inf).logsumexp(-1, keepdim=True)

@@ -54,7 +54,7 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Reader: no transfer can touch the local blocks of a failed or cancelled fetch any more. Follows each of them once."""
+    """Reader: no transfer can touch the local blocks of a failed or cancelled fetch any more. Follows each once."""
 
     request_id: str
 
@@ -92,7 +92,7 @@ class Connector(Protocol):
         """Host and port of the control channel that peers dial."""
 
     def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvTransferParams:
-        """Source: lease these finished blocks to whoever comes with the returned params. Exactly one Released follows."""
+        """Source: lease these finished blocks to whoever comes with the returned params. One Released follows."""
 
     def release(self, request_id: str) -> None:
         """Source: end the lease now. Unknown ids are ignored."""

@@ -12,20 +12,20 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from openai_api.types import ModelCard, ModelList
 from starlette.exceptions import HTTPException
 
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
 from node.serving import Call, Serving
 from openai_api.leg import Leg
+from openai_api.types import ModelCard, ModelList
 from wire.config import NodeConfig
 from wire.errors import BodyTooLarge, DeadlineExceeded, EngineDead, KvrelayError, NotFound, RequestError, Unauthorized
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
@@ -69,6 +69,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(KvrelayError, _error_answer)
     app.add_exception_handler(HTTPException, _http_error_answer)
+    app.add_exception_handler(Exception, _bug_answer)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -156,10 +157,14 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     return Response(whole, status, headers, "application/json")
 
 
-async def _frames(node: Node, leg: Leg, call: Call) -> AsyncIterator[Frame]:
+async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
     began, first_token_s = time.monotonic(), None
     tokens, last, error = 0, None, None
+    over = leg.frame_before_start()
+    if over is not None:
+        yield over
+        return
     updates = node.engine.updates(leg.submit)
     try:
         async with asyncio.timeout(node.config.request_deadline_s):
@@ -180,7 +185,7 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncIterator[Frame]:
         error = f"not done within {limit:g} s"
         yield leg.error(DeadlineExceeded(f"the request was {error}; ask for fewer tokens or raise request_deadline_s"))
     finally:
-        await updates.aclose()  # type: ignore[attr-defined]
+        await updates.aclose()
         if last is not None and last.held is not None and leg.finish is Finish.STOP:
             node.engine.release(leg.submit.request_id)  # a stop string ended it: no decode node will come
         _account(node, leg, call, time.monotonic() - began, first_token_s, tokens, last, error)
@@ -214,15 +219,15 @@ def _account(node, leg, call, total_s, first_token_s, tokens, last, error) -> No
     )
 
 
-async def _packed(frames: AsyncIterator[Frame]) -> AsyncIterator[bytes]:
-    async with contextlib.aclosing(frames):  # type: ignore[type-var]
+async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(frames):
         async for frame in frames:
             yield pack(frame)
 
 
-async def _payloads(first: Frame, frames: AsyncIterator[Frame], leg: Leg) -> AsyncIterator[bytes]:
+async def _payloads(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg) -> AsyncIterator[bytes]:
     """The SSE bytes of a streamed answer for a caller that knows no frames."""
-    async with contextlib.aclosing(frames):  # type: ignore[type-var]
+    async with contextlib.aclosing(frames):
         yield first.payload + _third_party_end(first, leg)
         async for frame in frames:
             yield frame.payload + _third_party_end(frame, leg)
@@ -233,9 +238,9 @@ def _third_party_end(frame: Frame, leg: Leg) -> bytes:
     return leg.writer.end(Finish.LENGTH) if frame.kind is FrameKind.HANDOVER else b""
 
 
-async def _whole(first: Frame, frames: AsyncIterator[Frame], leg: Leg) -> tuple[int, bytes]:
+async def _whole(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg) -> tuple[int, bytes]:
     """Status and JSON body of an answer that is not streamed."""
-    async with contextlib.aclosing(frames):  # type: ignore[type-var]
+    async with contextlib.aclosing(frames):
         frame = first
         while frame.kind is FrameKind.TOKENS:
             frame = await anext(frames)
@@ -243,8 +248,7 @@ async def _whole(first: Frame, frames: AsyncIterator[Frame], leg: Leg) -> tuple[
         return frame.status, msgspec.json.encode({"error": frame.error})
     if frame.kind is FrameKind.HANDOVER and frame.params is not None:
         # A third-party proxy delivers nothing itself: the decode node emits the first token too.
-        params = msgspec.json.encode(msgspec.structs.replace(frame.params, sent_text=None))
-        return 200, leg.writer.end(Finish.LENGTH)[:-1] + b',"kv_transfer_params":' + params + b"}"
+        return 200, leg.writer.end(Finish.LENGTH, msgspec.structs.replace(frame.params, sent_text=None))
     return 200, frame.payload
 
 
@@ -308,6 +312,11 @@ async def _error_answer(_: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
     headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
     return Response(why.json(), why.status, headers, "application/json")
+
+
+async def _bug_answer(request: Request, _: Exception) -> Response:
+    """A fault of ours; the server logs it with its trace."""
+    return await _error_answer(request, KvrelayError("this node failed on the request; its log says why"))
 
 
 async def _http_error_answer(request: Request, why: Exception) -> Response:

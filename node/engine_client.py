@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,7 @@ from wire.engine_messages import (
     ToEngine,
 )
 from wire.errors import EngineDead
-from wire.outputs import Finish, Load
+from wire.outputs import Load
 
 __all__ = ["EngineClient"]
 
@@ -99,7 +99,7 @@ class EngineClient:
             raise EngineDead(self._failure or f"the engine was not ready within {deadline_s:g} s")
         return self.info
 
-    async def updates(self, submit: Submit) -> AsyncIterator[tuple[RequestUpdate, Load]]:
+    async def updates(self, submit: Submit) -> AsyncGenerator[tuple[RequestUpdate, Load], None]:
         """Run a request to its end. Leaving the iterator early aborts the request.
 
         Raises EngineDead if the engine process ends before the request does.
@@ -186,8 +186,3 @@ class EngineClient:
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)
-
-
-def failed(update: RequestUpdate) -> bool:
-    """Whether the engine refused or lost the request."""
-    return update.finish is Finish.ERROR

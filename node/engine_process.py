@@ -58,7 +58,7 @@ class EngineProcess:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.set_hwm(0)
         self._socket.connect(endpoint)
@@ -140,7 +140,7 @@ class EngineProcess:
             timeout_s = BLOCKED_WAIT_S
         else:
             timeout_s = STATS_INTERVAL_S
-        ready = dict(self._poller.poll(timeout_s * 1000))
+        ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
 
@@ -156,7 +156,8 @@ class EngineProcess:
                 case Abort(request_id):
                     self._abort(request_id)
                 case Release(request_id):
-                    self.connector.release(request_id)
+                    for held in self.engine.scheduler.held_for(request_id):
+                        self.connector.release(held)
                 case Shutdown():
                     self._stopping = True
 
@@ -291,8 +292,7 @@ def main() -> int:
 
 
 def _say_last_words(endpoint: str, message: str) -> None:
-    context = zmq.Context.instance()
-    context.destroy(linger=200)  # frees the pair for this last message
+    zmq.Context.instance().destroy(linger=200)  # frees the pair for this last message
     with zmq.Context() as last, last.socket(zmq.PAIR) as socket:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.connect(endpoint)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from openai_api.tokenizer import Tokenizer
 
 from node.app import Node, create_app
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
 from node.serving import Serving
+from openai_api.chat_template import check_template
+from openai_api.tokenizer import Tokenizer
 from wire.config import NodeConfig
 from wire.errors import ConfigError, KvrelayError
 
@@ -94,10 +95,12 @@ async def _load(node: Node, give_up) -> None:  # type: ignore[no-untyped-def]
     give_up()
 
 
-def _template(path: str) -> str:
+def _template(path: str) -> str | None:
     if not path:
-        return ""
+        return None
     try:
-        return Path(path).read_text()
+        template = Path(path).read_text()
     except OSError as why:
         raise ConfigError(f"the chat template {path} cannot be read: {why.strerror}") from why
+    check_template(template)
+    return template

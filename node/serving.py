@@ -10,14 +10,13 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from openai_api.body import decode_chat, decode_completion, sampling_params
+from decode_node.leg import DecodeLeg
+from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
+from openai_api.leg import Leg
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
-
-from decode_node.leg import DecodeLeg
-from openai_api.leg import Leg
 from prefill_node.leg import PrefillLeg
 from wire.config import Role
 from wire.engine_messages import EngineReady, Submit
@@ -45,7 +44,7 @@ class Serving:
     """Made once the engine is ready; `leg` is called for every request."""
 
     def __init__(
-        self, role: Role, model_name: str, chat_template: str, tokenizer: Tokenizer, info: EngineReady
+        self, role: Role, model_name: str, chat_template: str | None, tokenizer: Tokenizer, info: EngineReady
     ) -> None:
         self.role, self.model_name, self.info = role, model_name, info
         self._tokenizer = tokenizer
@@ -54,6 +53,8 @@ class Serving:
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
         """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
+        if request.model is None:
+            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
         if request.model != self.model_name:
             raise NotFound(
                 f"model {request.model!r} is not served here; {self.model_name!r} is",
@@ -87,9 +88,10 @@ class Serving:
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id, salt = f"{call.id}-{uuid.uuid4().hex[:8]}", request.cache_salt
         if transfer.do_remote_decode:
-            return PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt), request
+            ends_here = token_limit(request, len(prompt), self.info.max_model_len) == 1
+            return PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt, ends_here=ends_here), request
         if transfer.do_remote_prefill:
-            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt), request
+            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info.eos_token_ids), request
         return Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer), request
 
     def _check_role(self, transfer: KvTransferParams) -> None:
@@ -108,23 +110,22 @@ class Serving:
     def _tokenize(self, request: ChatRequest | CompletionRequest) -> list[int]:
         if isinstance(request, CompletionRequest):
             if isinstance(request.prompt, str):
-                return self._tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-            return list(request.prompt)
+                return self._tokenizer.encode(request.prompt, request.add_special_tokens is not False)
+            return [token for token in request.prompt if isinstance(token, int)]
         text = render(
             self._chat_template,
             request.messages,
             bos_token=self._tokenizer.bos_token,
             eos_token=self._tokenizer.eos_token,
-            add_generation_prompt=request.add_generation_prompt,
+            add_generation_prompt=request.add_generation_prompt is not False,
             **(request.chat_template_kwargs or {}),
         )
-        return self._tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
+        # The template has written the special tokens already.
+        return self._tokenizer.encode(text, bool(request.add_special_tokens))
 
     def _check_tokens(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < self.info.vocab_size)
-            raise RequestError(
-                f"token id {wrong} is outside the vocabulary of {self.info.vocab_size} tokens", param="prompt"
-            )
+        for token in prompt:
+            if not 0 <= token < self.info.vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens", param="prompt"
+                )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openai_api.writer import AnswerWriter
-
 from wire.engine_messages import RequestUpdate, Submit
 from wire.errors import KvrelayError, NodeFailed
 from wire.frames import Frame, FrameKind
@@ -26,10 +25,16 @@ class Leg:
         self.done = False
         self.finish: Finish | None = None
 
+    def frame_before_start(self) -> Frame | None:
+        """The last frame, if the request was over before it came here; then nothing is submitted."""
+        return None
+
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
         """The frames of one engine update. Raises NodeFailed if the engine lost the request."""
         if update.finish is Finish.ERROR:
             raise NodeFailed(update.error or "the engine gave the request up")
+        if not self.submit.generated:
+            self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
         payload = self.writer.tokens(update.token_ids, update.logprobs)
         if self.writer.stopped:
             yield self._end(payload, update, Finish.STOP, load)
@@ -53,7 +58,7 @@ class Leg:
         self.finish = Finish.ERROR
         return Frame(FrameKind.ERROR, self.writer.error(why), status=why.status, error=why.body())
 
-    def _end(self, payload: bytes, update: RequestUpdate, finish: Finish, load: Load) -> Frame:
+    def _end(self, payload: bytes, update: RequestUpdate, finish: Finish, load: Load | None) -> Frame:
         self.done = True
         self.finish = finish
         return Frame(

@@ -148,17 +148,20 @@ class Decoder:
         return self._lm_head(final).float()
 
     def min_rows(self) -> int:
-        """Fewest rows of a step for which every row's bits are independent of the others, by trial on this machine.
+        """Fewest rows of a step for which a row's bits do not depend on the others, by trial on this machine.
 
-        Raises ConfigError where no size up to 16 is: then no batch-invariant mode can be promised.
+        A GPU's matrix library changes its kernel with the batch at every size: there is nothing to pad to. Raises
+        ConfigError where a CPU's does so too, because the CPU path promises to be batch-invariant.
         """
+        if self.device.type != "cpu":
+            return 1
         first = self._layers[0]
         assert first is not None
+        linears = (first.qkv, first.o, first.gate_up, first.down, self._lm_head)
         for rows in (1, 2, 4, 16):
-            linears = (first.qkv, first.o, first.gate_up, first.down, self._lm_head)
             if all(rows_are_invariant(linear, rows, self.dtype) for linear in linears):
                 return rows
-        raise ConfigError("this machine's matrix library gives a row other bits in other batches; --no-batch-invariant")
+        raise ConfigError("this machine's matrix library gives a row other bits in other batches; use dtype float32")
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:

@@ -83,14 +83,17 @@ class Request:
     def timing(self, now: float) -> Timing:
         """Seconds per stage. A stage that never happened is 0."""
         scheduled = now if self.first_scheduled_s is None else self.first_scheduled_s
-        first_token = now if self.first_token_s is None else self.first_token_s
+        computed = now if self.first_token_s is None else self.first_token_s
         transfer = 0.0
         if self.fetch_started_s is not None:
-            transfer = (now if self.fetched_s is None else self.fetched_s) - self.fetch_started_s
+            fetched = now if self.fetched_s is None else self.fetched_s
+            transfer = fetched - self.fetch_started_s
+            if self.fetch_error is None:
+                computed = fetched  # nothing was computed before it: all that follows is decoding
         return Timing(
             queue_s=scheduled - self.arrival_s,
-            prefill_s=max(0.0, first_token - scheduled - transfer),
+            prefill_s=max(0.0, computed - scheduled - transfer),
             transfer_s=transfer,
-            decode_s=now - first_token,
+            decode_s=now - computed,
             transfer_bytes=self.fetched_bytes,
         )

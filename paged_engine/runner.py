@@ -34,7 +34,7 @@ class Runner:
         return logits[:samples]
 
     def _step_input(self, chunks: Sequence[Chunk]) -> tuple[StepInput, int]:
-        config, block_tokens = self._decoder.config, self._pool.block_tokens
+        config, device, block_tokens = self._decoder.config, self._decoder.device, self._pool.block_tokens
         total = sum(chunk.count for chunk in chunks)
         rows = max(total, self._min_rows)
         # Rows that nobody owns are written to the null block.
@@ -60,13 +60,14 @@ class Runner:
             kv_heads=config.num_kv_heads,
             group=config.num_heads // config.num_kv_heads,
             window=config.window,
+            device=device,
         )
         step = StepInput(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            blocks=torch.from_numpy(blocks),
-            offsets=torch.from_numpy(offsets),
-            sampled_rows=torch.tensor(sampled),
+            token_ids=torch.from_numpy(token_ids).to(device),
+            positions=torch.from_numpy(positions).to(device),
+            blocks=torch.from_numpy(blocks).to(device),
+            offsets=torch.from_numpy(offsets).to(device),
+            sampled_rows=torch.tensor(sampled, device=device),
             attention=plan,
         )
         return step, samples

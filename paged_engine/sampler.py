@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -46,7 +46,7 @@ class Sampler:
         if request.output_tokens < params.min_tokens:
             logits[row, [*self._eos, *params.stop_token_ids]] = -torch.inf
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-            everything = torch.tensor(request.token_ids)
+            everything = torch.tensor(request.token_ids, device=logits.device)
             generated, counts = everything[request.prompt_tokens :].unique(return_counts=True)  # type: ignore[no-untyped-call]
             penalize(
                 logits,
@@ -61,24 +61,24 @@ class Sampler:
 
 
 def _draw_rows(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    params = [request.params for request in requests]
-    logits = logits / torch.tensor([p.temperature for p in params])[:, None]
+    params, device = [request.params for request in requests], logits.device
+
+    def column(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), device=device)
+
+    logits = logits / column(p.temperature for p in params)[:, None]
     cut = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
     if cut:
         logits[cut] = keep_likely(
             logits[cut],
-            torch.tensor([params[row].top_k for row in cut]),
-            torch.tensor([params[row].top_p for row in cut]),
-            torch.tensor([params[row].min_p for row in cut]),
+            column(params[row].top_k for row in cut),
+            column(params[row].top_p for row in cut),
+            column(params[row].min_p for row in cut),
         )
-    return draw(
-        logits,
-        uniform(
-            torch.tensor([p.seed for p in params]),
-            torch.tensor([p.choice for p in params]),
-            torch.tensor([request.output_tokens for request in requests]),
-        ),
+    draws = uniform(
+        column(p.seed for p in params), column(p.choice for p in params), column(r.output_tokens for r in requests)
     )
+    return draw(logits, draws)
 
 
 def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:

@@ -311,6 +311,10 @@ class Scheduler:
         """The blocks kept for this request, in token order."""
         return self._held.get(request_id)
 
+    def held_for(self, call_id: str) -> list[str]:
+        """Ids of held requests that are `call_id` or were made for the call of that id (`<call id>-<suffix>`)."""
+        return [name for name in self._held if name == call_id or name.startswith(f"{call_id}-")]
+
     def load(self) -> Load:
         """Queue depth and room, as reported to the router."""
         return Load(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-from openai_api.writer import AnswerWriter
 
 from openai_api.leg import Leg, stages
+from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit
 from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
@@ -19,7 +19,10 @@ __all__ = ["PrefillLeg"]
 
 
 class PrefillLeg(Leg):
-    """`asked` are the request's kv_transfer_params (do_remote_decode). `writer` was made for the client's whole request."""
+    """`asked` are the request's kv_transfer_params, `writer` was made for the client's whole request.
+
+    `ends_here`: the client wants one token only (the contract's max_tokens=1 says nothing of that).
+    """
 
     def __init__(
         self,
@@ -29,9 +32,9 @@ class PrefillLeg(Leg):
         asked: KvTransferParams,
         writer: AnswerWriter,
         cache_salt: str | None,
+        *,
+        ends_here: bool,
     ) -> None:
-        # The client's own limit says whether token 1 ends the request; the contract's max_tokens=1 says nothing.
-        ends_here = asked.client_max_tokens == 1
         submit = Submit(
             request_id,
             prompt_token_ids,

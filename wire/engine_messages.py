@@ -46,7 +46,10 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Nobody will fetch the KV held for this request any more. Unknown ids are ignored."""
+    """Nobody will fetch the KV held for this request any more. Unknown ids are ignored.
+
+    A router that was cut off before it read the hand-over knows only the id of its call: that names the request too.
+    """
 
     request_id: str
 

@@ -1,0 +1,251 @@
+"""The control channel: one thread and all its sockets. A ROUTER that peers dial, and a DEALER per peer we read from.
+
+Carries messages and tells when a connection is gone; what they mean is the desk's. Neither blocks nor answers for a
+slow peer: sends never wait, and every deadline is kept by `ControlDesk.beat`, which this thread calls at least as often
+as it asks for, whatever the step loop does.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kv_transfer.fetches import PeerKey
+from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
+from wire.errors import ConfigError
+from wire.transfer import PROTOCOL_VERSION
+
+__all__ = ["ControlDesk", "ControlThread"]
+
+log = logging.getLogger(__name__)
+
+# Messages taken from one socket before the others and the clock get their turn.
+BURST = 256
+# How long farewells may take when we close; the whole close must end within a second.
+LINGER_MS = 100
+GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+GONE |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class ControlDesk(Protocol):
+    """What this thread calls; all of it returns at once."""
+
+    def answer(self, message: Message) -> Message | None:
+        """As the source: a peer said this."""
+
+    def hear(self, peer: PeerKey, message: Message) -> None:
+        """As the reader: a peer that we dialled said this."""
+
+    def gone(self, peer: PeerKey) -> None:
+        """As the reader: the connection to this peer is over."""
+
+    def beat(self, now: float) -> float:
+        """Do what is due. Returns the seconds until something is due again."""
+
+    def broke(self, error: Exception) -> None:
+        """This thread has ended by an error of ours."""
+
+
+class ControlThread:
+    """See the module. Public methods may be called from any thread and return at once, except `close`."""
+
+    def __init__(self, desk: ControlDesk, host: str, port: int) -> None:
+        """Listens from here on. Raises ConfigError if the address cannot be had."""
+        self._desk = desk
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._todo: collections.deque[Callable[[], None]] = collections.deque()
+        self._dealers: dict[PeerKey, zmq.Socket[bytes]] = {}
+        self._monitors: dict[PeerKey, zmq.Socket[bytes]] = {}
+        self._closing = False
+        self._router = self._socket(zmq.ROUTER)
+        try:
+            self.address = (host, _bind(self._router, host, port))
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        # The one way to interrupt a poll from other threads: zmq sockets belong to their thread.
+        self._poke_in, self._poke_out = socket.socketpair()
+        self._poke_in.setblocking(False)
+        self._poke_out.setblocking(False)
+        self._poller.register(self._poke_in, zmq.POLLIN)
+        self._poller.register(self._router, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def dial(self, peer: PeerKey, hello: Message) -> None:
+        """Connect to a peer and introduce us. `gone` follows if that fails at once."""
+        self._post(partial(self._dial, peer, encode(hello)))
+
+    def say(self, peer: PeerKey, message: Message) -> None:
+        """Send to a peer that was dialled. Lost without a word if the peer is gone or does not take what it has."""
+        self._post(partial(self._say, peer, encode(message)))
+
+    def hang_up(self, peer: PeerKey) -> None:
+        """Forget a peer. No `gone` follows."""
+        self._post(partial(self._hang_up, peer))
+
+    def poke(self) -> None:
+        """Call `beat` now."""
+        # A full buffer means that the thread has been poked a few thousand times and is about to look.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._poke_out.send(b"\0")
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is still to be sent, end the thread and its sockets."""
+        self._closing = True
+        self.poke()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        else:
+            self._hang_up_all()
+
+    def _post(self, job: Callable[[], None]) -> None:
+        self._todo.append(job)
+        self.poke()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception as error:
+            # The edge of this thread: the step loop must hear of it.
+            log.exception("control channel of %s:%d ended", *self.address)
+            self._desk.broke(error)
+        finally:
+            self._work_off()
+            self._hang_up_all()
+
+    def _turn(self) -> None:
+        self._work_off()
+        wait_s = self._desk.beat(time.monotonic())
+        ready = {source for source, _ in self._poller.poll(max(0, math.ceil(wait_s * 1000)))}
+        if self._poke_in.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._poke_in.recv(1 << 16)
+        if self._router in ready:
+            self._serve()
+        for peer in [p for p, dealer in self._dealers.items() if dealer in ready]:
+            self._listen(peer)
+        # After the messages: a peer's last words count even if the connection ended right behind them.
+        for peer in [p for p, monitor in self._monitors.items() if monitor in ready]:
+            recv_monitor_message(self._monitors[peer], zmq.NOBLOCK)
+            self._hang_up(peer)
+            self._desk.gone(peer)
+
+    def _work_off(self) -> None:
+        while self._todo:
+            self._todo.popleft()()
+
+    def _serve(self) -> None:
+        """Answer peers. Whatever a stranger sends, this thread goes on."""
+        for _ in range(BURST):
+            try:
+                sender, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            answer: Message | None
+            try:
+                (frame,) = frames
+                answer = self._desk.answer(decode(frame))
+            except (msgspec.DecodeError, ValueError):
+                answer = Refused(f"message not understood; this node speaks protocol {PROTOCOL_VERSION}")
+            if answer is not None:
+                # A reader that does not take its answers loses them, and then its leases; nobody waits for it.
+                with contextlib.suppress(zmq.Again):
+                    self._router.send_multipart([sender, encode(answer)], zmq.NOBLOCK)
+
+    def _listen(self, peer: PeerKey) -> None:
+        for _ in range(BURST):
+            dealer = self._dealers.get(peer)
+            try:
+                frames = dealer.recv_multipart(zmq.NOBLOCK) if dealer is not None else []
+            except zmq.Again:
+                return
+            if dealer is None:
+                return
+            try:
+                (frame,) = frames
+                message = decode(frame)
+            except (msgspec.DecodeError, ValueError):
+                log.warning("peer %s:%d sent a message that is not understood", peer.host, peer.port)
+                continue
+            self._desk.hear(peer, message)
+
+    def _dial(self, peer: PeerKey, hello: bytes) -> None:
+        dealer = self._socket(zmq.DEALER)
+        # No reconnecting under our feet: behind the same address there may be another process.
+        dealer.reconnect_ivl = -1
+        self._dealers[peer], self._monitors[peer] = dealer, dealer.get_monitor_socket(GONE)
+        try:
+            dealer.connect(f"tcp://{_bracketed(peer.host)}:{peer.port}")
+        except zmq.ZMQError:
+            self._hang_up(peer, registered=False)
+            self._desk.gone(peer)
+            return
+        self._poller.register(dealer, zmq.POLLIN)
+        self._poller.register(self._monitors[peer], zmq.POLLIN)
+        self._say(peer, hello)
+
+    def _say(self, peer: PeerKey, frame: bytes) -> None:
+        dealer = self._dealers.get(peer)
+        if dealer is not None:
+            # Full (1,000 messages) means that the peer has not read for long: its lease or our deadline ends it.
+            with contextlib.suppress(zmq.Again):
+                dealer.send(frame, zmq.NOBLOCK)
+
+    def _hang_up(self, peer: PeerKey, *, registered: bool = True) -> None:
+        dealer, monitor = self._dealers.pop(peer, None), self._monitors.pop(peer, None)
+        if dealer is None or monitor is None:
+            return
+        if registered:
+            self._poller.unregister(dealer)
+            self._poller.unregister(monitor)
+        dealer.disable_monitor()
+        monitor.close(linger=0)
+        dealer.close(linger=LINGER_MS)
+
+    def _hang_up_all(self) -> None:
+        for peer in list(self._dealers):
+            self._hang_up(peer)
+        self._router.close(linger=LINGER_MS)
+        self._context.term()
+        self._poke_in.close()
+        self._poke_out.close()
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        sock = self._context.socket(kind)
+        sock.setsockopt(zmq.IPV6, 1)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        return sock
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
+    """Listen; returns the port. zmq binds to numbers only, so names are looked up first."""
+    try:
+        number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        router.bind(f"tcp://{_bracketed(number)}:{port or '*'}")
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"cannot listen at kv_host {host!r}, kv_port {port}: {error}; take an address of this machine, or kv_port 0"
+        ) from error
+    return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -1,0 +1,341 @@
+"""The part of a connector that is the same for every data plane: leases, fetches, peers and the talk between nodes.
+
+`Desk` implements the `Connector` interface over a `DataPlane`. It owns the lock under which the pure tables change, and
+two threads that do nothing but carry: `ControlThread` (sockets, heartbeats, deadlines) and `PlaneThread` (bytes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from kv_transfer.connector import Event, PoolRegion, TransferStats
+from kv_transfer.control import ControlThread
+from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
+from kv_transfer.leases import LeaseId, LeaseTable
+from kv_transfer.messages import End, Ended, Hello, Message, Refused, Renew, Renewed, Welcome
+from kv_transfer.planes import DataPlane, PlaneThread
+from wire.config import TransferConfig
+from wire.errors import Incompatible, KvrelayError, PeerLost
+from wire.transfer import Fingerprint, KvTransferParams
+
+__all__ = ["Desk"]
+
+# 1,000 leases of the longest request id make a message of half the size limit.
+RENEW_BATCH, MAX_ID_CHARS = 1000, 256
+# Two threads to join, and close() promises a second.
+JOIN_S = 0.4
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A process that we read from, or are about to, or did."""
+
+    answer_by: float
+    welcomed: bool = False
+    renew_at: float = 0.0
+    lost: KvrelayError | None = None
+
+
+class Desk:
+    """A connector over `plane`. See `kv_transfer.connector.Connector` for the contract of its methods."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        fingerprint: Fingerprint,
+        region: PoolRegion,
+        config: TransferConfig,
+        wake: Callable[[], None],
+        plane: DataPlane,
+    ) -> None:
+        """Serves from here on. `wake` is called from any thread when `events` has something. Raises ConfigError."""
+        self._engine_id = engine_id
+        self._generation = uuid.uuid4().hex
+        self._fingerprint = fingerprint
+        self._region = region
+        self._config = config
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._leases = LeaseTable(config.lease_s)
+        self._fetches = FetchTable(
+            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, region.block_bytes)
+        )
+        self._peers: dict[PeerKey, _Peer] = {}
+        self._hello_at = float("-inf")
+        self._broken: Exception | None = None
+        self._control = ControlThread(self, config.kv_host, config.kv_port)
+        self._plane = PlaneThread(plane, self)
+        try:
+            self._metadata = self._plane.open()
+        except KvrelayError:
+            self._control.close(JOIN_S)
+            raise
+        self._control.start()
+
+    # The connector interface: called from the step loop.
+
+    @property
+    def engine_id(self) -> str:
+        """Stable name of this node among its peers."""
+        return self._engine_id
+
+    @property
+    def generation(self) -> str:
+        """Fresh at every process start."""
+        return self._generation
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the control channel that peers dial."""
+        return self._control.address
+
+    def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvTransferParams:
+        """Source: see Connector. Raises ValueError for a request that is offered already, or too long an id."""
+        if len(request_id) > MAX_ID_CHARS:
+            raise ValueError(f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}")
+        with self._turn():
+            lease = self._leases.grant(request_id, time.monotonic())
+        self._plane.nudge()
+        host, port = self.address
+        return KvTransferParams(
+            do_remote_prefill=True,
+            remote_engine_id=self._engine_id,
+            remote_block_ids=[list(block_ids)],
+            remote_request_id=request_id,
+            remote_host=host,
+            remote_port=port,
+            tp_size=self._fingerprint.tp_size,
+            generation=self._generation,
+            lease_epoch=lease.epoch,
+            num_tokens=num_tokens,
+        )
+
+    def release(self, request_id: str) -> None:
+        """Source: see Connector."""
+        with self._turn():
+            self._leases.release(request_id)
+
+    def watch(self, request_id: str, params: KvTransferParams) -> None:
+        """Reader: see Connector. Raises ValueError if the request is watched already, or not settled yet."""
+        peer = PeerKey(params.remote_host or "", params.remote_port or 0, params.generation or "")
+        lease = LeaseId(params.remote_request_id or "", params.lease_epoch)
+        now = time.monotonic()
+        with self._turn():
+            self._fetches.watch(request_id, peer, lease)
+            known = self._peers.get(peer)
+            if not all((*peer, lease.request_id)) or len(lease.request_id) > MAX_ID_CHARS:
+                self._fetches.doom(
+                    request_id,
+                    Incompatible(
+                        "kv_transfer_params must name remote_host, remote_port, generation and a remote_request_id of"
+                        f" at most {MAX_ID_CHARS} characters, got {peer.host!r}, {peer.port}, {peer.generation!r} and"
+                        f" {lease.request_id[:MAX_ID_CHARS]!r}"
+                    ),
+                )
+            elif known is None:
+                # Whoever does not answer for a lease has let it run out, too.
+                self._peers[peer] = _Peer(answer_by=now + self._config.lease_s)
+                self._control.dial(peer, Hello(self._engine_id, self._fingerprint))
+            elif known.lost is not None:
+                self._fetches.doom(request_id, known.lost)
+            elif known.welcomed:
+                self._renew(peer, [lease], now)
+
+    def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
+        """Reader: see Connector. Raises ValueError for unwatched requests and blocks outside the pool."""
+        if any(not 0 <= block < self._region.num_blocks for block in local_blocks):
+            raise ValueError(f"local blocks {list(local_blocks)} reach outside the pool of {self._region.num_blocks}")
+        with self._turn():
+            self._fetches.fetch(request_id, remote_blocks, local_blocks, time.monotonic())
+        self._control.poke()
+
+    def cancel(self, request_id: str) -> None:
+        """Reader: see Connector."""
+        with self._turn():
+            self._fetches.cancel(request_id)
+
+    def events(self) -> list[Event]:
+        """See Connector. Raises RuntimeError if a thread of this connector has ended."""
+        if self._broken is not None:
+            raise RuntimeError(f"a thread of the KV connector has ended: {self._broken}") from self._broken
+        with self._lock:
+            news: list[Event] = [*self._leases.events, *self._fetches.events]
+            self._leases.events.clear()
+            self._fetches.events.clear()
+        return news
+
+    def stats(self) -> TransferStats:
+        """See Connector."""
+        with self._lock:
+            leases, fetches = self._leases, self._fetches
+            return TransferStats(
+                leases_granted=leases.granted,
+                leases_released=leases.released,
+                leases_expired=leases.expired,
+                leases_held=len(leases),
+                fetches=fetches.fetched + fetches.failed,
+                fetches_failed=fetches.failed,
+                fetched_bytes=fetches.fetched_bytes,
+                fetch_s=fetches.fetch_s,
+            )
+
+    def close(self) -> None:
+        """See Connector. Leases that we watch are given back; a read that is in flight is left to its fate."""
+        with self._lock:
+            for peer in self._peers:
+                for lease in self._fetches.leases(peer):
+                    self._control.say(peer, End(lease, 0))
+        self._control.close(JOIN_S)
+        self._plane.close(JOIN_S)
+
+    # Called from the control thread.
+
+    def answer(self, message: Message) -> Message | None:
+        """Source: what a peer asks."""
+        now = time.monotonic()
+        if isinstance(message, Hello):
+            return self._welcome(message, now)
+        with self._turn():
+            if isinstance(message, Renew):
+                kept, lost = self._leases.renew(message.leases, now)
+                return Renewed(message.sent_at, kept, lost)
+            if isinstance(message, End):
+                return Ended(message.token, self._leases.end(message.lease, now))
+        return Refused(f"a source does not expect {type(message).__name__}")
+
+    def hear(self, peer: PeerKey, message: Message) -> None:
+        """Reader: what a source says."""
+        now = time.monotonic()
+        with self._turn():
+            known = self._peers.get(peer)
+            if known is None or known.lost is not None:
+                return
+            if isinstance(message, Renewed):
+                self._fetches.renewed(peer, message.kept, message.lost, message.sent_at, now)
+            elif isinstance(message, Ended):
+                self._fetches.confirmed(peer, message.token, held=message.held, now=now)
+            elif isinstance(message, Refused):
+                self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"))
+            elif isinstance(message, Welcome) and not known.welcomed:
+                self._be_welcomed(peer, known, message, now)
+
+    def gone(self, peer: PeerKey) -> None:
+        """Reader: the connection to a source has ended."""
+        with self._turn():
+            self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} has ended or was refused"))
+
+    def beat(self, now: float) -> float:
+        """Leases that end, fetches that are late, peers to hear from. Returns seconds until something is due."""
+        with self._turn():
+            self._leases.expire(now)
+            self._fetches.tick(now)
+            for peer, known in list(self._peers.items()):
+                if known.lost is None and known.welcomed and now >= known.renew_at:
+                    self._renew(peer, self._fetches.leases(peer), now)
+                    known.renew_at = now + self._config.heartbeat_s
+                elif known.lost is None and not known.welcomed and now >= known.answer_by:
+                    waited_s = self._config.lease_s
+                    self._lose(peer, PeerLost(f"no answer from {peer.host}:{peer.port} within {waited_s:g} s"))
+            due = [self._leases.next_expiry(), self._fetches.next_deadline()]
+            due += [p.renew_at if p.welcomed else p.answer_by for p in self._peers.values() if p.lost is None]
+        soonest = min((at for at in due if at is not None), default=float("inf"))
+        # Never longer than a heartbeat: leases granted meanwhile are longer than that.
+        return min(soonest - now, self._config.heartbeat_s)
+
+    # Called from the plane's thread.
+
+    def joined(self, peer: PeerKey, error: KvrelayError | None) -> None:
+        """The plane can read from a peer, or cannot."""
+        with self._turn():
+            if error is not None:
+                self._lose(peer, error)
+            elif peer in self._peers and self._peers[peer].lost is None:
+                self._fetches.peer_ready(peer, time.monotonic())
+
+    def read_ended(self, peer: PeerKey, read_id: int) -> None:
+        """All bytes of a read are in."""
+        with self._turn():
+            self._fetches.read_ended(read_id)
+            self._retire(peer)
+
+    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+        """A read broke."""
+        with self._turn():
+            self._fetches.read_failed(read_id, error, in_flight=in_flight)
+            self._retire(peer)
+
+    def serving(self) -> bool:
+        """Whether peers may be reading from here: leases are out, or somebody has just introduced himself."""
+        return len(self._leases) > 0 or time.monotonic() - self._hello_at < self._config.lease_s
+
+    def broke(self, error: Exception) -> None:
+        """A thread has ended; `events` says so."""
+        self._broken = error
+        self._wake()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One change of the tables: under the lock, its commands carried out in order, the step loop woken after it."""
+        with self._lock:
+            yield
+            commands, self._fetches.commands = self._fetches.commands, []
+            for command in commands:
+                if isinstance(command, Read):
+                    self._plane.read(command)
+                else:
+                    self._control.say(command.peer, End(command.lease, command.token))
+            news = any(chain(self._leases.events, self._fetches.events))
+        if news:
+            self._wake()
+
+    def _welcome(self, hello: Hello, now: float) -> Message:
+        difference = hello.fingerprint.difference(self._fingerprint)
+        if difference is not None:
+            return Refused(f"{difference}; both nodes need the same model and KV settings")
+        self._hello_at = now
+        self._plane.nudge()
+        return Welcome(self._engine_id, self._generation, self._fingerprint, self._region, self._metadata)
+
+    def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
+        where = f"{peer.host}:{peer.port}"
+        difference = self._fingerprint.difference(welcome.fingerprint)
+        mine, theirs = self._region.block_bytes, welcome.region.block_bytes
+        if difference is None and mine != theirs:
+            difference = f"block_bytes is {mine} here and {theirs} there"
+        if difference is not None:
+            self._lose(peer, Incompatible(f"{where}: {difference}; both nodes need the same model and KV settings"))
+        elif welcome.generation != peer.generation:
+            self._lose(
+                peer, PeerLost(f"{where} has restarted: the KV is of {peer.generation}, it is {welcome.generation} now")
+            )
+        else:
+            known.welcomed, known.renew_at = True, now + self._config.heartbeat_s
+            self._renew(peer, self._fetches.leases(peer), now)
+            self._plane.add_peer(peer, welcome)
+
+    def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
+        for first in range(0, len(leases), RENEW_BATCH):
+            self._control.say(peer, Renew(now, leases[first : first + RENEW_BATCH]))
+
+    def _lose(self, peer: PeerKey, error: KvrelayError) -> None:
+        known = self._peers.get(peer)
+        if known is None or known.lost is not None:
+            return
+        known.lost = error
+        self._fetches.peer_lost(peer, error)
+        self._control.hang_up(peer)
+        self._plane.peer_gone(peer)
+        self._retire(peer)
+
+    def _retire(self, peer: PeerKey) -> None:
+        """Forget a lost peer, once nothing of it can land here any more."""
+        known = self._peers.get(peer)
+        if known is not None and known.lost is not None and not self._fetches.reading(peer):
+            del self._peers[peer]
+            self._plane.drop_peer(peer)

@@ -1,0 +1,97 @@
+"""Leases of the source side: which offered KV is still held, and until when. Pure: `now` is an argument.
+
+Owns nothing but the table: no clock, no sockets, no blocks. A lease ends exactly once; each end is told in `events`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kv_transfer.connector import Released
+
+__all__ = ["LeaseId", "LeaseTable"]
+
+
+class LeaseId(NamedTuple):
+    """One lease of one request. The epoch tells a second offer of the same request from the first."""
+
+    request_id: str
+    epoch: int
+
+
+class LeaseTable:
+    """All leases of one source. Times are seconds on any one monotonic clock."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self.events: list[Released] = []
+        self.granted = 0
+        self.released = 0
+        self.expired = 0
+        # Request id -> (epoch, expires at). Every grant and renewal moves to the end and all leases are equally long,
+        # so the order is the order of expiry: a sweep costs what it expires, not what is held.
+        self._held: dict[str, tuple[int, float]] = {}
+
+    def __len__(self) -> int:
+        """Leases held now."""
+        return len(self._held)
+
+    def grant(self, request_id: str, now: float) -> LeaseId:
+        """Begin a lease. Raises ValueError if the request has one already."""
+        if request_id in self._held:
+            raise ValueError(f"request {request_id!r} already has a lease; release it before offering it again")
+        self.granted += 1
+        self._held[request_id] = (self.granted, now + self.lease_s)
+        return LeaseId(request_id, self.granted)
+
+    def renew(self, leases: Iterable[LeaseId], now: float) -> tuple[list[LeaseId], list[LeaseId]]:
+        """Prolong leases to `now + lease_s`. Returns (kept, lost); what is lost never comes back."""
+        self.expire(now)
+        kept, lost = self._split(leases)
+        for lease in kept:
+            del self._held[lease.request_id]
+            self._held[lease.request_id] = (lease.epoch, now + self.lease_s)
+        return kept, lost
+
+    def end(self, lease: LeaseId, now: float) -> bool:
+        """The reader is through with it. Returns whether it was held until now: the reader's proof, or its refusal."""
+        self.expire(now)
+        held, _ = self._split([lease])
+        return bool(held) and self.release(lease.request_id)
+
+    def release(self, request_id: str) -> bool:
+        """End the lease of a request, whatever its epoch. False if there is none."""
+        if request_id not in self._held:
+            return False
+        self._close(request_id, expired=False)
+        return True
+
+    def expire(self, now: float) -> None:
+        """End all leases whose time is over."""
+        while (first := self.next_expiry()) is not None and first <= now:
+            self._close(next(iter(self._held)), expired=True)
+
+    def next_expiry(self) -> float | None:
+        """When `expire` has something to do; None without leases."""
+        return next((expires_at for _, expires_at in self._held.values()), None)
+
+    def check(self) -> None:
+        """Assert the invariants: every lease is held or has ended once, and the order is that of expiry."""
+        assert self.granted == self.released + self.expired + len(self._held)
+        expiries = [expires_at for _, expires_at in self._held.values()]
+        assert expiries == sorted(expiries)
+
+    def _split(self, leases: Iterable[LeaseId]) -> tuple[list[LeaseId], list[LeaseId]]:
+        ours: list[LeaseId] = []
+        lost: list[LeaseId] = []
+        for lease in dict.fromkeys(leases):
+            epoch, _ = self._held.get(lease.request_id, (None, 0.0))
+            (ours if epoch == lease.epoch else lost).append(lease)
+        return ours, lost
+
+    def _close(self, request_id: str, *, expired: bool) -> None:
+        del self._held[request_id]
+        self.expired += expired
+        self.released += not expired
+        self.events.append(Released(request_id, expired))

@@ -1,0 +1,102 @@
+"""What two connectors say to each other on the control channel: typed msgpack, one message per frame, size-limited.
+
+Owns the words, not the talk. The plane's metadata is opaque bytes: it is handed on only after the fingerprints agreed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kv_transfer.connector import PoolRegion
+from kv_transfer.leases import LeaseId
+from wire.transfer import Fingerprint
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "End",
+    "Ended",
+    "Hello",
+    "Message",
+    "Refused",
+    "Renew",
+    "Renewed",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+MAX_MESSAGE_BYTES = 1 << 20
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """Reader -> source, first. Who reads, and what its KV looks like."""
+
+    engine_id: str
+    fingerprint: Fingerprint
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """Source -> reader: the fingerprints agree; here is the pool."""
+
+    engine_id: str
+    generation: str
+    fingerprint: Fingerprint
+    region: PoolRegion
+    metadata: bytes
+    """Of the data plane (NIXL: agent metadata). Opaque."""
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """Source -> reader: no KV from here, and why, in one sentence."""
+
+    reason: str
+
+
+class Renew(msgspec.Struct, tag="renew", frozen=True):
+    """Reader -> source, every heartbeat. `sent_at` is the reader's own monotonic clock, echoed to it."""
+
+    sent_at: float
+    leases: list[LeaseId]
+
+
+class Renewed(msgspec.Struct, tag="renewed", frozen=True):
+    """Source -> reader."""
+
+    sent_at: float
+    kept: list[LeaseId]
+    lost: list[LeaseId]
+
+
+class End(msgspec.Struct, tag="end", frozen=True):
+    """Reader -> source: through with this lease. Answered always; only a token other than 0 is waited for."""
+
+    lease: LeaseId
+    token: int
+
+
+class Ended(msgspec.Struct, tag="ended", frozen=True):
+    """Source -> reader: whether the lease was held until the End came."""
+
+    token: int
+    held: bool
+
+
+Message = Hello | Welcome | Refused | Renew | Renewed | End | Ended
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises ValueError beyond the size limit."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"control message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> Message:
+    """Raises msgspec.DecodeError (also for wrong types), or ValueError beyond the size limit."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"control message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return _decoder.decode(frame)

@@ -1,0 +1,206 @@
+"""The NIXL data plane (UCX): one-sided READs between registered pools, on CPU memory and on GPUs.
+
+Owns the NIXL agent and all that hangs on it; the only file that imports nixl. Everything else of a transfer (leases,
+fences, deadlines) is the desk's. What was learned about NIXL 1.5 is written where it matters below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer.connector import PoolRegion
+from kv_transfer.desk import Desk
+from kv_transfer.messages import Welcome
+from wire.config import TransferConfig
+from wire.errors import ConfigError, PeerLost, TransferError
+from wire.transfer import Fingerprint
+
+__all__ = ["NixlConnector", "NixlPlane"]
+
+
+@dataclass(slots=True)
+class _Remote:
+    agent: str
+    num_blocks: int
+    blocks: Any  # prepared descriptor list, one descriptor per block
+
+
+@dataclass(slots=True)
+class _Handle:
+    """One READ. `error` is what posting it raised: bytes may be on their way all the same, so `poll` tells of it."""
+
+    transfer: Any
+    peer: str
+    done: bool = False
+    error: Exception | None = None
+
+
+class NixlPlane:
+    """A `DataPlane` over NIXL. All methods run on one thread: an agent is not thread-safe."""
+
+    def __init__(self, name: str, region: PoolRegion) -> None:
+        """`name` is unique among all agents that ever meet. Takes nothing before `open`."""
+        self._name = name
+        self._region = region
+        self._memory, self._device = _memory(region.device)
+        self._errors: tuple[type[Exception], ...] = ()
+        self._remotes: dict[str, _Remote] = {}
+        self._handles: list[_Handle] = []
+
+    def open(self) -> bytes:
+        """Start the agent (up to 3 s) and register the pool. Returns the metadata."""
+        # NIXL logs to stderr from INFO on; what fails is an exception here, with our own words.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        try:
+            import numpy as np
+            from nixl import _bindings
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ConfigError(f"kv_connector nixl needs NIXL ({error}): pip install kvrelay[node]") from error
+        self._np = np
+        self._disconnected: type[Exception] = _bindings.nixlRemoteDisconnectError
+        # NIXL's errors have no common root but Exception.
+        named = [value for name, value in vars(_bindings).items() if name.startswith("nixl") and name.endswith("Error")]
+        self._errors = (RuntimeError, ValueError, OverflowError, *named)
+        region = self._region
+        if self._memory == "VRAM":
+            # UCX looks for the CUDA context of the thread that calls it; a new thread has none.
+            import torch
+
+            torch.cuda.set_device(self._device)
+        try:
+            # Its progress thread spins on one core, idle or not; ours progresses UCX in `progress` and `poll`.
+            self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            pool = [(region.address, region.num_blocks * region.block_bytes, self._device, "")]
+            self._registered = self._agent.register_memory(pool, self._memory, backends=["UCX"])
+            self._blocks = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._table(region), self._memory)
+        except self._errors as error:
+            raise ConfigError(f"NIXL cannot take the KV pool ({region}) through UCX: {_named(error)}") from error
+        return bytes(self._agent.get_agent_metadata())
+
+    def add_peer(self, welcome: Welcome) -> None:
+        """Load a peer's metadata (8 to 40 ms) and prepare one descriptor per block of its pool."""
+        if welcome.generation in self._remotes:
+            return
+        region = welcome.region
+        try:
+            memory, _ = _memory(region.device)
+            name = self._agent.add_remote_agent(welcome.metadata)
+            agent = name.decode() if isinstance(name, bytes) else name
+            blocks = self._agent.prep_xfer_dlist(agent, self._table(region), memory)
+        except self._errors as error:
+            raise TransferError(f"NIXL cannot reach the pool of {welcome.engine_id}: {_named(error)}") from error
+        self._remotes[welcome.generation] = _Remote(agent, region.num_blocks, blocks)
+
+    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _Handle:
+        """Post one READ. NIXL merges descriptors that are neighbours on both sides by itself.
+
+        Between two processes of one host UCX copies inside this call (CMA); the GIL is free meanwhile."""
+        remote = self._remotes.get(generation)
+        if remote is None:
+            raise TransferError(f"peer of generation {generation} is not there any more")
+        if not all(0 <= block < remote.num_blocks for block in remote_blocks):
+            raise TransferError(
+                f"remote blocks {list(remote_blocks)} reach outside a pool of {remote.num_blocks} blocks"
+            )
+        indices = [self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)]
+        try:
+            transfer = self._agent.make_prepped_xfer("READ", self._blocks, indices[0], remote.blocks, indices[1])
+        except self._errors as error:
+            raise TransferError(f"NIXL refused a READ of {len(local_blocks)} blocks: {_named(error)}") from error
+        handle = _Handle(transfer, remote.agent)
+        self._handles.append(handle)
+        try:
+            handle.done = self._agent.transfer(transfer) == "DONE"
+        except self._errors as error:
+            handle.error = error
+        return handle
+
+    def poll(self, handle: object) -> bool:
+        """NIXL reports failure by exceptions, never by its "ERR"; a stopped peer stays "PROC" for ever."""
+        assert isinstance(handle, _Handle)
+        error, handle.error = handle.error, None
+        if error is None and not handle.done:
+            try:
+                handle.done = self._agent.check_xfer_state(handle.transfer) == "DONE"
+            except self._errors as raised:
+                error = raised
+        if isinstance(error, self._disconnected):
+            self._forget(handle)
+            raise PeerLost(f"{handle.peer} disconnected during a READ ({_named(error)})") from error
+        if error is not None:
+            raise TransferError(f"a READ from {handle.peer} broke: {_named(error)}") from error
+        if handle.done:
+            self._forget(handle)
+        return handle.done
+
+    def drop_peer(self, generation: str) -> None:
+        """Forget a peer that no READ in flight reads from."""
+        remote = self._remotes.pop(generation, None)
+        if remote is not None:
+            self._quietly(remote.blocks.release)
+            self._quietly(lambda: self._agent.remove_remote_agent(remote.agent))
+
+    def progress(self) -> None:
+        """Let UCX serve peers that read from here. Nobody sends notifications; asking for them is what progresses."""
+        self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Give the agent back. NIXL forgets a READ in flight but does not stop it, so the pool must outlive it."""
+        for handle in list(self._handles):
+            self._forget(handle)
+        for generation in list(self._remotes):
+            self.drop_peer(generation)
+        self._quietly(self._blocks.release)
+        self._quietly(lambda: self._agent.deregister_memory(self._registered))
+        del self._agent
+
+    def _table(self, region: PoolRegion) -> Any:
+        """One row says it all, [1, 5]: address, length, device, stride, count. Raises OverflowError for no address."""
+        size = region.block_bytes
+        _, device = _memory(region.device)
+        return self._np.array([[region.address, size, device, size, region.num_blocks]], dtype=self._np.uint64)
+
+    def _forget(self, handle: _Handle) -> None:
+        self._handles.remove(handle)
+        self._quietly(lambda: self._agent.release_xfer_handle(handle.transfer))
+
+    def _quietly(self, give_back: Callable[[], object]) -> None:
+        """Giving back may fail because the other side is gone, which is often why we give back."""
+        with contextlib.suppress(*self._errors):
+            give_back()
+
+
+class NixlConnector(Desk):
+    """A `Connector` that moves KV through NIXL."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        fingerprint: Fingerprint,
+        region: PoolRegion,
+        config: TransferConfig,
+        wake: Callable[[], None],
+    ) -> None:
+        """Registers the pool and serves from here on. Raises ConfigError."""
+        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
+        name = f"{engine_id}-{os.urandom(8).hex()}"
+        super().__init__(engine_id, fingerprint, region, config, wake, NixlPlane(name, region))
+
+
+def _memory(device: str) -> tuple[str, int]:
+    """NIXL's name of a memory, and the device's number. Raises ConfigError for what is neither cpu nor cuda:N."""
+    if device == "cpu":
+        return "DRAM", 0
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number.isdecimal():
+        raise ConfigError(f"pool device {device!r} is neither cpu nor cuda:N")
+    return "VRAM", int(number)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,247 @@
+"""A client of the OpenAI endpoint for the terminal: streams an answer, measures it, keeps the conversation.
+
+Owns what `kvrelay chat` and the proof of `kvrelay up --demo` say. Speaks plain HTTP to any OpenAI server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.text import Text
+
+from wire.errors import KvrelayError
+
+__all__ = ["Answer", "ChatFailed", "Endpoint", "chat", "open_session", "proof", "stream_answer"]
+
+_DEADLINE = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
+_MAX_TOKENS = 1024
+"""Of one answer: a small model that repeats itself would else talk until its context is full."""
+_PROOF = "In one or two sentences: what is a key-value cache?"
+_PROOF_TOKENS = 64
+
+Message = dict[str, str]
+
+
+class ChatFailed(KvrelayError):
+    """The endpoint cannot be reached, refused the request, or broke the answer off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole answer and how fast it came."""
+
+    text: str
+    tokens: int
+    ttft_s: float
+    """From the request to the first text."""
+    total_s: float
+
+    @property
+    def summary(self) -> str:
+        """The figures in one line; the rate is that of the tokens after the first."""
+        stream_s = self.total_s - self.ttft_s
+        rate = f", {(self.tokens - 1) / stream_s:.1f} tokens/s" if self.tokens > 1 and stream_s > 0 else ""
+        return f"{self.tokens} tokens, TTFT {self.ttft_s * 1e3:.0f} ms{rate}"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the server is (without /v1) and the key it wants, if any."""
+
+    url: str
+    api_key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What each request carries."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    async def model(self, session: aiohttp.ClientSession) -> str:
+        """The first model that the server names. Raises ChatFailed."""
+        try:
+            async with session.get(f"{self.url}/v1/models", headers=self.headers) as response:
+                if response.status != 200:
+                    raise ChatFailed(_refusal(response.status, await response.text()))
+                return str(json.loads(await response.text())["data"][0]["id"])
+        except (aiohttp.ClientError, TimeoutError) as why:
+            raise ChatFailed(_unreachable(self.url, why)) from why
+        except (ValueError, LookupError, TypeError) as why:
+            raise ChatFailed(f"{self.url}/v1/models does not answer like an OpenAI server") from why
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A client session with our deadlines."""
+    return aiohttp.ClientSession(timeout=_DEADLINE, read_bufsize=1 << 20)
+
+
+async def stream_answer(
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    model: str,
+    messages: list[Message],
+    on_text: Callable[[str], None],
+    max_tokens: int = _MAX_TOKENS,
+) -> Answer:
+    """Ask, give each piece of text to `on_text` as it comes, return the whole. Raises ChatFailed."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began, ttft_s, tokens = time.monotonic(), 0.0, 0
+    pieces: list[str] = []
+    try:
+        url = f"{endpoint.url}/v1/chat/completions"
+        async with session.post(url, json=body, headers=endpoint.headers) as response:
+            if response.status != 200:
+                raise ChatFailed(_refusal(response.status, await response.text()))
+            async for event in _events(response):
+                if piece := _text_of(event):
+                    ttft_s = ttft_s or time.monotonic() - began
+                    pieces.append(piece)
+                    on_text(piece)
+                if usage := event.get("usage"):
+                    tokens = usage["completion_tokens"]
+    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as why:
+        raise ChatFailed(_unreachable(endpoint.url, why)) from why
+    return Answer("".join(pieces), tokens or len(pieces), ttft_s, time.monotonic() - began)
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The JSON values of a stream of server-sent events; raises ChatFailed at an error event or a stream cut short."""
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        payload = line.removeprefix(b"data:").strip()
+        if payload == b"[DONE]":
+            return
+        event = json.loads(payload)
+        if error := event.get("error"):
+            raise ChatFailed(f"the answer broke off: {error.get('message', error)}")
+        yield event
+    raise ChatFailed("the answer broke off: the stream ended without [DONE]")
+
+
+def _text_of(event: dict[str, Any]) -> str:
+    choices = event.get("choices")
+    return (choices[0].get("delta", {}).get("content") or "") if choices else ""
+
+
+def _refusal(status: int, body: str) -> str:
+    try:
+        said = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        said = body[:200] or "no reason given"
+    hint = "; pass the key with --api-key or KVRELAY_API_KEY" if status == 401 else ""
+    return f"the server refused with {status}: {said}{hint}"
+
+
+def _unreachable(url: str, why: Exception) -> str:
+    if isinstance(why, aiohttp.ClientConnectorError):
+        return f"no server answers at {url} ({why.strerror or why}); start one with `kvrelay up` or pass --url"
+    return f"the exchange with {url} failed: {why or type(why).__name__}"
+
+
+async def proof(session: aiohttp.ClientSession, endpoint: Endpoint, console: Console) -> Answer:
+    """Ask one question, show the answer as it streams, and how fast it came. Raises ChatFailed."""
+    console.print(f"[bold]>[/] {_PROOF}")
+    model = await endpoint.model(session)
+    messages = [{"role": "user", "content": _PROOF}]
+    answer = await stream_answer(session, endpoint, model, messages, _printer(console), _PROOF_TOKENS)
+    console.print(f"\n[dim]{answer.summary}[/]")
+    return answer
+
+
+def chat(endpoint: Endpoint, console: Console) -> int:
+    """Talk until /exit, Ctrl-D or Ctrl-C. From a pipe: one question per line, plain output, 1 if any failed."""
+    talk = asyncio.run(_greet(endpoint))
+    if not sys.stdin.isatty():
+        return _piped(endpoint, talk, console)
+    console.print(f"{talk} at {endpoint.url}. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer.")
+    history: list[Message] = []
+    while (line := _typed(console)) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            history = []
+            console.print("[dim]forgotten[/]")
+        elif line:
+            history = _turn(endpoint, talk, history, line, console)
+    return 0
+
+
+async def _greet(endpoint: Endpoint) -> str:
+    async with open_session() as session:
+        return await endpoint.model(session)
+
+
+def _typed(console: Console) -> str | None:
+    """The next line, or None when the person leaves."""
+    try:
+        return console.input("[bold]>[/] ").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+
+
+def _turn(endpoint: Endpoint, model: str, history: list[Message], line: str, console: Console) -> list[Message]:
+    """Ask one question; return the conversation with its answer, or as it was if that failed or was stopped."""
+    asked = [*history, {"role": "user", "content": line}]
+    try:
+        answer = asyncio.run(_ask(endpoint, model, asked, _printer(console)))
+    except KeyboardInterrupt:
+        console.print("\n[dim]stopped[/]")
+        return history
+    except ChatFailed as why:
+        console.print(Text(f"\n{why.message}", style="red"))
+        return history
+    console.print(f"\n[dim]{answer.summary}[/]")
+    return [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def _piped(endpoint: Endpoint, model: str, console: Console) -> int:
+    """Answers go to stdout, figures and errors to stderr."""
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    history: list[Message] = []
+    failed = False
+    for line in map(str.strip, sys.stdin):
+        if line == "/exit":
+            break
+        if not line or line == "/reset":
+            history = [] if line else history
+            continue
+        history.append({"role": "user", "content": line})
+        try:
+            answer = asyncio.run(_ask(endpoint, model, history, _printer(console)))
+        except ChatFailed as why:
+            failed = True
+            history.pop()
+            notes.print(Text(why.message, style="red"))
+            continue
+        history.append({"role": "assistant", "content": answer.text})
+        console.print()
+        notes.print(Text(answer.summary, style="dim"))
+    return int(failed)
+
+
+async def _ask(endpoint: Endpoint, model: str, messages: list[Message], on_text: Callable[[str], None]) -> Answer:
+    async with open_session() as session:
+        return await stream_answer(session, endpoint, model, messages, on_text)
+
+
+def _printer(console: Console) -> Callable[[str], None]:
+    def show(piece: str) -> None:
+        console.print(Text(piece), end="", soft_wrap=True)
+        console.file.flush()
+
+    return show

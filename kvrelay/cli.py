@@ -1,0 +1,219 @@
+"""The command `kvrelay`: one function per command, flags made from the config types.
+
+Owns what is typed and what is answered when it is wrong (one red line, exit code 2). Imports a server only inside its
+command: `kvrelay router` must not import torch, and `kvrelay --help` must not wait for anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvrelay.embedded import embedded_model
+from kvrelay.plan import API_KEY, NODE_API_KEY, ClusterConfig
+from kvrelay.settings import Setting, build, merge, nearest, settings_of
+from node.parent import die_with_parent
+from wire.config import NodeConfig, Role, RouterConfig
+from wire.errors import ConfigError, KvrelayError
+
+__all__ = ["main", "run"]
+
+_METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
+_UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="kvrelay: LLM serving with prefill and decode on different nodes.",
+    # --max_model_len is --max-model-len.
+    context_settings={
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
+)
+
+
+def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
+    def serve(values: dict[str, object]) -> int:
+        config = build(NodeConfig, _with_model(values) | {"role": role})
+        _log_to_stderr()
+        import paged_engine  # noqa: F401 - refuses here, in one sentence, if another package `kernels` is in the way
+        from node.server import run as run_node
+
+        return run_node(config)
+
+    return serve
+
+
+def _serving_router(values: dict[str, object]) -> int:
+    config = build(RouterConfig, values)
+    _log_to_stderr()
+    from router.server import run as run_router
+
+    return run_router(config)
+
+
+def _running_cluster(values: dict[str, object]) -> int:
+    config = build(ClusterConfig, _with_model(values))
+    from kvrelay.cluster import up
+
+    return up(config)
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+def _with_model(values: dict[str, object]) -> dict[str, object]:
+    return values if values.get("model") else values | {"model": str(embedded_model())}
+
+
+def _add(
+    name: str,
+    about: str,
+    config: type,
+    serve: Callable[[dict[str, object]], int],
+    skip: Sequence[str],
+    env: Mapping[str, str],
+) -> None:
+    """Make a command whose flags are the settings of a config type. `env` names variables that stand in for flags."""
+    known = settings_of(config, skip)
+
+    def command(**given: Any) -> int:
+        file = given.pop("config")
+        cpu = given.pop("cpu", False)
+        if cpu and given["device"] not in (None, "cpu"):
+            raise ConfigError(f"--cpu and --device {given['device']} contradict each other")
+        flags = {setting: value or None if isinstance(value, list) else value for setting, value in given.items()}
+        return serve(merge(known, flags | ({"device": "cpu"} if cpu else {}), file))
+
+    parameters = [_parameter(setting, env.get(setting.name)) for setting in known.values()]
+    if "device" in known:
+        parameters.append(_typed("cpu", bool, False, typer.Option("--cpu", help="Short for --device cpu.")))
+    file_option = typer.Option("--config", metavar="FILE", help="YAML file with the same keys; flags win over it.")
+    parameters.append(_typed("config", str | None, None, file_option))
+    command.__doc__ = about
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name)(command)
+
+
+def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
+    """The flag of a setting. Its value stays text: merge() converts it, as it does that of a file."""
+    flag = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}" if setting.kind is bool else setting.flag
+    kind = bool if setting.kind is bool else list[str] if setting.kind == tuple[str, ...] else str
+    option = typer.Option(
+        flag,
+        help=setting.help,
+        metavar=None if kind is bool else _METAVARS[setting.kind],
+        envvar=env,
+        show_default=_shown(setting),
+        rich_help_panel=f"{setting.group} settings",
+    )
+    return _typed(setting.name, kind | None, None, option)
+
+
+def _shown(setting: Setting) -> str | bool:
+    if setting.name == "model":
+        return "the embedded model"
+    if setting.default in (dataclasses.MISSING, "", ()):
+        return False
+    return {True: "on", False: "off"}[setting.default] if isinstance(setting.default, bool) else str(setting.default)
+
+
+_CLUSTER_SKIP = ("kv_port",)  # each node needs its own
+_add(
+    "up",
+    "Start a whole cluster on this machine and keep it alive.",
+    ClusterConfig,
+    _running_cluster,
+    _CLUSTER_SKIP,
+    {"api_key": API_KEY},
+)
+for _role, _name, _about in (
+    (Role.PREFILL, "prefill", "Serve a prefill node: it computes prompts and gives their KV away."),
+    (Role.DECODE, "decode", "Serve a decode node: it takes KV and generates."),
+    (Role.AGGREGATED, "serve", "Serve one node alone, without a router."),
+):
+    _add(_name, _about, NodeConfig, _serving_node(_role), ("role",), {"api_key": NODE_API_KEY})
+_add(
+    "router",
+    "Serve the OpenAI endpoint in front of prefill and decode nodes.",
+    RouterConfig,
+    _serving_router,
+    (),
+    {"api_key": API_KEY, "node_api_key": NODE_API_KEY},
+)
+
+
+@app.command("chat")
+def _chat(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option(help="The key that it wants.", envvar=API_KEY)] = "",
+) -> int:
+    """Talk to a running cluster in the terminal. From a pipe: one question per line."""
+    from kvrelay.chat import Endpoint, chat
+
+    return chat(Endpoint(url.rstrip("/").removesuffix("/v1"), api_key), Console(highlight=False, soft_wrap=True))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 2 if what was typed is wrong, 1 if it failed, 130 after Ctrl-C."""
+    try:
+        return int(app(args=arguments, prog_name="kvrelay", standalone_mode=False) or 0)
+    except _UsageError as why:
+        message = _usage(why)  # empty if no command was named: then typer has shown the help
+        return _fail(message, 2) if message else 2
+    except ConfigError as why:
+        return _fail(why.message, 2)
+    except KvrelayError as why:
+        return _fail(why.message, 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except typer.Exit as why:
+        return why.exit_code
+
+
+def _usage(why: Any) -> str:
+    """The sentence for a wrong flag or command, with the nearest known one."""
+    message = why.format_message()
+    flag = getattr(why, "option_name", None)
+    if flag is not None and message.startswith("No such option"):
+        known = (
+            [name for each in why.ctx.command.params for name in (*each.opts, *each.secondary_opts)] if why.ctx else []
+        )
+        return f"unknown flag {flag}{nearest(flag, known)}"
+    return str(message)
+
+
+def _fail(message: str, code: int) -> int:
+    first, _, rest = message.partition("\n")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text(first, style="red"))
+    if rest:
+        console.print(Text(rest))
+    return code
+
+
+def main() -> None:
+    """The console script."""
+    die_with_parent()
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`kvrelay up`: the run of a local cluster, from the first process to the last, and what is said meanwhile.
+
+Owns the order start, ready, proof, wait, stop. What is started is plan.py's, how it is kept alive supervisor.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+from rich.text import Text
+
+from kvrelay.chat import Endpoint, open_session, proof
+from kvrelay.machine import this_machine
+from kvrelay.plan import ClusterConfig, plan, reachable
+from kvrelay.supervisor import Child, ChildSpec, Supervisor
+from wire.errors import ConfigError
+
+__all__ = ["up"]
+
+_HEALTH_DEADLINE_S = 2.0
+
+
+def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) -> int:
+    """Run the cluster until Ctrl-C or SIGTERM and return 0.
+
+    Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child is left.
+    """
+    return asyncio.run(_run(config, Console(highlight=False, soft_wrap=True), planned))
+
+
+async def _run(config: ClusterConfig, console: Console, planned: Callable[..., list[ChildSpec]]) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    machine = this_machine(config)
+    log_dir = _log_dir(config)
+    specs = planned(config, machine, log_dir, secrets.token_urlsafe(24))
+    endpoint = Endpoint(reachable(config.host, machine.ports[0]), config.api_key)
+    console.print(f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in {log_dir}")
+
+    def say(line: str) -> None:
+        console.print(Text(line))
+
+    async with open_session() as session:
+
+        async def healthy(url: str) -> bool:
+            return await _answers(session, url)
+
+        async with Supervisor(healthy, say, config.start_deadline_s, config.stop_deadline_s) as supervisor:
+            serving = asyncio.create_task(_serve(config, console, supervisor, specs, endpoint))
+            stopped = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    serving.result()  # raises what went wrong
+            finally:
+                serving.cancel()
+                stopped.cancel()
+                await asyncio.gather(serving, stopped, return_exceptions=True)
+                console.print("stopping")
+    console.print("all processes have ended")
+    return 0
+
+
+async def _serve(
+    config: ClusterConfig, console: Console, supervisor: Supervisor, specs: Sequence[ChildSpec], endpoint: Endpoint
+) -> None:
+    """Start, wait until ready, say where it is, prove it if asked. Returns only after a proof that is to exit."""
+    *nodes, router = specs
+    await _all_ready(console, [supervisor.start(node) for node in nodes])
+    await _all_ready(console, [supervisor.start(router)])  # later, so that it need not warn of nodes that still load
+    async with open_session() as session:
+        _invite(console, endpoint, await endpoint.model(session))
+        if config.demo or config.demo_exit:
+            await proof(session, endpoint, console)
+    if not config.demo_exit:
+        console.print("Ctrl-C stops everything.")
+        await asyncio.Event().wait()
+
+
+async def _all_ready(console: Console, children: Sequence[Child]) -> None:
+    """Wait for all children, telling of each; raises the ChildFailed of the first that fails."""
+    waiting = [child.spec.name for child in children]
+
+    async def one(child: Child) -> None:
+        took_s = await child.ready
+        waiting.remove(child.spec.name)
+        console.print(f"{child.spec.name} is ready after {took_s:.1f} s")
+        status.update(f"waiting for {', '.join(waiting)}")
+
+    with console.status(f"waiting for {', '.join(waiting)}") as status:
+        pending = [asyncio.create_task(one(child)) for child in children]
+        try:
+            await asyncio.gather(*pending)
+        finally:
+            for task in pending:
+                task.cancel()
+
+
+def _invite(console: Console, endpoint: Endpoint, model: str) -> None:
+    key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if endpoint.api_key else ""
+    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    lines = (
+        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\n\n"
+        f"curl -N {endpoint.url}/v1/chat/completions -H 'content-type: application/json' \\\n{key}  -d '{body}'\n"
+    )
+    console.print(Text(lines))
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a health route answers 200 in time."""
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=_HEALTH_DEADLINE_S)) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
+
+
+def _log_dir(config: ClusterConfig) -> Path:
+    if not config.log_dir:
+        return Path(tempfile.mkdtemp(prefix="kvrelay-"))
+    folder = Path(config.log_dir).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as why:
+        raise ConfigError(f"cannot make log_dir {folder}: {why.strerror}") from why
+    return folder

@@ -1,0 +1,136 @@
+"""The plan of a local cluster: which processes, with which flags and environment.
+
+Pure: the machine comes in as a value. Owns ClusterConfig, the settings of `kvrelay up`. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvrelay.settings import flags_of
+from kvrelay.supervisor import ChildSpec
+from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferConfig
+from wire.errors import ConfigError
+
+__all__ = ["API_KEY", "NODE_API_KEY", "ClusterConfig", "Machine", "plan", "reachable"]
+
+API_KEY = "KVRELAY_API_KEY"
+NODE_API_KEY = "KVRELAY_NODE_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Prefill nodes, decode nodes and a router on this machine."""
+
+    engine: EngineConfig
+    transfer: TransferConfig = TransferConfig()
+    prefill: int = 1
+    """Number of prefill nodes."""
+    decode: int = 1
+    """Number of decode nodes."""
+    host: str = "127.0.0.1"
+    """Address the router listens on; the nodes always listen on 127.0.0.1."""
+    port: int = 8000
+    """Port of the router; 0 takes a free one. The nodes take free ones."""
+    served_model_name: str = ""
+    """The name that clients use; empty takes the model's own."""
+    chat_template: str = ""
+    """A Jinja file that replaces the model's chat template."""
+    api_key: str = ""
+    """If set, clients must send `Authorization: Bearer <api_key>`. The nodes get a random key of their own."""
+    max_body_bytes: int = 16 << 20
+    """Longest request body."""
+    request_deadline_s: float = 600.0
+    """A request may take this long."""
+    start_deadline_s: float = 600.0
+    """Each process must be ready within this time."""
+    stop_deadline_s: float = 20.0
+    """Processes that have not ended this long after SIGTERM are killed."""
+    log_dir: str = ""
+    """Folder for the logs, one file per process; empty makes one in the system's temporary folder."""
+    demo: bool = False
+    """Answer one chat as a proof when the cluster is ready."""
+    demo_exit: bool = False
+    """Like demo, and stop everything after it."""
+
+    def __post_init__(self) -> None:
+        for name, what in (("prefill", self.prefill), ("decode", self.decode)):
+            if what < 1:
+                raise ConfigError(f"{name} must be at least 1, got {what}; for one node alone use `kvrelay serve`")
+        for name, deadline in (("start_deadline_s", self.start_deadline_s), ("stop_deadline_s", self.stop_deadline_s)):
+            if deadline <= 0:
+                raise ConfigError(f"{name} must be positive, got {deadline:g}")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the plan must know of this machine."""
+
+    cores: int
+    gpus: tuple[str, ...]
+    """Values for CUDA_VISIBLE_DEVICES, one per GPU."""
+    ports: tuple[int, ...]
+    """Free ports: the router's first, then one per node."""
+    environ: Mapping[str, str]
+    """The environment that the children start from."""
+
+
+def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) -> list[ChildSpec]:
+    """The processes of the cluster, router last. Secrets go into the environment, everything else into flags."""
+    roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
+    # Cores are shared out: two busy processes with a thread per core each, on two cores, were ten times slower.
+    threads = config.engine.threads or max(1, machine.cores // len(roles))
+    base = {**machine.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", NODE_API_KEY: node_key}
+    base.pop(API_KEY, None)
+    urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
+    specs: list[ChildSpec] = []
+    for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
+        env = dict(base)
+        if machine.gpus and config.engine.device != "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = machine.gpus[index % len(machine.gpus)]
+        url = f"http://127.0.0.1:{port}"
+        flags = flags_of(_node_config(config, role, port, threads), skip={"role", "api_key"})
+        specs.append(_spec(f"{role}-{len(urls[role])}", role.value, flags, url, log_dir, env))
+        urls[role].append(url)
+    router = RouterConfig(
+        prefill=tuple(urls[Role.PREFILL]),
+        decode=tuple(urls[Role.DECODE]),
+        host=config.host,
+        port=machine.ports[0],
+        max_body_bytes=config.max_body_bytes,
+        request_deadline_s=config.request_deadline_s,
+    )
+    env = base | ({API_KEY: config.api_key} if config.api_key else {})
+    url = reachable(config.host, machine.ports[0])
+    return [*specs, _spec("router", "router", flags_of(router, skip={"api_key", "node_api_key"}), url, log_dir, env)]
+
+
+def reachable(host: str, port: int) -> str:
+    """The URL under which a server that listens on `host` is reached from its own machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _node_config(config: ClusterConfig, role: Role, port: int, threads: int) -> NodeConfig:
+    return NodeConfig(
+        engine=replace(config.engine, threads=threads),
+        role=role,
+        transfer=config.transfer,
+        port=port,
+        served_model_name=config.served_model_name,
+        chat_template=config.chat_template,
+        max_body_bytes=config.max_body_bytes,
+        request_deadline_s=config.request_deadline_s,
+        start_deadline_s=config.start_deadline_s,
+    )
+
+
+def _spec(name: str, command: str, flags: Sequence[str], url: str, log_dir: Path, env: Mapping[str, str]) -> ChildSpec:
+    # -P: what lies in the folder where `kvrelay up` is typed must not be imported in place of our packages.
+    words = (sys.executable, "-P", "-u", "-m", "kvrelay.cli", command, *flags)
+    return ChildSpec(name, words, f"{url}/health", log_dir / f"{name}.log", env)

@@ -1,0 +1,181 @@
+"""Settings: flags and config files, both made from the fields of the frozen config types.
+
+Owns names, types, defaults and help of every setting, and the order flags > file > defaults. Knows no command and
+starts nothing. Help texts are the docstrings under the fields, so that a setting is described in one place.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import textwrap
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from wire.errors import ConfigError
+
+__all__ = ["Setting", "build", "convert", "flags_of", "merge", "nearest", "read_file", "settings_of"]
+
+_Config = TypeVar("_Config")
+_KINDS: dict[object, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple[str, ...]: "a list of texts",
+}
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in _KINDS."""
+
+    name: str
+    kind: Any
+    default: Any
+    """dataclasses.MISSING if the field has none."""
+    help: str
+    group: str
+    """The config type it belongs to, without `Config`."""
+
+    @property
+    def flag(self) -> str:
+        """The spelling on the command line, for example --max-model-len."""
+        return "--" + self.name.replace("_", "-")
+
+
+def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
+    """All settings of a config type by name, those of nested config types among them, without the names in `skip`."""
+    found: dict[str, Setting] = {}
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(kind := hints[field.name]):
+            found |= settings_of(typing.cast(type, kind), skip)
+        elif field.name not in skip:
+            group = config.__name__.removesuffix("Config")
+            found[field.name] = Setting(field.name, kind, field.default, _docs(config).get(field.name, ""), group)
+    return found
+
+
+@cache
+def _docs(config: type) -> dict[str, str]:
+    """The docstring under each field of a class, read from its source (Python keeps none at run time)."""
+    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]).body
+    docs: dict[str, str] = {}
+    for field, below in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return docs
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A clause that names the known spelling nearest to `name`, or nothing if none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def convert(setting: Setting, raw: object, source: str) -> object:
+    """The value of a setting, from a flag's text or a file's value. `source` names where it stands.
+
+    Raises ConfigError naming the key, the value and the expected type.
+    """
+    value = _converted(setting.kind, raw)
+    if value is None:
+        quotes = "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
+        got = repr(raw) if isinstance(raw, str) else f"{raw!r} ({type(raw).__name__})"
+        raise ConfigError(f"{source} must be {_KINDS[setting.kind]}, got {got}{quotes}")
+    return value
+
+
+def _converted(kind: object, raw: object) -> object | None:
+    if kind is bool:
+        return raw if isinstance(raw, bool) else _WORDS.get(raw.lower()) if isinstance(raw, str) else None
+    if kind is str:
+        return raw if isinstance(raw, str) else None
+    if kind is int or kind is float:
+        # YAML reads 100e6 as text (it wants 100.0e+6), so text is converted whether a flag or a file gave it.
+        if isinstance(raw, bool) or not isinstance(raw, (str, int) if kind is int else (str, int, float)):
+            return None
+        try:
+            return int(raw) if kind is int else float(raw)
+        except ValueError:
+            return None
+    items = [raw] if isinstance(raw, str) else raw
+    return tuple(items) if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items) else None
+
+
+def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
+    """The settings in a flat YAML file; keys may be written kebab-case or snake_case.
+
+    Raises ConfigError if it cannot be read, at an unknown key (naming the nearest), a key given twice, a wrong type.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
+        raise ConfigError(f"cannot read config file {path}: {' '.join(str(why).split())}") from why
+    if not isinstance(content, dict):
+        if content is None:
+            return {}
+        raise ConfigError(f"config file {path} must hold `key: value` lines, got a {type(content).__name__}")
+    values: dict[str, object] = {}
+    for key, raw in content.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"{path}: unknown key {str(key)!r}{nearest(name, known)}")
+        if name in values:
+            raise ConfigError(f"{path}: key {name} is given twice")
+        values[name] = convert(known[name], raw, f"{path}: {key}")
+    return values
+
+
+def merge(known: Mapping[str, Setting], flags: Mapping[str, object], file: str | None) -> dict[str, object]:
+    """The values that were given: those of the config file, overruled by the flags that are not None."""
+    values = read_file(file, known) if file else {}
+    for name, raw in flags.items():
+        if raw is not None:
+            values[name] = convert(known[name], raw, known[name].flag)
+    return values
+
+
+def build(config: type[_Config], values: Mapping[str, object]) -> _Config:
+    """The config of that type, nested ones included; fields without a value take their default.
+
+    Raises ConfigError if the config type refuses a value.
+    """
+    hints = typing.get_type_hints(config)
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(typing.cast(Any, config)):
+        if dataclasses.is_dataclass(kind := hints[field.name]):
+            arguments[field.name] = build(typing.cast(type, kind), values)
+        elif field.name in values:
+            arguments[field.name] = values[field.name]
+    return config(**arguments)
+
+
+def flags_of(config: object, skip: Collection[str] = ()) -> list[str]:
+    """The flags that make this config again: one for each setting that is not at its default."""
+    flags: list[str] = []
+    for field in dataclasses.fields(typing.cast(Any, config)):
+        value = getattr(config, field.name)
+        flag = "--" + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            flags += flags_of(value, skip)
+        elif field.name in skip or value == field.default:
+            continue
+        elif isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                # With `=`, so that a value which starts with a dash stays a value.
+                flags.append(f"{flag}={item}")
+    return flags

@@ -1,0 +1,253 @@
+"""Child processes: started, watched, started again with back-off, and ended without an orphan.
+
+Owns processes and their log files. Does not know what the children are: commands, environment and health check come in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from node.parent import PARENT_PID
+from wire.errors import KvrelayError
+
+__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of"]
+
+_TICK_S = 0.1
+_TAIL_LINES = 15
+_SHOWN_LINES = 5
+"""Warnings of one child shown per tick at most; all are in its log."""
+_NOTABLE = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|^Traceback ")
+
+
+class ChildFailed(KvrelayError):
+    """A child ended, or did not get healthy, before it had been ready once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How to start one child, and where it answers when it is ready."""
+
+    name: str
+    command: tuple[str, ...]
+    health_url: str
+    log: Path
+    env: Mapping[str, str]
+    """Its whole environment."""
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How long to wait before a child is started again: doubling, and from the start after a long enough life."""
+
+    first_s: float = 0.5
+    longest_s: float = 30.0
+    reset_after_s: float = 60.0
+    _next_s: float = 0.0
+
+    def delay_s(self, lived_s: float) -> float:
+        """The wait after a life of `lived_s`."""
+        if lived_s >= self.reset_after_s or self._next_s == 0:
+            self._next_s = self.first_s
+        delay = self._next_s
+        self._next_s = min(2 * delay, self.longest_s)
+        return delay
+
+
+@dataclass(slots=True)
+class LogTail:
+    """Reads what was appended to a log file since the last look."""
+
+    path: Path
+    _offset: int = 0
+
+    def new_lines(self) -> list[str]:
+        """All lines completed since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            chunk = file.read()
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode(errors="replace").splitlines()
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of the file."""
+        return self.path.read_text(errors="replace").splitlines()[-count:]
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised process. `ready` is done when it was healthy once, or holds why it never will be."""
+
+    spec: ChildSpec
+    ready: asyncio.Future[float]
+    """Seconds from its start to its first good health answer."""
+    tail: LogTail
+    backoff: Backoff = field(default_factory=Backoff)
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a process that has not ended."""
+        return self.process is not None and self.process.returncode is None
+
+    def spawn(self) -> None:
+        """Start the process in its own group, so that a terminal's Ctrl-C reaches it through us only.
+
+        Must be called on the main thread: Linux sends the parent's death to children of a *thread* that ends.
+        """
+        self.started_at = time.monotonic()
+        with self.spec.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.spec.command,
+                env={**self.spec.env, PARENT_PID: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+
+    def ended(self) -> bool:
+        """Whether it has ended; if so it is reaped, and what it left behind in its process group is killed.
+
+        The group is killed while the ended process still holds its id, so that the id cannot be somebody else's.
+        """
+        if self.process is None or not self.running:
+            return True
+        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        self.kill()
+        self.process.wait()
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL to the child and all its own children."""
+        if self.process is not None and self.running:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def fate(self) -> str:
+        """How it ended, for a sentence."""
+        code = self.process.returncode if self.process else None
+        if code is None:
+            return "is running"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+class Supervisor:
+    """Keeps children alive between `async with` and its end, which stops them all.
+
+    `healthy(url)` says whether a child is ready; `say(line)` shows one line to the person who watches.
+    """
+
+    def __init__(
+        self,
+        healthy: Callable[[str], Awaitable[bool]],
+        say: Callable[[str], None],
+        start_deadline_s: float = 600.0,
+        stop_deadline_s: float = 20.0,
+    ) -> None:
+        self._healthy = healthy
+        self._say = say
+        self._start_deadline_s = start_deadline_s
+        self._stop_deadline_s = stop_deadline_s
+        self._children: list[Child] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, why: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def start(self, spec: ChildSpec) -> Child:
+        """Start a child and keep it alive from then on. Await its `ready`; it raises ChildFailed."""
+        child = Child(spec, asyncio.get_running_loop().create_future(), LogTail(spec.log))
+        child.spawn()
+        self._children.append(child)
+        self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {spec.name}"))
+        return child
+
+    async def stop(self) -> None:
+        """SIGTERM to all, SIGKILL to those that have not ended by the deadline, and wait for all."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for child in self._children:
+            if child.process is not None and child.running:
+                child.process.terminate()
+        deadline = time.monotonic() + self._stop_deadline_s
+        while left := [child for child in self._children if not child.ended()]:
+            if time.monotonic() >= deadline:
+                names = ", ".join(child.spec.name for child in left)
+                self._say(f"killing {names}: not stopped {self._stop_deadline_s:g} s after SIGTERM")
+                for child in left:
+                    child.kill()
+                deadline += self._stop_deadline_s
+            await asyncio.sleep(_TICK_S / 2)
+
+    async def _keep(self, child: Child) -> None:
+        """The life of one child: live, end, wait, start again. Ends only if it never got ready."""
+        while True:
+            await self._live(child)
+            if not child.ready.done():
+                child.ready.set_exception(ChildFailed(cause_of(child)))
+                return
+            lived_s = time.monotonic() - child.started_at
+            delay_s = child.backoff.delay_s(lived_s)
+            self._say(f"{child.spec.name} {child.fate} after {lived_s:.1f} s; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            child.spawn()
+
+    async def _live(self, child: Child) -> None:
+        """Watch one life of a child until it ends: show its warnings, tell when it is ready, kill it if it never is."""
+        probe = asyncio.create_task(self._until_healthy(child))
+        try:
+            while not child.ended():
+                self._show_warnings(child)
+                await asyncio.sleep(_TICK_S)
+            self._show_warnings(child)
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+
+    async def _until_healthy(self, child: Child) -> None:
+        try:
+            async with asyncio.timeout(self._start_deadline_s):
+                while not await self._healthy(child.spec.health_url):
+                    await asyncio.sleep(_TICK_S)
+        except TimeoutError:
+            self._say(f"{child.spec.name} is not healthy after {self._start_deadline_s:g} s; killing it")
+            child.kill()
+            return
+        took_s = time.monotonic() - child.started_at
+        if child.ready.done():
+            self._say(f"{child.spec.name} is ready again after {took_s:.1f} s")
+        else:
+            child.ready.set_result(took_s)
+
+    def _show_warnings(self, child: Child) -> None:
+        notable = [line for line in child.tail.new_lines() if _NOTABLE.search(line)]
+        for line in notable[:_SHOWN_LINES]:
+            self._say(f"[{child.spec.name}] {line}")
+        if len(notable) > _SHOWN_LINES:
+            self._say(f"[{child.spec.name}] {len(notable) - _SHOWN_LINES} more warnings in {child.spec.log}")
+
+
+def cause_of(child: Child) -> str:
+    """One sentence on how a child ended, with the end of its log below."""
+    lines = child.tail.last_lines(_TAIL_LINES) or ["(its log is empty)"]
+    log = "\n".join(f"    {line}" for line in lines)
+    return f"{child.spec.name} {child.fate} before it was ready; the end of {child.spec.log}:\n{log}"

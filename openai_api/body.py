@@ -1,0 +1,224 @@
+"""From the bytes of a request body to a checked request, and from that to sampling parameters. Pure and light.
+
+Whatever is wrong with a request is said here, as a RequestError that names the field, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from openai_api.not_built import refuse_not_built
+from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
+from wire.errors import RequestError
+from wire.sampling import MAX_LOGPROBS, SamplingParams
+
+__all__ = ["decode_chat", "decode_completion", "sampling_params", "token_limit"]
+
+_DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
+# Every token is compared with every stop string; these bounds keep that below a microsecond for what people send.
+_MAX_STOP_STRINGS = 64
+_MAX_STOP_CHARS = 1024
+# What the server itself gives to a chat template.
+_TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_GREEDY_BELOW = 1e-5  # logits divided by less leave float32
+
+_T = TypeVar("_T", bound=SamplingFields)
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    """The chat request in `body`. Raises RequestError."""
+    request = _decode(body, _chat_decoder)
+    _check_messages(request)
+    for name in _TEMPLATE_VARIABLES:
+        if name in (request.chat_template_kwargs or {}):
+            raise RequestError(
+                f"chat_template_kwargs must not set {name!r}; it has its own field or is the model's",
+                param="chat_template_kwargs",
+            )
+    if request.top_logprobs is not None:
+        if not request.logprobs and request.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        _check_logprobs("top_logprobs", request.top_logprobs)
+    return request
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """The completion request in `body`; its prompt is a text or token ids. Raises RequestError."""
+    request = _decode(body, _completion_decoder)
+    if request.logprobs is not None:
+        _check_logprobs("logprobs", request.logprobs)
+    prompt = request.prompt
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise RequestError(
+                f"prompt holds {len(prompt)} prompts; several prompts are not supported yet, send one request for each",
+                param="prompt",
+            )
+        only = prompt[0]
+        prompt = only if isinstance(only, str) else list(only)
+        request = msgspec.structs.replace(request, prompt=prompt)
+    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
+        raise RequestError("prompt mixes token ids with something else", param="prompt")
+    return request
+
+
+def token_limit(request: SamplingFields, prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens the client's answer may have. Raises RequestError if the context cannot hold them.
+
+    On a prefill leg the client's own limit is in the hand-over, because `max_tokens` is 1 there.
+    """
+    prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if prompt_tokens < 1:
+        raise RequestError("the prompt holds no token; send at least one", param=prompt_field)
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens and the context of this model is {max_model_len}; "
+            "shorten the prompt so that at least one token can be generated",
+            param=prompt_field,
+            code="context_length_exceeded",
+        )
+    name, limit = _asked_limit(request)
+    if limit is None:
+        return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
+    if limit < 1:
+        raise RequestError(f"{name} must be at least 1, got {limit}", param=name)
+    if limit > room:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens and {name} is {limit}, together {prompt_tokens + limit}; the "
+            f"context of this model is {max_model_len}: shorten the prompt or ask for at most {room} tokens",
+            param=name,
+            code="context_length_exceeded",
+        )
+    return limit
+
+
+def sampling_params(
+    request: ChatRequest | CompletionRequest,
+    *,
+    prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    default_seed: int,
+) -> SamplingParams:
+    """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the client gave none.
+
+    On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises RequestError.
+    """
+    limit = token_limit(request, prompt_tokens, max_model_len)
+    min_tokens = request.min_tokens or 0
+    if request.kv_transfer_params and request.kv_transfer_params.do_remote_decode:
+        # Min tokens stay in force: token 1 must not end an answer that needs more.
+        limit, min_tokens = 1, min(min_tokens, 1)
+    temperature = _or(request.temperature, 1.0)
+    top_k = request.top_k or 0
+    params = SamplingParams(
+        max_tokens=limit,
+        seed=default_seed if request.seed is None else request.seed,
+        temperature=0.0 if 0 <= temperature < _GREEDY_BELOW else temperature,
+        top_p=_or(request.top_p, 1.0),
+        top_k=0 if top_k == -1 else min(top_k, vocab_size),
+        min_p=_or(request.min_p, 0.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        min_tokens=min_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
+        logit_bias=tuple((request.logit_bias or {}).items()),
+        logprobs=_logprobs(request),
+    )
+    return params.check(vocab_size)
+
+
+def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    try:
+        request = decoder.decode(body)
+        refuse_not_built(body)
+    except msgspec.ValidationError as why:
+        raise _named(str(why)) from why
+    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
+    except RecursionError as why:
+        raise RequestError("the body nests too deeply to be read; send fewer levels", code="invalid_json") from why
+    _check_common(request)
+    return request
+
+
+def _named(message: str) -> RequestError:
+    """msgspec's message ends with the place (`$.stop[0]`) or names the missing field; either is the param."""
+    if message.startswith("Object missing required field "):
+        field, _, where = message.removeprefix("Object missing required field ").partition(" - at ")
+        name = f"{where.strip('`')}.{field.strip('`')}".removeprefix(".").removeprefix("$.")
+        return RequestError(f"{name} is missing", param=name)
+    what, _, where = message.partition(" - at ")
+    name = where.rpartition("$")[2].strip("`.")
+    if not name:
+        return RequestError(f"the body must be a JSON object of request fields: {what}")
+    return RequestError(f"{name} is of a wrong type: {what}", param=name)
+
+
+def _check_common(request: SamplingFields) -> None:
+    if request.n is not None and request.n < 1:
+        raise RequestError(f"n must be at least 1, got {request.n}", param="n")
+    if request.n is not None and request.n > 1:
+        raise RequestError(f"n above 1 is not supported yet, got {request.n}; send several requests", param="n")
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    if request.cache_salt == "":
+        raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
+    stops = request.stop_strings
+    if len(stops) > _MAX_STOP_STRINGS:
+        raise RequestError(f"stop holds {len(stops)} strings; the limit is {_MAX_STOP_STRINGS}", param="stop")
+    for stop in stops:
+        if not 0 < len(stop) <= _MAX_STOP_CHARS:
+            raise RequestError(
+                f"a stop string must have between 1 and {_MAX_STOP_CHARS} characters, got {len(stop)}", param="stop"
+            )
+
+
+def _check_messages(request: ChatRequest) -> None:
+    for i, message in enumerate(request.messages):
+        if not message.role:
+            raise RequestError(f"messages[{i}].role must not be empty", param=f"messages[{i}].role")
+        if not isinstance(message.content, list):
+            continue
+        for part in message.content:
+            if part.type != "text":
+                raise RequestError(
+                    f"messages[{i}].content holds a part of type {part.type!r}; only 'text' parts are supported",
+                    param=f"messages[{i}].content",
+                )
+            if part.text is None:
+                raise RequestError(
+                    f"messages[{i}].content holds a text part without text", param=f"messages[{i}].content"
+                )
+
+
+def _check_logprobs(name: str, value: int) -> None:
+    if not 0 <= value <= MAX_LOGPROBS:
+        raise RequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name)
+
+
+def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
+    """(field name, the client's limit or None)."""
+    params = request.kv_transfer_params
+    if params is not None and params.do_remote_decode:
+        return "max_tokens", params.client_max_tokens or None
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    return "max_tokens", request.max_tokens
+
+
+def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

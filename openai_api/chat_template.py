@@ -1,0 +1,98 @@
+"""Chat templates: Jinja in a sandbox, with what Hugging Face's templates expect to find.
+
+Loading and choosing a template is done elsewhere (openai_api/folder_tokenizer.py, the node's --chat-template).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import msgspec
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from openai_api.types import Message
+from wire.errors import ConfigError, RequestError
+
+__all__ = ["check_template", "render"]
+
+
+def check_template(template: str) -> None:
+    """Raise ConfigError if a template is not valid Jinja; for the start of a node."""
+    try:
+        _compiled(template)
+    except TemplateError as why:
+        raise ConfigError(f"the chat template is not valid Jinja: {why}") from why
+
+
+def render(
+    template: str | None,
+    messages: Sequence[Message],
+    /,
+    *,
+    bos_token: str,
+    eos_token: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    **kwargs: Any,
+) -> str:
+    """The prompt for these messages; `kwargs` are further variables of the template.
+
+    Raises RequestError if there is no template or no message, or if the template refuses them.
+    """
+    if not template:
+        raise RequestError(
+            "this model has no chat template; start the node with --chat-template FILE, or use /v1/completions",
+            param="messages",
+        )
+    if not messages:
+        raise RequestError("messages must not be empty", param="messages")
+    variables = {
+        **kwargs,
+        "messages": [_plain(message) for message in messages],
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+    }
+    try:
+        return _compiled(template).render(variables)
+    # What template code can raise on messages of an unexpected shape, beside Jinja's own errors.
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as why:
+        raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from why
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """As templates expect it: content is one text (parts are joined by line breaks, null is empty)."""
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(part.text or "" for part in content)
+    return {**msgspec.to_builtins(message), "content": content}
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Template:
+    return _environment.from_string(template)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Jinja's own tojson escapes HTML, which would change the prompt."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+_environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+_environment.filters["tojson"] = _to_json
+_environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

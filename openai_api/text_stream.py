@@ -1,0 +1,100 @@
+"""Token ids in, text out: holds back what is not certain yet, and finds stop strings. Pure.
+
+The state is a function of the token ids alone. So it is never sent to another node: replaying the ids there makes it
+again, to the character.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+from openai_api.tokenizer import Tokenizer
+
+__all__ = ["TextStream"]
+
+
+class TextStream:
+    """The text of one answer. Held back are parts of a character and what may become a stop string.
+
+    Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens have no text if
+    `skip_special_tokens`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.stop_hit: str | None = None
+        """The stop string that ended the text; tokens after it have no text."""
+        self.sent = 0
+        """Characters released so far."""
+        self.decoded = 0
+        """Characters decoded so far, also those held back: where the text of the next token begins."""
+        self._bytes_of = tokenizer.token_bytes
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._stop = stop
+        self._beginnings = frozenset("".join(text[:-1] for text in stop))
+        self._include_stop = include_stop
+        self._unstoppable = min_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        """The text that may be sent now."""
+        if self.stop_hit is not None:
+            return ""
+        text = "" if token_id in self._skipped else self._utf8.decode(self._bytes_of(token_id))
+        self.decoded += len(text)
+        if self._stop:
+            text = self._certain(text)
+        self.sent += len(text)
+        return text
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        if self.stop_hit is not None:
+            return ""
+        rest = self._utf8.decode(b"", final=True)
+        self.decoded += len(rest)
+        rest, self._held = self._held + rest, ""
+        self.sent += len(rest)
+        return rest
+
+    def _certain(self, text: str) -> str:
+        """The part of held-back and new text that no stop string can begin in any more; sets `stop_hit`."""
+        if self._unstoppable > 0:
+            self._unstoppable -= 1
+            return text
+        text = self._held + text
+        found = self._first_stop(text)
+        if found is not None:
+            start, self.stop_hit = found
+            self._held = ""
+            return text[: start + len(self.stop_hit)] if self._include_stop else text[:start]
+        keep = self._beginning_at_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        """(start, stop string) of the one that is complete first, wherever tokens are cut; the longest of several."""
+        found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def _beginning_at_end(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        if not text or text[-1] not in self._beginnings:
+            return 0
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,288 @@
+"""Requests and answers of the OpenAI API as typed values. Light: no tokenizer, no template, no checks of meaning.
+
+Fields that are not named here are ignored, except those that openai_api/not_built.py refuses. Fields are optional
+wherever clients send null; None always means the default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from wire.transfer import KvTransferParams
+
+__all__ = [
+    "ChatChoice",
+    "ChatChunk",
+    "ChatChunkChoice",
+    "ChatCompletion",
+    "ChatLogprobs",
+    "ChatRequest",
+    "ChatTokenLogprob",
+    "Completion",
+    "CompletionChoice",
+    "CompletionChunk",
+    "CompletionChunkChoice",
+    "CompletionLogprobs",
+    "CompletionRequest",
+    "ContentPart",
+    "Delta",
+    "Message",
+    "ModelCard",
+    "ModelList",
+    "PromptTokensDetails",
+    "ReplyMessage",
+    "SamplingFields",
+    "StreamOptions",
+    "TopLogprob",
+    "Usage",
+]
+
+# Requests
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and completion requests have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    kv_transfer_params: KvTransferParams | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings as a tuple, however they were given."""
+        if not self.stop:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content; only `text` parts are served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a chat. `tool_calls`, `tool_call_id` and `name` go to the chat template as they are."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt` is a text, token ids, or a list of one of these."""
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+
+
+# Answers
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How much of the prompt was found in a prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts; a stop token counts as generated."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    """The chosen token and the most likely ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """One entry per generated token."""
+
+    content: list[ChatTokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Lists with one entry per generated token; `text_offset` counts characters of the answer's text."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class ReplyMessage(msgspec.Struct, frozen=True):
+    """The answer's message."""
+
+    role: str
+    content: str
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One choice of a whole chat answer. `stop_reason` is the stop string or stop token that was hit."""
+
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """A whole chat answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    kv_transfer_params: KvTransferParams | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """`stop_reason` is there in the last chunk only."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class CompletionChunkChoice(msgspec.Struct, frozen=True):
+    """`stop_reason` is there in the last chunk only."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    """One event of a streamed chat. `choices` is empty in the usage chunk and nowhere else."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class CompletionChunk(msgspec.Struct, frozen=True):
+    """One event of a streamed completion. `choices` is empty in the usage chunk and nowhere else."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One choice of a whole completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """A whole completion."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    kv_transfer_params: KvTransferParams | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One served model."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "kvrelay"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """GET /v1/models."""
+
+    data: list[ModelCard]
+    object: str = "list"

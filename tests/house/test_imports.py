@@ -1,0 +1,67 @@
+"""The import rule of ARCHITECTURE.md, read from the source's own import lines (also those inside functions)."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_NODES = {"paged_engine", "kv_transfer", "openai_api", "wire"}
+MAY_IMPORT = {
+    "wire": set(),
+    "kernels": set(),
+    "paged_engine": {"kernels", "wire"},
+    "kv_transfer": {"kernels", "wire"},
+    "openai_api": {"wire"},
+    "prefill_node": _NODES,
+    "decode_node": _NODES,
+    "node": {*_NODES, "kernels", "prefill_node", "decode_node"},
+    "router": {"openai_api", "wire"},
+    "kvrelay": {*_NODES, "kernels", "prefill_node", "decode_node", "node", "router"},
+}
+OURS = {*MAY_IMPORT, "benchmarks", "deploy", "tests"}
+HEAVY = {"torch", "triton", "nixl", "nixl_cu12", "nixl_cu13", "transformers", "tokenizers", "gguf", "safetensors"}
+NEVER = {
+    "wire": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
+    "router": HEAVY,
+    "kvrelay": HEAVY,
+    "kernels": {"transformers", "nixl", "aiohttp", "zmq", "fastapi"},
+    "openai_api": {"torch", "triton", "nixl"},
+    "paged_engine": {"transformers", "nixl", "aiohttp", "zmq", "fastapi"},
+    "kv_transfer": {"transformers", "aiohttp", "fastapi"},
+    "node": {"transformers"},
+}
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, top-level name) of each import in a file; a relative import counts as the package's own."""
+    for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(statement, ast.Import):
+            yield from ((statement.lineno, alias.name.partition(".")[0]) for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.level == 0:
+            yield statement.lineno, (statement.module or "").partition(".")[0]
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_it_may(package: str, repository: Path) -> None:
+    forbidden = (OURS - MAY_IMPORT[package] - {package}) | NEVER.get(package, set())
+    wrong = [
+        f"{file.relative_to(repository)}:{line} imports {name}"
+        for file in sorted((repository / package).rglob("*.py"))
+        for line, name in imports(file)
+        if name in forbidden
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_names_every_packaged_folder(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["packages"]) == set(MAY_IMPORT)
+
+
+def test_every_package_but_kernels_is_a_regular_one(repository: Path) -> None:
+    """Without __init__.py a folder of the same name elsewhere on the path would be found first."""
+    assert [name for name in MAY_IMPORT if not (repository / name / "__init__.py").exists()] == ["kernels"]

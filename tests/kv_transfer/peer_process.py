@@ -1,0 +1,137 @@
+"""One connector in a process of its own, for tests that stop and kill it. Speaks JSON lines on stdin and stdout.
+
+Started as `python peer_process.py shared PATH` or `python peer_process.py nixl NUM_BLOCKS BLOCK_BYTES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from wire.config import TransferConfig
+from wire.transfer import Fingerprint, KvTransferParams
+
+FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
+# Short, so that tests are: a lease is a little over three heartbeats.
+CONFIG = TransferConfig(lease_s=0.7, heartbeat_s=0.2, transfer_deadline_s=1.0)
+
+
+class PeerProcess:
+    """The parent's end."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        root = Path(__file__).parents[2]
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **(env or {})}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float = 20.0) -> Any:
+        """Call a method of the connector there."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
+        self.process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            assert selector.select(timeout_s), f"no answer to {method} within {timeout_s} s"
+        return json.loads(self.process.stdout.readline())
+
+    def offer(self, request_id: str, blocks: list[int]) -> KvTransferParams:
+        return msgspec.convert(self.ask("offer", request_id, blocks, 1), KvTransferParams)
+
+    def events(self, count: int, within_s: float) -> list[list[Any]]:
+        """Wait for events there: [kind, request id, ...]."""
+        got: list[list[Any]] = []
+        until = time.monotonic() + within_s
+        while len(got) < count and time.monotonic() < until:
+            got += self.ask("events")
+            time.sleep(0.01)
+        return got
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it is stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+
+
+@contextlib.contextmanager
+def peer_process(*arguments: str, env: dict[str, str] | None = None) -> Iterator[PeerProcess]:
+    peer = PeerProcess(*arguments, env=env)
+    try:
+        yield peer
+    finally:
+        peer.end()
+
+
+def main(kind: str, *arguments: str) -> None:
+    """The child's end: serve calls until stdin ends."""
+    connector: Any
+    plane: Any = None
+    if kind == "shared":
+        from shared_plane import BLOCKS, REGION, SharedPlane, pattern
+
+        from kv_transfer.desk import Desk
+
+        plane = SharedPlane(Path(arguments[0]))
+        for index in range(BLOCKS):
+            plane.write(index, pattern(index))
+        connector = Desk("child", FINGERPRINT, REGION, CONFIG, lambda: None, plane)
+    else:
+        import numpy as np
+
+        from kv_transfer.connector import PoolRegion
+        from kv_transfer.via_nixl import NixlConnector
+
+        num_blocks, block_bytes = int(arguments[0]), int(arguments[1])
+        pool = np.repeat(np.arange(num_blocks, dtype=np.uint8) + 1, block_bytes)  # block i is full of i + 1
+        region = PoolRegion(pool.ctypes.data, num_blocks, block_bytes, "cpu")
+        connector = NixlConnector("child", FINGERPRINT, region, CONFIG, lambda: None)
+    for line in sys.stdin:
+        method, *rest = json.loads(line)
+        if method == "gate":
+            answer = plane.gate.set() if rest[0] else plane.gate.clear()
+        elif method == "posted":
+            answer = plane.posted.wait(5.0)
+        elif method == "events":
+            answer = [[type(e).__name__, *msgspec.to_builtins(e).values()] for e in connector.events()]
+        elif method == "watch":
+            answer = connector.watch(rest[0], msgspec.convert(rest[1], KvTransferParams))
+        else:
+            answer = getattr(connector, method)(*rest)
+        sys.stdout.write(json.dumps(msgspec.to_builtins(answer)) + "\n")
+        sys.stdout.flush()
+    connector.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("kv-")]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,87 @@
+"""A data plane for tests: pools are files mapped into memory, a READ is a copy that happens when `gate` is open.
+
+Works within one process and between processes, and says how a transfer ends when the test says so.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from kv_transfer.connector import PoolRegion
+from kv_transfer.messages import Welcome
+from wire.errors import TransferError
+
+BLOCKS, BLOCK_BYTES = 16, 4096
+REGION = PoolRegion(address=0, num_blocks=BLOCKS, block_bytes=BLOCK_BYTES, device="cpu")
+
+
+class SharedPlane:
+    """Set `gate` to let READs finish, `error` to let them fail, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(bytes(BLOCKS * BLOCK_BYTES))
+        self.pool = _map(path)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: TransferError | None = None
+        self.posted = threading.Event()
+        self.peers: dict[str, mmap.mmap] = {}
+        self.closed = False
+
+    def open(self) -> bytes:
+        return str(self.path).encode()
+
+    def add_peer(self, welcome: Welcome) -> None:
+        self.peers[welcome.generation] = _map(Path(welcome.metadata.decode()))
+
+    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+        if generation not in self.peers:
+            raise TransferError("no such peer")
+        self.posted.set()
+        return generation, list(zip(remote_blocks, local_blocks, strict=True))
+
+    def poll(self, handle: object) -> bool:
+        assert isinstance(handle, tuple)
+        generation, pairs = handle
+        if self.error is not None:
+            raise self.error
+        if not self.gate.is_set():
+            return False
+        for remote, local in pairs:
+            self.write(local, block(self.peers[generation], remote))
+        return True
+
+    def drop_peer(self, generation: str) -> None:
+        self.peers.pop(generation, None)
+
+    def progress(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def write(self, index: int, content: bytes) -> None:
+        """Fill one block."""
+        self.pool[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = content
+
+    def read(self, index: int) -> bytes:
+        """One block."""
+        return block(self.pool, index)
+
+
+def block(pool: mmap.mmap, index: int) -> bytes:
+    return pool[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+
+def pattern(index: int) -> bytes:
+    """What the source holds in a block: unlike any other block's, and unlike zeros."""
+    return bytes((index * 37 + i // 7 + 1) % 256 for i in range(BLOCK_BYTES))
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)

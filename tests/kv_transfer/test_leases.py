@@ -1,0 +1,121 @@
+"""Leases of the source side, against a twin that remembers everything and sweeps it whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.connector import Released
+from kv_transfer.leases import LeaseId, LeaseTable
+
+LEASE_S = 5.0
+
+
+@dataclass
+class Granted:
+    """One lease that was ever granted."""
+
+    id: LeaseId
+    until: float
+    ended: bool = False
+
+
+class Twin:
+    """The same, by brute force: a list of all leases ever granted, none ever removed."""
+
+    def __init__(self) -> None:
+        self.leases: list[Granted] = []
+        self.events: list[Released] = []
+
+    def alive(self, request_id: str) -> Granted | None:
+        return next((x for x in self.leases if x.id.request_id == request_id and not x.ended), None)
+
+    def sweep(self, now: float) -> None:
+        due = [x for x in self.leases if not x.ended and x.until <= now]
+        for lease in sorted(due, key=lambda x: x.until):
+            self.end(lease, expired=True)
+
+    def end(self, lease: Granted, *, expired: bool) -> None:
+        lease.ended = True
+        self.events.append(Released(lease.id.request_id, expired))
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["grant", "renew", "end", "release", "expire"]),
+        st.lists(st.sampled_from("abcd"), min_size=1, max_size=3),
+        st.integers(0, 1),  # how many epochs old the reader's knowledge is
+        st.floats(0.001, 4.0),
+    ),
+    max_size=60,
+)
+
+
+@given(OPERATIONS)
+def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[str], int, float]]) -> None:
+    table, twin, now = LeaseTable(LEASE_S), Twin(), 0.0
+    for operation, names, age, seconds in operations:
+        now += seconds
+        known = [[x.id for x in twin.leases if x.id.request_id == name] for name in names]
+        leases = [ids[-1 - age] for ids in known if len(ids) > age]
+        if operation == "grant":
+            # grant does not sweep: a lease that is over but not swept yet still counts.
+            if twin.alive(names[0]) is not None:
+                with pytest.raises(ValueError, match="already has a lease"):
+                    table.grant(names[0], now)
+            else:
+                twin.leases.append(Granted(table.grant(names[0], now), now + LEASE_S))
+        elif operation == "renew":
+            kept, lost = table.renew(leases, now)
+            twin.sweep(now)
+            assert set(kept) == {x.id for x in twin.leases if x.id in leases and not x.ended}
+            assert set(kept) | set(lost) == set(leases)
+            for lease in twin.leases:
+                lease.until = now + LEASE_S if lease.id in kept else lease.until
+        elif operation == "end" and leases:
+            held = table.end(leases[0], now)
+            twin.sweep(now)
+            (lease,) = [x for x in twin.leases if x.id == leases[0]]
+            assert held == (not lease.ended)
+            if held:
+                twin.end(lease, expired=False)
+        elif operation == "release":
+            alive = twin.alive(names[0])
+            assert table.release(names[0]) == (alive is not None)
+            if alive is not None:
+                twin.end(alive, expired=False)
+        elif operation == "expire":
+            table.expire(now)
+            twin.sweep(now)
+        table.check()
+        assert table.events == twin.events
+        assert len(table) == sum(not x.ended for x in twin.leases)
+        assert table.next_expiry() == min((x.until for x in twin.leases if not x.ended), default=None)
+
+
+def test_second_offer_of_a_request_does_not_revive_the_first() -> None:
+    table = LeaseTable(LEASE_S)
+    first = table.grant("r", 0.0)
+    table.expire(LEASE_S)
+    second = table.grant("r", 6.0)
+    assert table.renew([first, second], 7.0) == ([second], [first])
+    assert not table.end(first, 7.0)
+    assert table.end(second, 7.0)
+    assert table.events == [Released("r", expired=True), Released("r", expired=False)]
+
+
+def test_renewal_that_comes_too_late_finds_nothing_although_nobody_swept() -> None:
+    table = LeaseTable(LEASE_S)
+    lease = table.grant("r", 0.0)
+    assert table.renew([lease], LEASE_S) == ([], [lease])
+    assert table.events == [Released("r", expired=True)]
+
+
+def test_unknown_leases_are_lost_and_unknown_releases_ignored() -> None:
+    table = LeaseTable(LEASE_S)
+    assert table.renew([LeaseId("x", 1)], 0.0) == ([], [LeaseId("x", 1)])
+    assert not table.release("x")
+    assert table.events == []

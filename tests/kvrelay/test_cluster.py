@@ -1,0 +1,135 @@
+"""`kvrelay up` as a person meets it, with stand-ins for the nodes and the router."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from process_state import alive
+
+_UP = """
+import sys
+from dataclasses import replace
+from kvrelay.cluster import up
+from kvrelay.plan import ClusterConfig, plan
+from wire.config import EngineConfig
+from wire.errors import KvrelayError
+
+server, log_dir, broken, *demo = sys.argv[1:]
+
+def stand_ins(config, machine, folder, key):
+    specs = plan(config, machine, folder, key)
+    ports = [*machine.ports[1:], machine.ports[0]]
+    commands = [(sys.executable, server, str(port)) for port in ports]
+    if broken == "broken":
+        commands[1] = (sys.executable, "-c", "raise SystemExit('no such model folder')")
+    return [replace(spec, command=command) for spec, command in zip(specs, commands)]
+
+engine = EngineConfig("m", device="cpu")
+config = ClusterConfig(engine, port=0, log_dir=log_dir, stop_deadline_s=5.0, demo_exit=bool(demo))
+try:
+    sys.exit(up(config, stand_ins))
+except KvrelayError as why:
+    sys.exit(why.message)
+"""
+
+
+class Up:
+    """A running `kvrelay up`, its output and the processes that it started."""
+
+    def __init__(self, repository: Path, log_dir: Path, *arguments: str) -> None:
+        server = Path(__file__).with_name("stand_in_server.py")
+        env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, "-c", _UP, str(server), str(log_dir), *arguments]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+    def until(self, pattern: str) -> str:
+        """Read the output up to a line that matches; fails if it ends before."""
+        assert self.process.stdout is not None
+        seen = ""
+        for line in self.process.stdout:
+            seen += line
+            if re.search(pattern, line):
+                return seen
+        raise AssertionError(f"no {pattern!r} in:\n{seen}")
+
+    def children(self) -> list[int]:
+        """The ids of its child processes."""
+        return [
+            int(each) for each in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ]
+
+
+def gone(pids: list[int], deadline_s: float = 10.0) -> bool:
+    """Whether all these processes end before the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def running(repository: Path, tmp_path: Path) -> Iterator[Up]:
+    """A cluster of stand-ins that is ready."""
+    up = Up(repository, tmp_path / "logs", "whole")
+    up.until("Ctrl-C stops everything")
+    yield up
+    up.process.kill()
+    up.process.communicate(timeout=20)
+
+
+def test_the_demo_starts_answers_and_exits_with_0(repository: Path, tmp_path: Path) -> None:
+    up = Up(repository, tmp_path / "logs", "whole", "demo")
+    shown, _ = up.process.communicate(timeout=60)
+    assert up.process.returncode == 0, shown
+    assert "router is ready after" in shown
+    assert re.search(r"kvrelay is ready: http://127.0.0.1:\d+/v1 \(model stand-in\)", shown)
+    assert "curl -N http://127.0.0.1:" in shown
+    assert "A cache of keys and values." in shown
+    assert "7 tokens, TTFT" in shown
+    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == [
+        "decode-0.log",
+        "prefill-0.log",
+        "router.log",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything(number: signal.Signals, running: Up) -> None:
+    children = running.children()
+    assert len(children) == 3
+    running.process.send_signal(number)
+    assert running.process.wait(20) == 0
+    assert gone(children, 0)
+
+
+def test_no_orphan_is_left_when_it_is_killed_by_force(running: Up) -> None:
+    children = running.children()
+    running.process.kill()
+    assert len(children) == 3
+    assert gone(children)
+
+
+def test_a_killed_child_is_started_again(running: Up) -> None:
+    os.kill(running.children()[0], signal.SIGKILL)
+    assert "was killed by SIGKILL" in running.until("ready again")
+    assert len(running.children()) == 3
+
+
+def test_a_child_that_cannot_start_stops_everything_and_is_named(repository: Path, tmp_path: Path) -> None:
+    up = Up(repository, tmp_path / "logs", "broken")
+    shown, _ = up.process.communicate(timeout=60)
+    assert up.process.returncode == 1
+    assert "decode-0 ended with exit code 1 before it was ready" in shown
+    assert "no such model folder" in shown
+    assert "Traceback" not in shown

@@ -1,0 +1,109 @@
+"""Settings: one description for flags and files, flags over file over defaults, wrong ones named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrelay.plan import ClusterConfig
+from kvrelay.settings import build, convert, flags_of, merge, nearest, settings_of
+from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferConfig
+from wire.errors import ConfigError
+
+
+def test_every_field_of_nested_configs_is_a_setting() -> None:
+    known = settings_of(NodeConfig, skip=("role",))
+    assert {"model", "lease_s", "port"} <= set(known)
+    assert not {"engine", "transfer", "role"} & set(known)
+    assert known["max_model_len"].flag == "--max-model-len"
+    assert known["max_model_len"].kind is int
+    assert known["lease_s"].group == "Transfer"
+
+
+def test_help_is_the_docstring_under_the_field() -> None:
+    assert settings_of(EngineConfig)["device"].help == "auto, cpu or cuda."
+    assert settings_of(ClusterConfig)["log_dir"].help.startswith("Folder for the logs, one file per process;")
+
+
+@pytest.mark.parametrize("config", [EngineConfig, TransferConfig, NodeConfig, RouterConfig, ClusterConfig])
+def test_every_setting_has_help(config: type) -> None:
+    assert not [setting.name for setting in settings_of(config, skip=("role",)).values() if not setting.help]
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("max-running: 8\nmax_batched_tokens: 256\nprefix-cache: no\n")
+    values = merge(settings_of(EngineConfig), {"max_running": "4", "device": None}, str(file))
+    config = build(EngineConfig, values | {"model": "m"})
+    assert config == EngineConfig("m", max_running=4, max_batched_tokens=256, prefix_cache=False)
+
+
+def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("max-modle-len: 8\n")
+    with pytest.raises(ConfigError, match=r"node.yaml: unknown key 'max-modle-len'; did you mean max_model_len\?"):
+        merge(settings_of(EngineConfig), {}, str(file))
+
+
+def test_a_name_unlike_all_others_gets_no_suggestion() -> None:
+    assert nearest("zzz", ["port", "host"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("port: abc", "port must be a whole number, got 'abc'"),
+        ("port: 1.5", "port must be a whole number, got 1.5 (float)"),
+        ("port: true", "port must be a whole number, got True (bool)"),
+        ("lease_s: [1]", "lease_s must be a number, got [1] (list)"),
+        ("prefix_cache: 3", "prefix_cache must be true or false, got 3 (int)"),
+        ("api_key: 123", "api_key must be text, got 123 (int); put it in quotes"),
+        ("host:", "host must be text, got None (NoneType)"),
+        ("port: 1\nport : 2\nPort: 3", "unknown key 'Port'; did you mean port?"),
+        ("lease-s: 5\nlease_s: 6", "key lease_s is given twice"),
+        ("- a", "must hold `key: value` lines"),
+        ("a: [", "cannot read config file"),
+    ],
+)
+def test_a_wrong_file_is_told_with_key_value_and_type(line: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(line)
+    with pytest.raises(ConfigError) as caught:
+        merge(settings_of(NodeConfig), {}, str(file))
+    assert said in caught.value.message
+    assert str(file) in caught.value.message
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read config file"):
+        merge(settings_of(NodeConfig), {}, str(tmp_path / "none.yaml"))
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# nothing yet\n")
+    assert merge(settings_of(NodeConfig), {}, str(tmp_path / "c.yaml")) == {}
+
+
+def test_numbers_may_be_written_as_yaml_reads_them_or_not() -> None:
+    known = settings_of(TransferConfig)
+    assert convert(known["transfer_floor_bytes_s"], "100e6", "x") == 100e6
+    assert convert(known["transfer_floor_bytes_s"], 5, "x") == 5.0
+    assert convert(settings_of(RouterConfig)["prefill"], "http://a", "x") == ("http://a",)
+    assert convert(settings_of(RouterConfig)["prefill"], ["http://a", "http://b"], "x") == ("http://a", "http://b")
+
+
+def test_flags_of_a_config_make_the_same_config_again() -> None:
+    config = NodeConfig(
+        EngineConfig("m", prefix_cache=False, batch_invariant=True, threads=3),
+        transfer=TransferConfig(lease_s=6.5),
+        served_model_name="--odd name",
+        role=Role.DECODE,
+    )
+    flags = flags_of(config, skip={"role"})
+    assert "--no-prefix-cache" in flags
+    assert "--batch-invariant" in flags
+    assert "--served-model-name=--odd name" in flags
+    assert len(flags) == 6
+    router = RouterConfig(prefill=("http://a", "http://b"), port=1)
+    assert flags_of(router) == ["--prefill=http://a", "--prefill=http://b", "--port=1"]

@@ -1,0 +1,181 @@
+"""Children are kept alive, their end is told, and none is left whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_state import alive
+
+from kvrelay.supervisor import Backoff, Child, ChildFailed, ChildSpec, LogTail, Supervisor
+
+_SLEEP = "import time; time.sleep(60)"
+_STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+)
+_WITH_CHILD = (
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+)
+
+
+def child_spec(tmp_path: Path, code: str, name: str = "child") -> ChildSpec:
+    """A stand-in for a node: an interpreter that runs this code."""
+    return ChildSpec(name, (sys.executable, "-c", code), "http://unused", tmp_path / f"{name}.log", dict(os.environ))
+
+
+async def until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+    """Wait for a condition; fails at the deadline."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def pid_of(child: Child) -> int:
+    """The process id of a started child."""
+    assert child.process is not None
+    return child.process.pid
+
+
+async def healthy(url: str) -> bool:
+    """A health check that is always content."""
+    return True
+
+
+def test_backoff_doubles_to_its_limit_and_starts_anew_after_a_long_life() -> None:
+    backoff = Backoff()
+    assert [backoff.delay_s(1) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert backoff.delay_s(61) == 0.5
+    assert backoff.delay_s(1) == 1
+
+
+def test_a_log_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("one\ntw")
+    tail = LogTail(log)
+    assert tail.new_lines() == ["one"]
+    with log.open("a") as file:
+        file.write("o\nthree\n")
+    assert tail.new_lines() == ["two", "three"]
+    assert tail.last_lines(2) == ["two", "three"]
+
+
+async def test_a_dead_child_is_started_again_and_that_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with Supervisor(healthy, said.append) as supervisor:
+        child = supervisor.start(child_spec(tmp_path, _SLEEP, "decode-0"))
+        await child.ready
+        first = pid_of(child)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: pid_of(child) != first and any("ready again" in line for line in said))
+        second = pid_of(child)
+        assert alive(second)
+    assert not alive(second)
+    assert said[0].startswith("decode-0 was killed by SIGKILL after")
+    assert said[0].endswith("starting it again in 0.5 s")
+
+
+async def test_a_child_that_ends_before_it_is_ready_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    async def never(url: str) -> bool:
+        return False
+
+    async with Supervisor(never, lambda line: None) as supervisor:
+        child = supervisor.start(child_spec(tmp_path, "print('no such model'); raise SystemExit(2)", "prefill-0"))
+        with pytest.raises(ChildFailed) as caught:
+            await child.ready
+    assert "prefill-0 ended with exit code 2 before it was ready" in caught.value.message
+    assert "no such model" in caught.value.message
+
+
+async def test_a_child_that_is_never_healthy_is_killed_at_its_deadline(tmp_path: Path) -> None:
+    async def never(url: str) -> bool:
+        return False
+
+    said: list[str] = []
+    async with Supervisor(never, said.append, start_deadline_s=0.3) as supervisor:
+        child = supervisor.start(child_spec(tmp_path, _SLEEP))
+        with pytest.raises(ChildFailed, match="was killed by SIGKILL"):
+            await child.ready
+    assert "child is not healthy after 0.3 s; killing it" in said
+
+
+async def test_a_child_deaf_to_sigterm_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with Supervisor(healthy, said.append, stop_deadline_s=0.3) as supervisor:
+        child = supervisor.start(child_spec(tmp_path, _STUBBORN))
+        await until(lambda: "deaf" in child.spec.log.read_text())
+    assert not alive(pid_of(child))
+    assert "killing child: not stopped 0.3 s after SIGTERM" in said
+
+
+async def test_what_a_dead_child_left_behind_is_killed_too(tmp_path: Path) -> None:
+    async with Supervisor(healthy, lambda line: None) as supervisor:
+        child = supervisor.start(child_spec(tmp_path, _WITH_CHILD))
+        await until(lambda: child.spec.log.read_text().strip())
+        grandchild = int(child.spec.log.read_text())
+        assert alive(grandchild)
+        os.kill(pid_of(child), signal.SIGKILL)
+        await until(lambda: not alive(grandchild))
+
+
+async def test_warnings_in_a_log_are_shown_and_other_lines_are_not(tmp_path: Path) -> None:
+    said: list[str] = []
+    lines = ["INFO all is well", "10:00 WARNING slow peer", *(f"ERROR number {index}" for index in range(8))]
+    code = f"print({chr(10).join(lines)!r}, flush=True); {_SLEEP}"
+    async with Supervisor(healthy, said.append) as supervisor:
+        supervisor.start(child_spec(tmp_path, code))
+        await until(lambda: len(said) >= 6)
+    assert said[0] == "[child] 10:00 WARNING slow peer"
+    assert said[5] == f"[child] 4 more warnings in {tmp_path / 'child.log'}"
+
+
+_PARENT = """
+import asyncio, os, sys
+from pathlib import Path
+from kvrelay.supervisor import ChildSpec, Supervisor
+
+CHILD = "import time, node.parent as p; p.die_with_parent(); print('tied', flush=True); time.sleep(60)"
+
+async def healthy(url): return True
+
+async def main():
+    logs = [Path(sys.argv[1]) / str(index) for index in range(2)]
+    async with Supervisor(healthy, print) as supervisor:
+        specs = [ChildSpec(log.name, (sys.executable, "-c", CHILD), "", log, dict(os.environ)) for log in logs]
+        children = [supervisor.start(spec) for spec in specs]
+        while not all("tied" in log.read_text() for log in logs):
+            await asyncio.sleep(0.02)
+        print(*(each.process.pid for each in children), flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_no_child_outlives_a_parent_killed_by_force(tmp_path: Path, repository: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(repository)}
+    command = [sys.executable, "-c", _PARENT, str(tmp_path)]
+    parent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    children = [int(word) for word in parent.stdout.readline().split()]
+    assert len(children) == 2
+    assert all(map(alive, children))
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    await until(lambda: not any(map(alive, children)))
+
+
+def test_a_child_whose_parent_is_already_gone_ends_at_once(repository: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(repository), "KVRELAY_PARENT_PID": "1"}
+    code = "from node.parent import die_with_parent; die_with_parent(); print('went on')"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert time.monotonic() - began < 30
