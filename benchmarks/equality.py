@@ -11,21 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from benchmarks.local_cluster import running
 from kvrelay.embedded import embedded_model
 from openai_api.tokenizer import Tokenizer
 from paged_engine.engine import Engine
@@ -34,7 +29,7 @@ from wire.config import EngineConfig
 from wire.engine_messages import Submit
 from wire.sampling import SamplingParams
 
-__all__ = ["Answer", "cluster", "in_engine", "through", "varied_prompts"]
+__all__ = ["Answer", "in_engine", "through", "varied_prompts"]
 
 # A difference from transformers counts as a near-tie below this gap of logits: fp32 sums of 576 terms differ by 1e-5 to 1e-4.
 NEAR_TIE = 1e-2
@@ -141,48 +136,6 @@ def _streamed(raw: bytes) -> Answer:
     return Answer(text, tuple(logprobs))
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def cluster(model: str, *, prefill: int = 1, decode: int = 1, flags: tuple[str, ...] = ()) -> Iterator[str]:
-    """`kvrelay up` as a child; the router's URL once it is healthy."""
-    port = _free_port()
-    argv = [sys.executable, "-m", "kvrelay.cli", "up", f"--prefill={prefill}", f"--decode={decode}"]
-    argv += [f"--port={port}", f"--model={model}", "--cpu", *flags]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1], env=os.environ.copy())
-        try:
-            _wait_healthy(f"http://127.0.0.1:{port}/health", process)
-            yield f"http://127.0.0.1:{port}"
-        except BaseException:
-            log.seek(0)
-            sys.stderr.write(log.read().decode()[-3000:])
-            raise
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _wait_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    async def wait() -> None:
-        async with aiohttp.ClientSession() as session:
-            while process.poll() is None:
-                try:
-                    async with session.get(url) as answer:
-                        if answer.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.2)
-            raise RuntimeError(f"the cluster ended with code {process.returncode}")
-
-    asyncio.run(asyncio.wait_for(wait(), 180))
-
-
 def against_transformers(model: str, tokenizer: Tokenizer, prompts: list[list[int]], answers: list[Answer]) -> int:
     """Print how greedy text compares with transformers'; the number of differences that are no near-tie."""
     import torch
@@ -249,7 +202,7 @@ def main() -> int:
             for seeded in (False, True)
         }
         del engine
-    with cluster(model) as url:
+    with running("up", "--prefill=1", "--decode=1", f"--model={model}") as url:
         runs["disaggregated"] = {
             seeded: asyncio.run(
                 through(

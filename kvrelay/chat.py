@@ -25,7 +25,7 @@ _DEADLINE = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
 _MAX_TOKENS = 1024
 """Of one answer: a small model that repeats itself would else talk until its context is full."""
 _PROOF = "In one or two sentences: what is a key-value cache?"
-_PROOF_TOKENS = 64
+_PROOF_SAMPLING = {"max_tokens": 64, "temperature": 0}
 
 Message = dict[str, str]
 
@@ -88,15 +88,16 @@ async def stream_answer(
     model: str,
     messages: list[Message],
     on_text: Callable[[str], None],
-    max_tokens: int = _MAX_TOKENS,
+    **sampling: float,
 ) -> Answer:
-    """Ask, give each piece of text to `on_text` as it comes, return the whole. Raises ChatFailed."""
+    """Ask, give each piece of text to `on_text` as it comes, return the whole. `sampling` goes into the request. Raises ChatFailed."""
     body = {
         "model": model,
         "messages": messages,
-        "max_tokens": max_tokens,
+        "max_tokens": _MAX_TOKENS,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **sampling,
     }
     began, ttft_s, tokens = time.monotonic(), 0.0, 0
     pieces: list[str] = []
@@ -157,7 +158,7 @@ async def proof(session: aiohttp.ClientSession, endpoint: Endpoint, console: Con
     console.print(f"[bold]>[/] {_PROOF}")
     model = await endpoint.model(session)
     messages = [{"role": "user", "content": _PROOF}]
-    answer = await stream_answer(session, endpoint, model, messages, _printer(console), _PROOF_TOKENS)
+    answer = await stream_answer(session, endpoint, model, messages, _printer(console), **_PROOF_SAMPLING)
     console.print(f"\n[dim]{answer.summary}[/]")
     return answer
 

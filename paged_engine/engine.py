@@ -125,7 +125,7 @@ def _choose_device(wanted: str) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _fit_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:

@@ -25,7 +25,8 @@ def page(repository: Path) -> str:
 def test_every_file_is_named(packages: list[str], page: str, repository: Path) -> None:
     files = [file.relative_to(repository) for name in packages for file in sorted((repository / name).rglob("*.py"))]
     assert files
-    assert not [str(file) for file in files if str(file) not in page]
+    missing = [str(file) for file in files if file.name != "__init__.py" and str(file) not in page]
+    assert not missing
 
 
 def test_every_named_file_exists(packages: list[str], page: str, repository: Path) -> None:

@@ -1,0 +1,60 @@
+"""`kvrelay` on this machine for the time of a benchmark: a cluster (`up`) or one aggregated node (`serve`)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+
+__all__ = ["running"]
+
+START_DEADLINE_S = 180
+STOP_DEADLINE_S = 60
+
+
+@contextmanager
+def running(command: str, *flags: str) -> Iterator[str]:
+    """Start `kvrelay COMMAND ... --cpu` on a free port; its URL once it is healthy. Ended, whatever happens.
+
+    Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then its log is printed.
+    """
+    port = _free_port()
+    argv = [sys.executable, "-m", "kvrelay.cli", command, f"--port={port}", "--cpu", *flags]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
+        try:
+            asyncio.run(asyncio.wait_for(_healthy(f"http://127.0.0.1:{port}/health", process), START_DEADLINE_S))
+            yield f"http://127.0.0.1:{port}"
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read().decode()[-3000:])
+            raise
+        finally:
+            process.terminate()
+            process.wait(STOP_DEADLINE_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _healthy(url: str, process: subprocess.Popen[bytes]) -> None:
+    async with aiohttp.ClientSession() as session:
+        while process.poll() is None:
+            try:
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+    raise RuntimeError(f"kvrelay ended with code {process.returncode} before it was healthy")

@@ -1,0 +1,232 @@
+"""Request bodies: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
+from openai_api.types import ChatRequest, CompletionRequest
+from wire.errors import RequestError
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return decode_chat(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return decode_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
+
+
+def params(request: ChatRequest | CompletionRequest, prompt_tokens: int = 10, **limits: int) -> SamplingParams:
+    wanted = {"max_model_len": 100, "vocab_size": 300, "default_seed": 7, **limits}
+    return sampling_params(request, prompt_tokens=prompt_tokens, **wanted)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "m"} x', b"\xff", b'{"model": "\xff", "messages": []}', b"{'a':1}"])
+def test_broken_json_is_refused(body: bytes) -> None:
+    for decode in (decode_chat, decode_completion):
+        with pytest.raises(RequestError) as refused:
+            decode(body)
+        assert refused.value.status == 400
+        assert refused.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("field", ["unknown", "messages", "logits_processors", "chat_template_kwargs"])
+def test_deep_nesting_is_refused_and_not_a_crash(field: str) -> None:
+    body = f'{{"messages": [], "{field}": {"[" * 100_000}{"]" * 100_000}}}'.encode()
+    with pytest.raises(RequestError):
+        decode_chat(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": 1}]}, "messages[0].role"),
+        ({"messages": [{"role": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_wrong_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        chat(**fields)
+    assert refused.value.param == param
+    assert refused.value.status == 400
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(RequestError, match="messages is missing") as refused:
+        decode_chat(b"{}")
+    assert refused.value.param == "messages"
+    with pytest.raises(RequestError, match="JSON object"):
+        decode_chat(b"[1]")
+
+
+@pytest.mark.parametrize(("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (2, "n above 1 is not supported")])
+def test_n_is_one(n: int, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        chat(n=n)
+    assert refused.value.param == "n"
+    assert chat(n=1).n == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("best_of", 2),
+        ("echo", True),
+        ("suffix", "x"),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("response_format", {"type": "json_object"}),
+        ("guided_json", {}),
+        ("guided_choice", ["a"]),
+        ("structured_outputs", {"regex": "a"}),
+        ("prompt_logprobs", 0),
+        ("logits_processors", ["x"]),
+        ("use_beam_search", True),
+        ("allowed_token_ids", [1]),
+        ("chat_template", "{{ messages }}"),
+        ("priority", 1),
+    ],
+)
+def test_what_is_not_built_is_refused_and_never_ignored(field: str, value: Any) -> None:
+    for make in (chat, completion):
+        with pytest.raises(RequestError, match=f"{field} is not supported yet") as refused:
+            make(**{field: value})
+        assert refused.value.param == field
+        assert make(**{field: None}).model == "m"
+
+
+def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted() -> None:
+    fields = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "response_format": {"type": "text"}}
+    assert completion(**fields, tool_choice="none", use_beam_search=False, store=True, metadata={"a": [1]}).prompt == "hi"
+
+
+def test_null_is_the_default_everywhere() -> None:
+    names = [name for name in ChatRequest.__struct_fields__ if name not in ("messages", "model")]
+    assert params(chat(**dict.fromkeys(names))) == params(chat())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ([], []), ("", "")]
+)
+def test_one_prompt_in_any_of_its_forms(prompt: Any, read: Any) -> None:
+    assert completion(prompt=prompt).prompt == read
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [1, [2]], [1.5], {"a": 1}, None])
+def test_any_other_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        completion(prompt=prompt)
+    assert (refused.value.param or "").startswith("prompt")
+
+
+def test_defaults_are_the_apis() -> None:
+    assert params(chat()) == SamplingParams(max_tokens=90, seed=7)
+    assert params(completion()) == SamplingParams(max_tokens=16, seed=7)
+    assert params(completion(), prompt_tokens=95).max_tokens == 5
+
+
+def test_every_sampling_field_arrives() -> None:
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1, "seed": -1, "min_tokens": 2, "ignore_eos": True,
+    }  # fmt: skip
+    got = params(chat(**fields, max_tokens=9, max_completion_tokens=8, stop_token_ids=[5, 6, 5], logit_bias={"3": -1.5}))
+    assert {name: getattr(got, name) for name in fields} == fields
+    assert got.max_tokens == 8
+    assert got.stop_token_ids == (5, 6)
+    assert got.logit_bias == ((3, -1.5),)
+
+
+@pytest.mark.parametrize(("top_k", "meant"), [(-1, 0), (0, 0), (7, 7), (10**30, 300)])
+def test_top_k_of_all_tokens(top_k: int, meant: int) -> None:
+    assert params(chat(top_k=top_k)).top_k == meant
+
+
+@pytest.mark.parametrize(("temperature", "meant"), [(0, 0.0), (1e-9, 0.0), (0.01, 0.01)])
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: float, meant: float) -> None:
+    assert params(chat(temperature=temperature)).temperature == meant
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"temperature": -1}, {"min_p": 2}, {"presence_penalty": 3},
+        {"seed": 2**63}, {"stop_token_ids": [300]}, {"logit_bias": {"300": 1}}, {"logit_bias": {"1": 101}},
+        {"min_tokens": 91}, {"min_tokens": -1}, {"max_tokens": 0}, {"repetition_penalty": 0},
+    ],
+)  # fmt: skip
+def test_values_outside_their_limits_are_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as refused:
+        params(chat(**fields))
+    assert refused.value.param == next(iter(fields))
+
+
+def test_logprobs_of_both_apis() -> None:
+    assert params(chat()).logprobs is None
+    assert params(chat(logprobs=True)).logprobs == 0
+    assert params(chat(logprobs=True, top_logprobs=20)).logprobs == 20
+    assert params(chat(logprobs=False, top_logprobs=0)).logprobs is None
+    assert params(completion(logprobs=0)).logprobs == 0
+    assert params(completion(logprobs=3)).logprobs == 3
+    for wrong in (21, -1):
+        with pytest.raises(RequestError) as refused:
+            completion(logprobs=wrong)
+        assert refused.value.param == "logprobs"
+
+
+def test_the_context_limit_names_prompt_limit_and_remedy() -> None:
+    with pytest.raises(RequestError, match="prompt has 10 tokens and max_tokens is 91.*is 100.*at most 90") as refused:
+        params(completion(max_tokens=91))
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")
+    assert params(completion(max_tokens=90)).max_tokens == 90
+    with pytest.raises(RequestError, match="prompt has 100 tokens") as refused:
+        params(chat(), prompt_tokens=100)
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+    with pytest.raises(RequestError, match="no token"):
+        params(chat(), prompt_tokens=0)
+
+
+def test_a_prefill_leg_computes_one_token_and_checks_the_clients_own_limit() -> None:
+    def leg(client_max_tokens: int, **fields: Any) -> ChatRequest:
+        handover = {"do_remote_decode": True, "client_max_tokens": client_max_tokens}
+        return chat(kv_transfer_params=handover, max_tokens=1, **fields)
+
+    request = leg(50, min_tokens=5)
+    assert isinstance(request.kv_transfer_params, KvTransferParams)
+    assert (params(request).max_tokens, params(request).min_tokens) == (1, 1)
+    assert token_limit(request, 10, 100) == 50
+    assert token_limit(leg(0), 10, 100) == 90
+    with pytest.raises(RequestError, match="max_tokens is 91"):
+        params(leg(91))
+
+
+def test_stop_is_a_string_or_a_list() -> None:
+    assert chat(stop="x").stop_strings == ("x",)
+    assert chat(stop=["x", "yz"]).stop_strings == ("x", "yz")
+    assert chat(stop=[]).stop_strings == chat(stop="").stop_strings == chat().stop_strings == ()

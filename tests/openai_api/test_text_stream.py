@@ -1,0 +1,114 @@
+"""Streams of text: nothing uncertain is sent, nothing is lost, and equal ids make equal states."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openai_api.text_stream import TextStream
+from openai_api.tokenizer import Tokenizer
+
+
+def pieces(stream: TextStream, ids: list[int]) -> list[str]:
+    return [stream.push(token) for token in ids]
+
+
+def text_of(stream: TextStream, ids: list[int]) -> str:
+    return "".join(pieces(stream, ids)) + stream.finish()
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 310), max_size=60))
+def test_a_stream_is_the_text_of_the_whole_for_any_ids(bytewise: Tokenizer, ids: list[int]) -> None:
+    stream = TextStream(bytewise)
+    text = text_of(stream, ids)
+    assert text == bytewise.decode(ids)
+    assert stream.sent == stream.decoded == len(text)
+
+
+def test_a_character_is_sent_when_it_is_whole(bytewise: Tokenizer) -> None:
+    ids = bytewise.encode("é😀!", False)
+    assert pieces(TextStream(bytewise), ids) == ["", "é", "", "", "", "😀", "!"]
+
+
+def test_a_cut_character_is_replaced_at_the_end(bytewise: Tokenizer) -> None:
+    stream = TextStream(bytewise)
+    assert pieces(stream, bytewise.encode("a😀", False)[:-1]) == ["a", "", "", ""]
+    assert stream.finish() == "\ufffd"
+
+
+def test_special_tokens_have_text_only_if_asked(bytewise: Tokenizer) -> None:
+    assert text_of(TextStream(bytewise), [65, 2, 66]) == "AB"
+    assert text_of(TextStream(bytewise, skip_special_tokens=False), [65, 2, 66]) == "A<|end2|>B"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "sent", "hit"),
+    [
+        ("hello END more", ("END",), "hello ", "END"),
+        ("hello EN", ("END",), "hello EN", None),
+        ("EEND", ("END",), "E", "END"),
+        ("aabaac", ("aabaad", "c"), "aabaa", "c"),
+        ("xyz", ("z", "yz"), "x", "yz"),
+        ("abcd", ("abcd", "bc"), "a", "bc"),
+        ("äöü€!", ("ü€",), "äö", "ü€"),
+        ("a\n\nb", ("\n\n",), "a", "\n\n"),
+    ],
+)
+def test_stop_strings_end_the_text_wherever_tokens_are_cut(
+    bytewise: Tokenizer, text: str, stop: tuple[str, ...], sent: str, hit: str | None
+) -> None:
+    ids = bytewise.encode(text, False)
+    stream = TextStream(bytewise, stop)
+    assert text_of(stream, ids) == sent
+    assert stream.stop_hit == hit
+    assert stream.sent == len(sent)
+    included = TextStream(bytewise, stop, include_stop=True)
+    assert text_of(included, ids) == sent + (hit or "")
+
+
+def test_only_what_may_become_a_stop_string_is_held_back(bytewise: Tokenizer) -> None:
+    stream = TextStream(bytewise, ("END",))
+    assert pieces(stream, bytewise.encode("aENbEN", False)) == ["a", "", "", "ENb", "", ""]
+    assert stream.decoded == 6
+    assert stream.sent == 4
+    assert stream.finish() == "EN"
+
+
+def test_no_stop_string_is_found_within_min_tokens(bytewise: Tokenizer) -> None:
+    ids = bytewise.encode("xxaxb", False)
+    stream = TextStream(bytewise, ("x",), min_tokens=2)
+    assert pieces(stream, ids) == ["x", "x", "a", "", ""]
+    assert stream.stop_hit == "x"
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("abé😀", max_size=30), stop=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
+def test_the_text_never_holds_a_stop_string_and_ends_at_the_first(
+    bytewise: Tokenizer, text: str, stop: list[str]
+) -> None:
+    stream = TextStream(bytewise, tuple(stop))
+    got = text_of(stream, bytewise.encode(text, False))
+    assert not any(found in got for found in stop)
+    assert text.startswith(got)
+    ends = [(text.find(found) + len(found), text.find(found)) for found in stop if found in text]
+    assert got == (text[: min(ends)[1]] if ends else text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 299), max_size=40), cut=st.integers(0, 40))
+def test_replaying_the_ids_makes_the_same_state(bytewise: Tokenizer, ids: list[int], cut: int) -> None:
+    stop = ("ab", "\x80", "t270")
+    first, second = TextStream(bytewise, stop), TextStream(bytewise, stop)
+    pieces(first, ids[:cut])
+    pieces(second, ids[:cut])
+    assert (first.sent, first.decoded, first.stop_hit) == (second.sent, second.decoded, second.stop_hit)
+    assert pieces(first, ids[cut:]) == pieces(second, ids[cut:])
+    assert first.finish() == second.finish()
+
+
+@pytest.mark.model
+def test_the_embedded_models_stream_is_its_text(smollm2: Tokenizer) -> None:
+    text = "Naïve café 😀👩‍👩‍👧 — 12345 日本語\n\n\tdef f(x):\n        return x"
+    assert text_of(TextStream(smollm2), smollm2.encode(text, False)) == text
