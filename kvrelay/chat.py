@@ -90,7 +90,10 @@ async def stream_answer(
     on_text: Callable[[str], None],
     **sampling: float,
 ) -> Answer:
-    """Ask, give each piece of text to `on_text` as it comes, return the whole. `sampling` goes into the request. Raises ChatFailed."""
+    """Ask, give each piece of text to `on_text` as it comes, return the whole. Raises ChatFailed.
+
+    `sampling` goes into the request as it is.
+    """
     body = {
         "model": model,
         "messages": messages,

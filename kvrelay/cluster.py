@@ -125,7 +125,7 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 def _log_dir(config: ClusterConfig) -> Path:
     if not config.log_dir:
-        return Path(tempfile.mkdtemp(prefix="kvrelay-"))
+        return Path(tempfile.mkdtemp(prefix="kvrelay-logs-"))
     folder = Path(config.log_dir).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)

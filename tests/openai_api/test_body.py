@@ -29,7 +29,9 @@ def params(request: ChatRequest | CompletionRequest, prompt_tokens: int = 10, **
     return sampling_params(request, prompt_tokens=prompt_tokens, **wanted)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"model": "m"} x', b"\xff", b'{"model": "\xff", "messages": []}', b"{'a':1}"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"messages": [], "prompt": ""} x', b"\xff", b'{"model": "\xff", "messages": []}', b"{'a':1}"]
+)
 def test_broken_json_is_refused(body: bytes) -> None:
     for decode in (decode_chat, decode_completion):
         with pytest.raises(RequestError) as refused:
@@ -85,7 +87,9 @@ def test_a_missing_field_is_named() -> None:
         decode_chat(b"[1]")
 
 
-@pytest.mark.parametrize(("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (2, "n above 1 is not supported")])
+@pytest.mark.parametrize(
+    ("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (2, "n above 1 is not supported")]
+)
 def test_n_is_one(n: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         chat(n=n)
@@ -123,7 +127,9 @@ def test_what_is_not_built_is_refused_and_never_ignored(field: str, value: Any) 
 
 def test_values_that_ask_for_nothing_and_unknown_fields_are_accepted() -> None:
     fields = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "response_format": {"type": "text"}}
-    assert completion(**fields, tool_choice="none", use_beam_search=False, store=True, metadata={"a": [1]}).prompt == "hi"
+    assert (
+        completion(**fields, tool_choice="none", use_beam_search=False, store=True, metadata={"a": [1]}).prompt == "hi"
+    )
 
 
 def test_null_is_the_default_everywhere() -> None:
@@ -156,7 +162,9 @@ def test_every_sampling_field_arrives() -> None:
         "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
         "repetition_penalty": 1.1, "seed": -1, "min_tokens": 2, "ignore_eos": True,
     }  # fmt: skip
-    got = params(chat(**fields, max_tokens=9, max_completion_tokens=8, stop_token_ids=[5, 6, 5], logit_bias={"3": -1.5}))
+    got = params(
+        chat(**fields, max_tokens=9, max_completion_tokens=8, stop_token_ids=[5, 6, 5], logit_bias={"3": -1.5})
+    )
     assert {name: getattr(got, name) for name in fields} == fields
     assert got.max_tokens == 8
     assert got.stop_token_ids == (5, 6)
@@ -201,7 +209,7 @@ def test_logprobs_of_both_apis() -> None:
 
 
 def test_the_context_limit_names_prompt_limit_and_remedy() -> None:
-    with pytest.raises(RequestError, match="prompt has 10 tokens and max_tokens is 91.*is 100.*at most 90") as refused:
+    with pytest.raises(RequestError, match=r"prompt has 10 tokens and max_tokens is 91.*is 100.*at most 90") as refused:
         params(completion(max_tokens=91))
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "max_tokens")
     assert params(completion(max_tokens=90)).max_tokens == 90

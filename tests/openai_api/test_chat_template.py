@@ -13,7 +13,9 @@ from openai_api.chat_template import check_template, render
 from openai_api.tokenizer import Tokenizer
 from wire.errors import ConfigError, RequestError
 
-CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
 
 
 def rendered(template: str | None, messages: list[dict[str, Any]], **options: Any) -> str:
