@@ -20,11 +20,11 @@ __all__ = ["AttentionPlan", "SequenceSpan", "attend", "plan_attention"]
 SPLIT_TOKENS = 128
 PREFILL_TILE_TOKENS = 32
 # Rows of every product: below this, BLAS picks other kernels for fewer rows and the bits change (seen at 1 to 4 rows).
-ROW_MULTIPLE = 16
+ROW_MULTIPLE = 8
 # Scores of one slab of items stay below this size, whatever the context length.
 SLAB_BYTES = 64 << 20
-# A finite "minus infinity" for row maxima, so that a fully masked split gives exp(-inf) = 0 and not NaN.
-LOWEST = -1e30
+# A finite "minus infinity": a fully masked split has a finite softmax, to which the join gives an exact zero of weight.
+MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +39,15 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """Items of whole tiles, all tiles of one size. `rows_of_tile` repeats a valid row where a tile is not full."""
+    """Items of whole tiles, all tiles of one size. A tile has `rows` rows per KV head: its tokens for each query head of
+    the group, then padding that repeats a valid row."""
 
-    rows_of_tile: torch.Tensor  # [tiles, tile_tokens] rows of q
-    valid: torch.Tensor | None  # [tiles, tile_tokens] bool; None when every tile is full
+    rows: int
+    query_rows: torch.Tensor  # [items * kv_heads * rows] rows of the query seen as [tokens * heads, head_dim]
+    pool_rows: torch.Tensor  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
+    bias: torch.Tensor  # [items, 1, rows or 1, SPLIT_TOKENS] 0 where the key may be seen, else MASKED
     tile_of_item: torch.Tensor | None  # [items]; None when every tile has exactly one item
-    pool_rows: (
-        torch.Tensor
-    )  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
-    bias: torch.Tensor  # [items, 1, 1, tile_tokens, SPLIT_TOKENS] 0 where the key may be seen, else -inf
-
-    def on(self, device: torch.device) -> _Slab:
-        """The same slab on a device."""
-        return _Slab(
-            self.rows_of_tile.to(device),
-            None if self.valid is None else self.valid.to(device),
-            None if self.tile_of_item is None else self.tile_of_item.to(device),
-            self.pool_rows.to(device),
-            self.bias.to(device),
-        )
+    tiles: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,143 +55,186 @@ class AttentionPlan:
     """What all layers of one step share."""
 
     slabs: tuple[_Slab, ...]
+    output_rows: torch.Tensor  # [tokens * heads] rows of the slabs' results, seen as [tiles * kv_heads * rows, head_dim]
 
 
 def plan_attention(
     spans: Sequence[SequenceSpan],
     *,
+    tokens: int,
     block_tokens: int,
     kv_heads: int,
     group: int,
     window: int = 0,
-    device: torch.device | None = None,
+    device: torch.device | str = "cpu",
 ) -> AttentionPlan:
-    """Cut the step into slabs. `group` is query heads per KV head; `window` 0 is full causal attention."""
+    """Cut a step of `tokens` rows into slabs. `group` is query heads per KV head; `window` 0 is full causal attention.
+
+    Rows that no span names are padding: they get the finite output of some other row.
+    """
+    planner = _Planner(tokens, block_tokens, kv_heads, group, window, torch.device(device))
     decodes = [span for span in spans if span.count == 1]
     prefills = [span for span in spans if span.count > 1]
-    slabs: list[_Slab] = []
     for tile_tokens, members in ((1, decodes), (PREFILL_TILE_TOKENS, prefills)):
         row_bytes = _padded_rows(group * tile_tokens) * SPLIT_TOKENS * 4 * kv_heads
         max_items = max(1, SLAB_BYTES // row_bytes)
-        pending: list[tuple[SequenceSpan, int, range]] = []
+        pending: list[_Tile] = []
         items = 0
         for span in members:
-            for tile_start in range(0, span.count, tile_tokens):
-                splits = _splits_seen(span, tile_start, tile_tokens, window)
-                if pending and items + len(splits) > max_items:
-                    slabs.append(_slab(pending, tile_tokens, block_tokens, kv_heads, window))
+            for first in range(0, span.count, tile_tokens):
+                tile = _Tile(span, first, _splits_seen(span, first, tile_tokens, window))
+                if pending and items + len(tile.splits) > max_items:
+                    planner.add_slab(pending, tile_tokens)
                     pending, items = [], 0
-                pending.append((span, tile_start, splits))
-                items += len(splits)
+                pending.append(tile)
+                items += len(tile.splits)
         if pending:
-            slabs.append(_slab(pending, tile_tokens, block_tokens, kv_heads, window))
-    return AttentionPlan(tuple(slab.on(device) for slab in slabs) if device is not None else tuple(slabs))
+            planner.add_slab(pending, tile_tokens)
+    return planner.plan()
 
 
-def _splits_seen(span: SequenceSpan, tile_start: int, tile_tokens: int, window: int) -> range:
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    span: SequenceSpan
+    first: int  # of its tokens, counted within the span
+    splits: range
+
+
+def _splits_seen(span: SequenceSpan, first: int, tile_tokens: int, window: int) -> range:
     """The splits of keys that any query of this tile may see."""
-    first = span.first_position + tile_start
-    last = span.first_position + min(tile_start + tile_tokens, span.count) - 1
-    oldest = max(0, first - window + 1) if window else 0
-    return range(oldest // SPLIT_TOKENS, last // SPLIT_TOKENS + 1)
+    newest = span.first_position + min(first + tile_tokens, span.count) - 1
+    oldest = max(0, span.first_position + first - window + 1) if window else 0
+    return range(oldest // SPLIT_TOKENS, newest // SPLIT_TOKENS + 1)
 
 
 def _padded_rows(rows: int) -> int:
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def _slab(
-    tiles: list[tuple[SequenceSpan, int, range]], tile_tokens: int, block_tokens: int, kv_heads: int, window: int
-) -> _Slab:
-    per_split = SPLIT_TOKENS // block_tokens
-    num_items = sum(len(splits) for _, _, splits in tiles)
-    rows = np.empty((len(tiles), tile_tokens), np.int64)
-    positions = np.empty((len(tiles), tile_tokens), np.int64)
-    valid = np.ones((len(tiles), tile_tokens), np.bool_)
-    tile_of_item = np.empty(num_items, np.int64)
-    split_of_item = np.empty(num_items, np.int64)
-    blocks = np.zeros((num_items, per_split), np.int64)  # block 0 is the null block: masked by the bias
-    item = 0
-    for tile, (span, tile_start, splits) in enumerate(tiles):
-        token = np.minimum(np.arange(tile_start, tile_start + tile_tokens), span.count - 1)
-        rows[tile], positions[tile] = span.start + token, span.first_position + token
-        valid[tile] = np.arange(tile_start, tile_start + tile_tokens) < span.count
-        for split in splits:
-            ids = span.block_ids[split * per_split : (split + 1) * per_split]
-            blocks[item, : len(ids)] = ids
-            tile_of_item[item], split_of_item[item] = tile, split
-            item += 1
-    keys = split_of_item[:, None] * SPLIT_TOKENS + np.arange(SPLIT_TOKENS)  # [items, SPLIT]
-    queries = positions[tile_of_item]  # [items, tile_tokens]
-    seen = keys[:, None, :] <= queries[:, :, None]
-    if window:
-        seen &= keys[:, None, :] > queries[:, :, None] - window
-    bias = np.where(seen, np.float32(0), np.float32(-np.inf))
-    pool_rows = blocks[:, None, :] * kv_heads + np.arange(kv_heads)[None, :, None]  # [items, kv_heads, per_split]
-    return _Slab(
-        rows_of_tile=torch.from_numpy(rows),
-        valid=None if valid.all() else torch.from_numpy(valid),
-        tile_of_item=None if num_items == len(tiles) else torch.from_numpy(tile_of_item),
-        pool_rows=torch.from_numpy(pool_rows.reshape(-1)),
-        bias=torch.from_numpy(bias)[:, None, None],
-    )
+class _Planner:
+    """Builds the index tensors of one plan with numpy."""
+
+    def __init__(
+        self, tokens: int, block_tokens: int, kv_heads: int, group: int, window: int, device: torch.device
+    ) -> None:
+        self._block_tokens, self._kv_heads, self._group, self._window = block_tokens, kv_heads, group, window
+        self._device = device
+        self._slabs: list[_Slab] = []
+        self._result_rows = 0
+        self._output_rows = np.zeros((tokens, kv_heads, group), np.int64)
+
+    def plan(self) -> AttentionPlan:
+        return AttentionPlan(tuple(self._slabs), self._tensor(self._output_rows.reshape(-1)))
+
+    def add_slab(self, tiles: list[_Tile], tile_tokens: int) -> None:
+        """Tiles of up to `tile_tokens` tokens; a tile that is not full repeats its last token."""
+        wanted = np.array([tile.first for tile in tiles])[:, None] + np.arange(tile_tokens)  # [tiles, tile_tokens]
+        place = np.minimum(wanted, np.array([tile.span.count for tile in tiles])[:, None] - 1)
+        token_rows = np.array([tile.span.start for tile in tiles])[:, None] + place
+        positions = np.array([tile.span.first_position for tile in tiles])[:, None] + place
+        per_tile = np.array([len(tile.splits) for tile in tiles])
+        tile_of_item = np.repeat(np.arange(len(tiles)), per_tile)
+        split_of_item = np.concatenate([np.arange(tile.splits.start, tile.splits.stop) for tile in tiles])
+        rows = _padded_rows(self._group * tile_tokens)
+        self._slabs.append(
+            _Slab(
+                rows=rows,
+                query_rows=self._tensor(self._query_rows(token_rows, rows)[tile_of_item].reshape(-1)),
+                pool_rows=self._tensor(self._pool_rows(tiles)),
+                bias=self._tensor(self._bias(positions, rows, tile_of_item, split_of_item)),
+                tile_of_item=None if (per_tile == 1).all() else self._tensor(tile_of_item),
+                tiles=len(tiles),
+            )
+        )
+        self._note_output(token_rows, wanted == place, rows)
+
+    def _query_rows(self, token_rows: np.ndarray, rows: int) -> np.ndarray:
+        """[tiles, kv_heads, rows]: (query head, token) of each row; padding repeats row 0."""
+        heads = np.arange(self._kv_heads * self._group).reshape(self._kv_heads, self._group)
+        all_heads = self._kv_heads * self._group
+        grid = token_rows[:, None, None, :] * all_heads + heads[None, :, :, None]  # [tiles, kv_heads, group, tokens]
+        flat = grid.reshape(len(token_rows), self._kv_heads, -1)
+        return np.concatenate([flat, np.repeat(flat[:, :, :1], rows - flat.shape[2], axis=2)], axis=2)
+
+    def _pool_rows(self, tiles: list[_Tile]) -> np.ndarray:
+        per_split = SPLIT_TOKENS // self._block_tokens
+        blocks = np.zeros((sum(len(tile.splits) for tile in tiles), per_split), np.int64)  # block 0 is the null block
+        item = 0
+        for tile in tiles:
+            for split in tile.splits:
+                ids = tile.span.block_ids[split * per_split : (split + 1) * per_split]
+                blocks[item, : len(ids)] = ids
+                item += 1
+        by_head = blocks[:, None, :] * self._kv_heads + np.arange(self._kv_heads)[None, :, None]
+        return by_head.reshape(-1)  # [items * kv_heads * per_split]
+
+    def _bias(
+        self, positions: np.ndarray, rows: int, tile_of_item: np.ndarray, split_of_item: np.ndarray
+    ) -> np.ndarray:
+        keys = split_of_item[:, None, None] * SPLIT_TOKENS + np.arange(SPLIT_TOKENS)  # [items, 1, SPLIT]
+        queries = positions[tile_of_item][:, :, None]  # [items, tile_tokens, 1]
+        seen = keys <= queries
+        if self._window:
+            seen &= keys > queries - self._window
+        bias = np.where(seen, np.float32(0), np.float32(MASKED))  # [items, tile_tokens, SPLIT]
+        if bias.shape[1] > 1:
+            bias = np.tile(bias, (1, self._group, 1))
+            bias = np.concatenate([bias, np.repeat(bias[:, :1], rows - bias.shape[1], axis=1)], axis=1)
+        return bias[:, None]  # [items, 1, rows or 1, SPLIT]
+
+    def _note_output(self, token_rows: np.ndarray, valid: np.ndarray, rows: int) -> None:
+        """Where each token finds its result: row (tile, kv head, query head, token) of this slab."""
+        tiles, tile_tokens = token_rows.shape
+        start = np.arange(tiles * self._kv_heads).reshape(tiles, self._kv_heads) * rows + self._result_rows
+        inside = np.arange(self._group * tile_tokens).reshape(self._group, tile_tokens)
+        grid = start[:, :, None, None] + inside  # [tiles, kv_heads, group, tile_tokens]
+        self._output_rows[token_rows[valid]] = grid.transpose(0, 3, 1, 2)[valid]
+        self._result_rows += tiles * self._kv_heads * rows
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
 
 
 def attend(query: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan) -> torch.Tensor:
     """Causal softmax(q k^T / sqrt(head_dim)) v of every query token over its sequence's blocks.
 
     query [tokens, heads, head_dim]; pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim], which must hold the
-    step's own keys already. Returns [tokens, heads, head_dim]; rows that no span names are zero.
+    step's own keys already. Returns [tokens, heads, head_dim].
     """
-    out = torch.zeros_like(query)
-    for slab in plan.slabs:
-        tiled = _attend_slab(query, pool, layer, slab)  # [tiles, tile_tokens, heads, head_dim]
-        if slab.valid is None:
-            out[slab.rows_of_tile.view(-1)] = tiled.flatten(0, 1)
-        else:
-            out[slab.rows_of_tile[slab.valid]] = tiled[slab.valid]
-    return out
+    tokens, heads, dim = query.shape
+    flat = query.reshape(tokens * heads, dim).float()
+    results = [_attend_slab(flat, pool, layer, slab) for slab in plan.slabs]
+    result = results[0] if len(results) == 1 else torch.cat(results)
+    return result.index_select(0, plan.output_rows).view(tokens, heads, dim).to(query.dtype)
 
 
 def _attend_slab(query: torch.Tensor, pool: torch.Tensor, layer: int, slab: _Slab) -> torch.Tensor:
+    """[tiles * kv_heads * rows, head_dim]"""
     num_blocks, kv_heads, num_layers, _, block_tokens, dim = pool.shape
-    tiles, tile_tokens = slab.rows_of_tile.shape
-    group = query.shape[1] // kv_heads
-    rows = group * tile_tokens
-    padded = _padded_rows(rows)
-
-    q = query[slab.rows_of_tile].view(tiles, tile_tokens, kv_heads, group, dim)
-    tile_q = torch.zeros(tiles, kv_heads, padded, dim, device=query.device)
-    tile_q[:, :, :rows] = (q.permute(0, 2, 3, 1, 4).float() * dim**-0.5).reshape(tiles, kv_heads, rows, dim)
-    if slab.tile_of_item is not None:
-        tile_q = tile_q[slab.tile_of_item]
-    items = tile_q.shape[0]
-
+    products = slab.bias.shape[0] * kv_heads
     by_head = pool.view(num_blocks * kv_heads, num_layers, 2, block_tokens * dim)[:, layer]
     keys, values = (
-        by_head[:, kind].index_select(0, slab.pool_rows).view(items * kv_heads, SPLIT_TOKENS, dim).float()
-        for kind in (0, 1)
+        by_head[:, kind].index_select(0, slab.pool_rows).view(products, SPLIT_TOKENS, dim).float() for kind in (0, 1)
     )
-    scores = torch.bmm(tile_q.view(items * kv_heads, padded, dim), keys.transpose(1, 2))
-    scores = scores.view(items, kv_heads, padded, SPLIT_TOKENS)
-    scores[:, :, :rows].view(items, kv_heads, group, tile_tokens, SPLIT_TOKENS).add_(slab.bias)
-    peak = scores.amax(-1, keepdim=True).clamp_min_(LOWEST)  # [items, kv_heads, padded, 1]
-    weights = scores.sub_(peak).exp_()
-    total = weights.sum(-1, keepdim=True)
-    mixed = torch.bmm(weights.view(items * kv_heads, padded, SPLIT_TOKENS), values).view(items, kv_heads, padded, dim)
+    tile_query = query.index_select(0, slab.query_rows).view(products, slab.rows, dim)
+    bias = slab.bias.expand(-1, kv_heads, slab.rows, -1).reshape(products, slab.rows, SPLIT_TOKENS)
+    scores = torch.baddbmm(bias, tile_query, keys.transpose(1, 2), alpha=dim**-0.5)
+    mixed = torch.bmm(scores.softmax(-1), values)
     if slab.tile_of_item is not None:
-        mixed, total = _combine(mixed, total, peak, slab.tile_of_item, tiles)
-    result = (mixed[:, :, :rows] / total[:, :, :rows]).view(tiles, kv_heads, group, tile_tokens, dim)
-    return result.permute(0, 3, 1, 2, 4).reshape(tiles, tile_tokens, kv_heads * group, dim).to(query.dtype)
+        mixed = _join(mixed.view(-1, kv_heads, slab.rows, dim), scores, slab.tile_of_item, slab.tiles)
+    return mixed.view(-1, dim)
 
 
-def _combine(
-    mixed: torch.Tensor, total: torch.Tensor, peak: torch.Tensor, tile_of_item: torch.Tensor, tiles: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the splits of each tile in ascending order; a masked split adds an exact zero."""
-    top = torch.full((tiles, *peak.shape[1:]), LOWEST, device=peak.device)
-    top.scatter_reduce_(0, tile_of_item.view(-1, 1, 1, 1).expand_as(peak), peak, "amax")
-    scale = (peak - top[tile_of_item]).exp_()
-    joined = mixed.new_zeros(tiles, *mixed.shape[1:]).index_add_(0, tile_of_item, mixed * scale)
-    joined_total = total.new_zeros(tiles, *total.shape[1:]).index_add_(0, tile_of_item, total * scale)
-    return joined, joined_total
+def _join(mixed: torch.Tensor, scores: torch.Tensor, tile_of_item: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Weigh the splits of each tile by their share of the softmax, in ascending order.
+
+    A split that is masked for a row adds an exact zero; a row with one visible split is multiplied by an exact one.
+    """
+    weight = scores.logsumexp(-1).view(*mixed.shape[:3], 1)  # [items, kv_heads, rows, 1]
+    index = tile_of_item.view(-1, 1, 1, 1).expand_as(weight)
+    shape = (tiles, *weight.shape[1:])
+    top = weight.new_full(shape, MASKED).scatter_reduce_(0, index, weight, "amax")
+    share = (weight - top[tile_of_item]).exp_()
+    total = share.new_zeros(shape).index_add_(0, tile_of_item, share)
+    joined = mixed.new_zeros(tiles, *mixed.shape[1:]).index_add_(0, tile_of_item, mixed * share)
+    return joined / total

@@ -73,7 +73,7 @@ class EngineClient:
         threads = str(self._config.engine.threads or os.cpu_count() or 1)
         environment = {
             # A waiting OpenMP thread that spins steals the core another process needs: ten times slower on two cores.
-            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": "30000",
             "OMP_NUM_THREADS": threads,
             **os.environ,
             PARENT_PID: str(os.getpid()),

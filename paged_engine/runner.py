@@ -56,6 +56,7 @@ class Runner:
         sampled += [0] * (max(samples, self._min_rows) - samples)
         plan = plan_attention(
             spans,
+            tokens=rows,
             block_tokens=block_tokens,
             kv_heads=config.num_kv_heads,
             group=config.num_heads // config.num_kv_heads,
