@@ -23,7 +23,7 @@ def _measure(arm: str, args: argparse.Namespace) -> Report:
     command, *flags = ARMS[arm]
     with running(command, *flags, *args.flag) as url:
         # Warm up with another seed: connections and lazy code, not the prefix cache of the load's own prompts.
-        asyncio.run(run_load(url, requests=2, concurrency=2, max_tokens=4, seed=99))
+        asyncio.run(run_load(url, requests=4, concurrency=4, max_tokens=16, seed=99))
         report, outcomes = asyncio.run(
             run_load(url, requests=args.requests, concurrency=args.concurrency, max_tokens=args.max_tokens)
         )
@@ -40,7 +40,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--flag", action="append", default=[], help="a flag for kvrelay, for example --flag=--threads=2")
+    parser.add_argument(
+        "--flag", action="append", default=[], help="a flag for kvrelay, for example --flag=--threads=2"
+    )
     args = parser.parse_args()
     reports: dict[str, list[Report]] = {arm: [] for arm in ARMS}
     print(f"{'':12}" + "".join(f"{name:>21}" for name in COLUMNS))

@@ -31,7 +31,7 @@ from wire.sampling import SamplingParams
 
 __all__ = ["Answer", "in_engine", "through", "varied_prompts"]
 
-# A difference from transformers counts as a near-tie below this gap of logits: fp32 sums of 576 terms differ by 1e-5 to 1e-4.
+# Below this gap of logits a difference from transformers is a near-tie: fp32 sums of 576 terms differ by 1e-5 to 1e-4.
 NEAR_TIE = 1e-2
 
 _SENTENCES = (
@@ -205,15 +205,17 @@ def main() -> int:
     with running("up", "--prefill=1", "--decode=1", f"--model={model}") as url:
         runs["disaggregated"] = {
             seeded: asyncio.run(
-                through(
-                    url, "SmolLM2-135M-Instruct", prompts, seeded=seeded, max_tokens=args.max_tokens, concurrency=8
-                )
+                through(url, "SmolLM2-135M-Instruct", prompts, seeded=seeded, max_tokens=args.max_tokens, concurrency=8)
             )
             for seeded in (False, True)
         }
     for name in ("in one batch", "disaggregated"):
         for seeded in (False, True):
-            wrong = [i for i, pair in enumerate(zip(runs["alone"][seeded], runs[name][seeded], strict=True)) if pair[0] != pair[1]]
+            wrong = [
+                i
+                for i, pair in enumerate(zip(runs["alone"][seeded], runs[name][seeded], strict=True))
+                if pair[0] != pair[1]
+            ]
             differences += len(wrong)
             kind = "seeded" if seeded else "greedy"
             print(f"  {kind}: {name} == alone for {len(prompts) - len(wrong)} of {len(prompts)} prompts {wrong or ''}")

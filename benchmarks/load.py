@@ -21,8 +21,9 @@ __all__ = ["Outcome", "Report", "run_load"]
 
 # About 60 tokens each with the chat template; only the template is a shared prefix.
 _TOPICS = (
-    "the tides", "a bicycle", "old maps", "honey bees", "the number zero", "glaciers", "a jazz band", "paper", "volcanoes",
-    "the violin", "deserts", "clocks", "a lighthouse", "spices", "the moon", "bridges", "tea", "owls", "ships", "salt",
+    "the tides", "a bicycle", "old maps", "honey bees", "the number zero", "glaciers", "a jazz band", "paper",
+    "volcanoes", "the violin", "deserts", "clocks", "a lighthouse", "spices", "the moon", "bridges", "tea", "owls",
+    "ships", "salt",
 )  # fmt: skip
 _ASKS = (
     "In plain words, explain to a curious child how {} came to be and why people still care about it today.",
@@ -82,6 +83,15 @@ async def _one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
                 if data == b"[DONE]":
                     done = True
                     break
+                if b'"content":"' in data and b'"content":""' not in data:
+                    # Not parsed: the client shares the cores with what it measures.
+                    now = time.perf_counter() - began
+                    if last:
+                        outcome.gaps_s.append(now - last)
+                    else:
+                        outcome.first_s = now
+                    last = now
+                    continue
                 chunk = json.loads(data)
                 if "error" in chunk:
                     outcome.error = str(chunk["error"])
@@ -89,13 +99,6 @@ async def _one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
                 if chunk.get("usage"):
                     outcome.tokens = chunk["usage"]["completion_tokens"]
                     outcome.prompt_tokens = chunk["usage"]["prompt_tokens"]
-                if chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                    now = time.perf_counter() - began
-                    if last:
-                        outcome.gaps_s.append(now - last)
-                    else:
-                        outcome.first_s = now
-                    last = now
             outcome.total_s = last
             if not done:
                 outcome.error = "the stream ended without [DONE]"

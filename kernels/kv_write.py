@@ -8,12 +8,18 @@ __all__ = ["write_kv"]
 
 
 def write_kv(
-    pool: torch.Tensor, layer: int, key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
 ) -> None:
-    """pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim]; key, value [tokens, kv_heads, head_dim].
+    """Caches [num_blocks, kv_heads, block_tokens, head_dim], one layer's views of the pool.
+
+    key, value [tokens, kv_heads, head_dim].
 
     Token t goes to offset `offsets[t]` of block `blocks[t]` (int64 [tokens]). Padding rows name the null block 0.
     """
-    of_layer = pool[:, :, layer]  # [num_blocks, kv_heads, 2, block_tokens, head_dim]
-    of_layer[:, :, 0][blocks, :, offsets] = key
-    of_layer[:, :, 1][blocks, :, offsets] = value
+    key_cache[blocks, :, offsets] = key
+    value_cache[blocks, :, offsets] = value

@@ -14,9 +14,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Source: Zhang and Sennrich, "Root mean square layer normalization", 2019. Computed in fp32, as the checkpoints
     were trained.
     """
-    if x.dtype == torch.float32:
-        return functional.rms_norm(x, x.shape[-1:], None, eps) * weight
-    return functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

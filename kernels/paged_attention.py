@@ -39,12 +39,16 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """Items of whole tiles, all tiles of one size. A tile has `rows` rows per KV head: its tokens for each query head of
-    the group, then padding that repeats a valid row."""
+    """Items of whole tiles, all tiles of one size.
+
+    A tile has `rows` rows per KV head: its tokens for each query head of the group, then padding.
+    """
 
     rows: int
     query_rows: torch.Tensor  # [items * kv_heads * rows] rows of the query seen as [tokens * heads, head_dim]
-    pool_rows: torch.Tensor  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
+    pool_rows: (
+        torch.Tensor
+    )  # [items * kv_heads * blocks_per_split] rows of the pool seen as [num_blocks * kv_heads, ...]
     bias: torch.Tensor  # [items, 1, rows or 1, SPLIT_TOKENS] 0 where the key may be seen, else MASKED
     tile_of_item: torch.Tensor | None  # [items]; None when every tile has exactly one item
     tiles: int
@@ -55,7 +59,9 @@ class AttentionPlan:
     """What all layers of one step share."""
 
     slabs: tuple[_Slab, ...]
-    output_rows: torch.Tensor  # [tokens * heads] rows of the slabs' results, seen as [tiles * kv_heads * rows, head_dim]
+    output_rows: (
+        torch.Tensor
+    )  # [tokens * heads] rows of the slabs' results, seen as [tiles * kv_heads * rows, head_dim]
 
 
 def plan_attention(
@@ -195,26 +201,31 @@ class _Planner:
         return torch.from_numpy(values).to(self._device)
 
 
-def attend(query: torch.Tensor, pool: torch.Tensor, layer: int, plan: AttentionPlan) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: AttentionPlan
+) -> torch.Tensor:
     """Causal softmax(q k^T / sqrt(head_dim)) v of every query token over its sequence's blocks.
 
-    query [tokens, heads, head_dim]; pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim], which must hold the
-    step's own keys already. Returns [tokens, heads, head_dim].
+    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_tokens, head_dim], one layer's views of the
+    pool, which must hold the step's own keys already. Returns [tokens, heads, head_dim].
     """
     tokens, heads, dim = query.shape
     flat = query.reshape(tokens * heads, dim).float()
-    results = [_attend_slab(flat, pool, layer, slab) for slab in plan.slabs]
+    results = [_attend_slab(flat, key_cache, value_cache, slab) for slab in plan.slabs]
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.index_select(0, plan.output_rows).view(tokens, heads, dim).to(query.dtype)
 
 
-def _attend_slab(query: torch.Tensor, pool: torch.Tensor, layer: int, slab: _Slab) -> torch.Tensor:
+def _attend_slab(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slab: _Slab) -> torch.Tensor:
     """[tiles * kv_heads * rows, head_dim]"""
-    num_blocks, kv_heads, num_layers, _, block_tokens, dim = pool.shape
+    num_blocks, kv_heads, block_tokens, dim = key_cache.shape
     products = slab.bias.shape[0] * kv_heads
-    by_head = pool.view(num_blocks * kv_heads, num_layers, 2, block_tokens * dim)[:, layer]
     keys, values = (
-        by_head[:, kind].index_select(0, slab.pool_rows).view(products, SPLIT_TOKENS, dim).float() for kind in (0, 1)
+        cache.view(num_blocks * kv_heads, block_tokens * dim)
+        .index_select(0, slab.pool_rows)
+        .view(products, SPLIT_TOKENS, dim)
+        .float()
+        for cache in (key_cache, value_cache)
     )
     tile_query = query.index_select(0, slab.query_rows).view(products, slab.rows, dim)
     bias = slab.bias.expand(-1, kv_heads, slab.rows, -1).reshape(products, slab.rows, SPLIT_TOKENS)

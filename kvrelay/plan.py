@@ -83,14 +83,14 @@ class Machine:
 def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) -> list[ChildSpec]:
     """The processes of the cluster, router last. Secrets go into the environment, everything else into flags."""
     roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
-    # Cores are shared out: two busy processes with a thread per core each, on two cores, were ten times slower.
-    threads = config.engine.threads or max(1, machine.cores // len(roles))
-    base = {**machine.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", NODE_API_KEY: node_key}
+    base = {**machine.environ, NODE_API_KEY: node_key}
     base.pop(API_KEY, None)
     urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
     specs: list[ChildSpec] = []
     for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
-        env = dict(base)
+        threads = config.engine.threads or _threads(role, config, machine.cores)
+        # More threads than cores: a waiting one must not spin for long (GNU OpenMP's default is a hundred times this).
+        env = {"GOMP_SPINCOUNT": "3000"} | base | {"OMP_NUM_THREADS": str(threads)}
         if machine.gpus and config.engine.device != "cpu":
             env["CUDA_VISIBLE_DEVICES"] = machine.gpus[index % len(machine.gpus)]
         url = f"http://127.0.0.1:{port}"
@@ -114,6 +114,16 @@ def reachable(host: str, port: int) -> str:
     """The URL under which a server that listens on `host` is reached from its own machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _threads(role: Role, config: ClusterConfig, cores: int) -> int:
+    """Prefill nodes take their share of the cores among all engines, decode nodes theirs among the decode nodes.
+
+    A prefill node is idle between bursts, so a decode node may use its cores too: on two cores 1P1D gives 93 tokens/s
+    against 80 with a thread each; beside a prefill node that never rests a decode step takes 110 ms against 86.
+    """
+    sharing = config.decode if role is Role.DECODE else config.prefill + config.decode
+    return max(1, cores // sharing)
 
 
 def _node_config(config: ClusterConfig, role: Role, port: int, threads: int) -> NodeConfig:

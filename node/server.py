@@ -63,7 +63,7 @@ async def _lifespan(_: FastAPI, node: Node, give_up) -> AsyncIterator[None]:  # 
 
 
 async def _load(node: Node, give_up) -> None:  # type: ignore[no-untyped-def]
-    """Make the node ready, then watch the engine; a node without an engine ends, so that its supervisor starts a new one."""
+    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another."""
     config = node.config
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)

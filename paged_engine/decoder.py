@@ -16,6 +16,7 @@ from kernels.kv_write import write_kv
 from kernels.linear import Linear, rows_are_invariant
 from kernels.norm_rope_act import apply_rope, rms_norm, silu_and_mul
 from kernels.paged_attention import AttentionPlan, attend
+from paged_engine.kv_pool import KVPool
 from paged_engine.model_config import ModelConfig, RopeScaling, tensor_shapes
 from wire.errors import ConfigError
 
@@ -121,17 +122,14 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def forward(self, step: StepInput, pool: torch.Tensor) -> torch.Tensor:
-        """Write the step's KV into `pool` and return fp32 logits [S, vocab] of the sampled rows.
-
-        pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim].
-        """
+    def forward(self, step: StepInput, pool: KVPool) -> torch.Tensor:
+        """Write the step's KV into `pool` and return fp32 logits [S, vocab] of the sampled rows."""
         config = self.config
         rotated = config.num_heads + config.num_kv_heads
         cos, sin = self._cos[step.positions], self._sin[step.positions]  # [T, 1, head_dim / 2]
         hidden = functional.embedding(step.token_ids, self._embedding)  # [T, hidden]
         tokens = hidden.shape[0]
-        for index, layer in enumerate(self._layers):
+        for layer, (key_cache, value_cache) in zip(self._layers, pool.layers, strict=True):
             assert layer is not None
             qkv = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
             heads = qkv.view(tokens, rotated + config.num_kv_heads, config.head_dim)
@@ -139,8 +137,8 @@ class Decoder:
             if layer.qk_norm is not None:
                 qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
             qk = apply_rope(qk, cos, sin)
-            write_kv(pool, index, qk[:, config.num_heads :], heads[:, rotated:], step.blocks, step.offsets)
-            mixed = attend(qk[:, : config.num_heads], pool, index, step.attention)
+            write_kv(key_cache, value_cache, qk[:, config.num_heads :], heads[:, rotated:], step.blocks, step.offsets)
+            mixed = attend(qk[:, : config.num_heads], key_cache, value_cache, step.attention)
             hidden = hidden + layer.o(mixed.reshape(tokens, -1))
             normed = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
             hidden = hidden + layer.down(silu_and_mul(layer.gate_up(normed)))

@@ -27,6 +27,9 @@ from wire.errors import ConfigError
 
 __all__ = ["Counters", "Engine"]
 
+# A chunk is as small as the device computes at full speed, so that the first of several prompts is not held up by the
+# others: on two cores 128 tokens give 1P1D a TTFT p50 of 420 ms under 8 clients, 512 give 585 ms, at equal throughput.
+_STEP_TOKENS = {"cpu": 128, "cuda": 2048}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -71,7 +74,7 @@ class Engine:
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
             block_tokens=config.block_tokens,
-            max_batched_tokens=config.max_batched_tokens,
+            max_batched_tokens=config.max_batched_tokens or _STEP_TOKENS[self.device.type],
             max_running=config.max_running,
             max_model_len=self.max_model_len,
             eos_token_ids=self.model.eos_token_ids,
@@ -137,7 +140,7 @@ def _fit_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> i
         )
     if config.max_model_len > room:
         raise ConfigError(
-            f"max_model_len {config.max_model_len} does not fit: the KV pool of {config.kv_cache_bytes} bytes holds {room} "
-            f"tokens; lower max_model_len to at most {room} or raise kv_cache_bytes"
+            f"max_model_len {config.max_model_len} does not fit: the KV pool of {config.kv_cache_bytes} bytes holds "
+            f"{room} tokens; lower max_model_len to at most {room} or raise kv_cache_bytes"
         )
     return config.max_model_len or min(model.max_position, room)

@@ -16,7 +16,7 @@ __all__ = ["KVPool"]
 
 
 class KVPool:
-    """Allocated once; `view` is what kernels take, `address` and `block_bytes` what transfers take."""
+    """Allocated once; `layers` is what kernels take, `address` and `block_bytes` what transfers take."""
 
     def __init__(
         self, config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
@@ -29,6 +29,9 @@ class KVPool:
         self.view = self.bytes.view(dtype).view(
             num_blocks, config.num_kv_heads, config.num_layers, 2, block_tokens, config.head_dim
         )
+
+        # Each layer's keys and values, [num_blocks, kv_heads, block_tokens, head_dim].
+        self.layers = [(self.view[:, :, layer, 0], self.view[:, :, layer, 1]) for layer in range(config.num_layers)]
 
     @property
     def address(self) -> int:

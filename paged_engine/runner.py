@@ -30,7 +30,7 @@ class Runner:
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Write the chunks' KV; fp32 logits [chunks that sample, vocab] in the order of `chunks`."""
         step, samples = self._step_input(chunks)
-        logits = self._decoder.forward(step, self._pool.view)
+        logits = self._decoder.forward(step, self._pool)
         return logits[:samples]
 
     def _step_input(self, chunks: Sequence[Chunk]) -> tuple[StepInput, int]:

@@ -43,7 +43,8 @@ async def serve(config: RouterConfig, listening: Sequence[socket.socket] | None 
     await make_server(config).serve(sockets=None if listening is None else list(listening))
 
 
-def run(config: RouterConfig) -> None:
-    """Serve on an event loop of our own."""
+def run(config: RouterConfig) -> int:
+    """Serve on an event loop of our own until SIGINT or SIGTERM; the exit code."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
+    return 0

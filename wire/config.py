@@ -47,8 +47,8 @@ class EngineConfig:
     """Tokens of KV in one block; equal on all nodes of a cluster."""
     kv_cache_bytes: int = 1 << 30
     """Size of the KV pool."""
-    max_batched_tokens: int = 512
-    """Tokens one step computes at most: the budget that prefill chunks and decodes share."""
+    max_batched_tokens: int = 0
+    """Tokens one step computes at most, shared by prefill chunks and decodes; 0 takes 128 on CPU, 2048 on CUDA."""
     max_running: int = 64
     """Requests computed in one step at most."""
     prefix_cache: bool = True
@@ -59,7 +59,7 @@ class EngineConfig:
     """CPU threads of the engine; 0 takes all cores of this machine."""
 
     def __post_init__(self) -> None:
-        _positive(self, "kv_cache_bytes", "max_batched_tokens", "max_running")
+        _positive(self, "kv_cache_bytes", "max_running")
         _require(
             self.load_format in ("auto", "safetensors", "gguf", "dummy"),
             f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy",
@@ -70,6 +70,10 @@ class EngineConfig:
             f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16",
         )
         _require(self.block_tokens in (16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
+        _require(
+            self.max_batched_tokens >= 0,
+            f"max_batched_tokens must not be negative, got {self.max_batched_tokens}; 0 takes the device's default",
+        )
         _require(
             self.max_model_len >= 0,
             f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",

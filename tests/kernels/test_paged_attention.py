@@ -17,6 +17,10 @@ def _pool(kv_heads: int, dim: int, blocks: int = 160, layers: int = 2) -> torch.
     return pool
 
 
+def _layer(pool: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return pool[:, :, layer, 0], pool[:, :, layer, 1]
+
+
 def _plain(query: torch.Tensor, pool: torch.Tensor, layer: int, span: SequenceSpan, window: int) -> torch.Tensor:
     """Textbook attention of one sequence, from its gathered blocks."""
     end = span.first_position + span.count
@@ -61,8 +65,10 @@ def test_equals_plain_attention(mix, heads, kv_heads, dim, window):
     pool, spans = _pool(kv_heads, dim), _spans(mix)
     tokens = sum(span.count for span in spans)
     query = torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(4))
-    plan = plan_attention(spans, tokens=tokens, block_tokens=BLOCK, kv_heads=kv_heads, group=heads // kv_heads, window=window)
-    out = attend(query, pool, 1, plan)
+    plan = plan_attention(
+        spans, tokens=tokens, block_tokens=BLOCK, kv_heads=kv_heads, group=heads // kv_heads, window=window
+    )
+    out = attend(query, *_layer(pool, 1), plan)
     for span in spans:
         expected = _plain(query, pool, 1, span, window)
         torch.testing.assert_close(out[span.start : span.start + span.count], expected, atol=2e-5, rtol=1e-4)
@@ -88,10 +94,8 @@ def test_bits_depend_on_neither_batch_nor_chunks(window):
                 ]
                 rows = [query[length:], query[first:end]]
             tokens = sum(span.count for span in spans)
-            plan = plan_attention(
-                spans, tokens=tokens, block_tokens=BLOCK, kv_heads=kv_heads, group=3, window=window
-            )
-            parts.append(attend(torch.cat(rows), pool, 0, plan)[-(end - first) :])
+            plan = plan_attention(spans, tokens=tokens, block_tokens=BLOCK, kv_heads=kv_heads, group=3, window=window)
+            parts.append(attend(torch.cat(rows), *_layer(pool, 0), plan)[-(end - first) :])
         return torch.cat(parts)
 
     whole = run([0, length], company=False)
@@ -107,13 +111,13 @@ def test_slabs_bound_the_memory_and_change_nothing(monkeypatch):
     monkeypatch.setattr("kernels.paged_attention.SLAB_BYTES", 1)
     cut = plan_attention(spans, tokens=142, block_tokens=BLOCK, kv_heads=3, group=3)
     assert len(cut.slabs) > len(whole.slabs)
-    assert torch.equal(attend(query, pool, 0, cut), attend(query, pool, 0, whole))
+    assert torch.equal(attend(query, *_layer(pool, 0), cut), attend(query, *_layer(pool, 0), whole))
 
 
 def test_written_kv_lies_where_the_layout_says():
     pool = torch.zeros(4, 2, 3, 2, BLOCK, 8)
     key, value = torch.randn(2, 3, 2, 8, generator=torch.Generator().manual_seed(7))
-    write_kv(pool, 1, key, value, torch.tensor([3, 1, 1]), torch.tensor([0, 5, 15]))
+    write_kv(*_layer(pool, 1), key, value, torch.tensor([3, 1, 1]), torch.tensor([0, 5, 15]))
     assert torch.equal(pool[3, :, 1, 0, 0], key[0])
     assert torch.equal(pool[1, :, 1, 1, 5], value[1])
     assert torch.equal(pool[1, :, 1, 0, 15], key[2])

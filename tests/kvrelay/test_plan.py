@@ -31,12 +31,16 @@ def test_two_and_two_are_five_processes_that_know_each_other() -> None:
     assert specs[2].log == Path("/logs/decode-0.log")
 
 
-@pytest.mark.parametrize(("cores", "given", "threads"), [(8, 0, 4), (2, 0, 1), (1, 0, 1), (8, 3, 3)])
-def test_cores_are_shared_out_among_the_engines(cores: int, given: int, threads: int) -> None:
-    for spec in planned(ClusterConfig(EngineConfig("m", threads=given)), cores=cores)[:2]:
-        assert f"--threads={threads}" in spec.command
-        assert spec.env["OMP_NUM_THREADS"] == str(threads)
-        assert spec.env["OMP_WAIT_POLICY"] == "PASSIVE"
+@pytest.mark.parametrize(
+    ("cores", "given", "threads"), [(8, 0, (4, 8)), (2, 0, (1, 2)), (1, 0, (1, 1)), (8, 3, (3, 3))]
+)
+def test_cores_are_shared_out_among_the_engines(cores: int, given: int, threads: tuple[int, int]) -> None:
+    """A prefill node has its share; a decode node may also use those of a prefill node that rests."""
+    specs = planned(ClusterConfig(EngineConfig("m", threads=given)), cores=cores)[:2]
+    for spec, count in zip(specs, threads, strict=True):
+        assert f"--threads={count}" in spec.command
+        assert spec.env["OMP_NUM_THREADS"] == str(count)
+        assert spec.env["GOMP_SPINCOUNT"] == "3000"
 
 
 def test_gpus_go_round_and_none_is_given_to_cpu_nodes() -> None:

@@ -29,7 +29,9 @@ class Side:
     """An engine with its connector, stepped by hand."""
 
     def __init__(self, name: str, model: str) -> None:
-        self.engine = Engine(EngineConfig(model=model, load_format="dummy", device="cpu", threads=1, kv_cache_bytes=4 << 20))
+        self.engine = Engine(
+            EngineConfig(model=model, load_format="dummy", device="cpu", threads=1, kv_cache_bytes=4 << 20)
+        )
         self.news = threading.Event()
         self.heard: list[object] = []
         pool, config = self.engine.pool, self.engine.model
