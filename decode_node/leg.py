@@ -64,11 +64,16 @@ class DecodeLeg(Leg):
         super().__init__(submit, writer)
         self._over = _already_over(submit, writer, eos_token_ids)
 
-    def frame_before_start(self) -> Frame | None:
-        """After a fail-over the token that ends the request may have been generated already."""
-        if self._over is None:
-            return None
-        return self._end(b"", RequestUpdate(self.submit.request_id, []), self._over, None)
+    def opening_frame(self) -> Frame | None:
+        """The end, if the last generated token was one; else what the client has not seen of the generated text.
+
+        The first happens after a fail-over, the second behind a proxy that delivers no first token itself.
+        """
+        update = RequestUpdate(self.submit.request_id, [])
+        if self._over is not None:
+            return self._end(b"", update, self._over, None)
+        unsent = self.writer.tokens([])
+        return self.tokens(unsent, update) if unsent else None
 
 
 def _already_over(submit: Submit, writer: AnswerWriter, eos_token_ids: Collection[int]) -> Finish | None:

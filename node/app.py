@@ -37,6 +37,8 @@ log = logging.getLogger("kvrelay.node")
 
 T = TypeVar("T")
 
+# Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
+INLINE_BODY_BYTES = 16 << 10
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -135,7 +137,10 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     body = await _read_body(request, node.config.max_body_bytes)
     serving = node.ready()
     call = Call(chat, body, _request_id(request))
-    leg, parsed = serving.leg(call)
+    if len(body) > INLINE_BODY_BYTES:
+        leg, parsed = await asyncio.to_thread(serving.leg, call)
+    else:
+        leg, parsed = serving.leg(call)
     frames = _frames(node, leg, call)
     wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     headers = {LOAD_HEADER: node.engine.load.header()}
@@ -161,10 +166,11 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
     began, first_token_s = time.monotonic(), None
     tokens, last, error = 0, None, None
-    over = leg.frame_before_start()
-    if over is not None:
-        yield over
-        return
+    opening = leg.opening_frame()
+    if opening is not None:
+        yield opening
+        if leg.done:
+            return
     updates = node.engine.updates(leg.submit)
     try:
         async with asyncio.timeout(node.config.request_deadline_s):

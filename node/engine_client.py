@@ -83,7 +83,7 @@ class EngineClient:
             PARENT_PID: str(os.getpid()),
         }
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "node.engine_process", endpoint, stdin=asyncio.subprocess.PIPE, env=environment
+            sys.executable, "-P", "-m", "node.engine_process", endpoint, stdin=asyncio.subprocess.PIPE, env=environment
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config))

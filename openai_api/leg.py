@@ -25,8 +25,8 @@ class Leg:
         self.done = False
         self.finish: Finish | None = None
 
-    def frame_before_start(self) -> Frame | None:
-        """The last frame, if the request was over before it came here; then nothing is submitted."""
+    def opening_frame(self) -> Frame | None:
+        """What can be said before the engine is asked. If it ends the leg, the engine never is."""
         return None
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:

@@ -90,6 +90,28 @@ def test_streamed_and_whole_answers_are_equal_and_were_handed_over(cluster):
     assert sum(node.metric("kvrelay_fetches_failed_total") for node in cluster.of("decode")) == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_third_party_proxy_can_drive_the_nodes(cluster, stream):
+    """The contract of the field, sequential: prefill with max_tokens 1, then decode with what it answered."""
+    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = httpx2.post(f"{prefill.url}/v1/completions", json=body("b" * 50, max_tokens=1, kv_transfer_params=asked))
+    given = first.json()["kv_transfer_params"]
+    assert given["do_remote_prefill"] is True
+    assert given["remote_block_ids"] == [given["remote_block_ids"][0]]
+    before = decode.metric("kvrelay_fetches_total")
+    second = httpx2.post(f"{decode.url}/v1/completions", json=body("b" * 50, kv_transfer_params=given, stream=stream))
+    whole = httpx2.post(f"{decode.url}/v1/completions", json=body("b" * 50)).json()["choices"][0]["text"]
+    if stream:
+        events = [line[6:] for line in second.text.splitlines() if line.startswith("data: {")]
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+    else:
+        text = second.json()["choices"][0]["text"]
+    assert text == whole
+    assert whole.startswith(first.json()["choices"][0]["text"])
+    assert decode.metric("kvrelay_fetches_total") == before + 1
+
+
 def test_one_token_never_reaches_a_decode_node(cluster):
     before = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
     answer = post(cluster, body(max_tokens=1)).json()

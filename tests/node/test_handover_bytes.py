@@ -28,9 +28,11 @@ CONFIG = {
 class Side:
     """An engine with its connector, stepped by hand."""
 
-    def __init__(self, name: str, model: str) -> None:
+    def __init__(self, name: str, model: str, device: str) -> None:
         self.engine = Engine(
-            EngineConfig(model=model, load_format="dummy", device="cpu", threads=1, kv_cache_bytes=4 << 20)
+            EngineConfig(
+                model=model, load_format="dummy", device=device, dtype="float32", threads=1, kv_cache_bytes=4 << 20
+            )
         )
         self.news = threading.Event()
         self.heard: list[object] = []
@@ -39,7 +41,7 @@ class Side:
             PROTOCOL_VERSION, config.name, "float32", pool.block_tokens, config.num_kv_heads, config.head_dim,
             config.num_layers, config.window, 1,
         )  # fmt: skip
-        region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, "cpu")
+        region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device))
         self.connector: Connector = open_connector(name, fingerprint, region, TransferConfig(), self.news.set)
 
     def next_event(self) -> object:
@@ -53,26 +55,26 @@ class Side:
         raise AssertionError("no event within 20 s")
 
     def blocks(self, ids: list[int]) -> torch.Tensor:
-        return self.engine.pool.bytes[ids].clone()
+        return self.engine.pool.bytes[ids].cpu()
 
 
-@pytest.fixture(scope="module")
-def sides(tmp_path_factory):
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def sides(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    both = Side("prefill", str(folder)), Side("decode", str(folder))
+    both = tuple(Side(name, str(folder), request.param) for name in ("prefill", "decode"))
     yield both
     for side in both:
         side.connector.close()
 
 
-def request(name: str, prompt: list[int], **submit) -> Request:
+def new_request(name: str, prompt: list[int], **submit) -> Request:
     params = SamplingParams(submit.pop("max_tokens"), seed=3, temperature=0.7, ignore_eos=True)
     return Request.of(Submit(name, prompt, params, **submit), 0.0)
 
 
 def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransferParams]:
-    req = request(name, prompt, max_tokens=1, hold=True)
+    req = new_request(name, prompt, max_tokens=1, hold=True)
     side.engine.scheduler.add(req)
     while side.engine.scheduler.has_work:
         side.engine.step()
@@ -83,7 +85,7 @@ def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransf
 
 
 def decode(side: Side, name: str, prompt: list[int], first: list[int], params: KvTransferParams) -> Request:
-    req = request(name, prompt, max_tokens=20, generated=first, fetch=params)
+    req = new_request(name, prompt, max_tokens=20, generated=first, fetch=params)
     side.engine.scheduler.add(req)
     side.connector.watch(name, params)
     side.engine.step(lambda fetch: side.connector.fetch(name, fetch.remote_blocks, fetch.local_blocks))
@@ -96,7 +98,7 @@ def drain(side: Side) -> None:
 
 
 def aggregated(model: Side, prompt: list[int]) -> list[int]:
-    req = request("alone", prompt, max_tokens=20)
+    req = new_request("alone", prompt, max_tokens=20)
     model.engine.scheduler.add(req)
     drain(model)
     return req.token_ids

@@ -192,6 +192,23 @@ def test_bfloat16_stays_close_to_fp32(tiny):
     assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.995
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_on_a_gpu_the_same_code_gives_the_same_greedy_tokens(architecture, tiny):
+    folder, model = tiny[architecture]
+    engine = make(folder, device="cuda", dtype="float32", max_batched_tokens=40)
+    prompts = [prompt(length, seed=length) for length in (1, 16, 70, 129)]
+    requests = [submit(engine, f"r{i}", tokens) for i, tokens in enumerate(prompts)]
+    sampled = submit(engine, "sampled", prompts[1], **SAMPLED)
+    drain(engine)
+    assert len(output(sampled)) == 24
+    for req, tokens in zip(requests, prompts, strict=True):
+        with torch.no_grad():
+            theirs = model(torch.tensor([req.token_ids])).logits[0, len(tokens) - 1 : -1]
+        chosen = theirs.gather(1, torch.tensor(output(req))[:, None])[:, 0]
+        assert float((theirs.amax(-1) - chosen).max()) < 1e-2, "not the greedy token, and no near-tie"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
