@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from openai_api.leg import Leg
 from openai_api.writer import AnswerWriter
-from wire.engine_messages import RequestUpdate, Submit
+from wire.engine_messages import EngineReady, RequestUpdate, Submit
 from wire.errors import RequestError
 from wire.frames import Frame
 from wire.outputs import Finish
@@ -15,8 +15,10 @@ from wire.transfer import KvTransferParams
 
 __all__ = ["DecodeLeg", "ticket_of"]
 
+_MAX_INT = 2**63
 
-def ticket_of(params: KvTransferParams) -> KvTransferParams | None:
+
+def ticket_of(params: KvTransferParams, block_tokens: int) -> KvTransferParams | None:
     """The claim on KV elsewhere, or None if there is none (after a fail-over) and the prompt is computed here.
 
     Raises RequestError for a claim that lacks a part.
@@ -30,6 +32,16 @@ def ticket_of(params: KvTransferParams) -> KvTransferParams | None:
             f"kv_transfer_params lacks {', '.join(missing) or 'num_tokens'}; pass on what the prefill node answered",
             param="kv_transfer_params",
         )
+    blocks = -(-params.num_tokens // block_tokens)
+    groups = params.remote_block_ids or []
+    if len(groups) != 1 or len(groups[0]) != blocks or not all(0 < block < _MAX_INT for block in groups[0]):
+        raise RequestError(
+            f"remote_block_ids must be one list of {blocks} block ids for {params.num_tokens} tokens in blocks of "
+            f"{block_tokens}; the prefill node must have the same block_tokens",
+            param="kv_transfer_params",
+        )
+    if not 0 < (params.remote_port or 0) < 65536 or not 0 <= params.lease_epoch < _MAX_INT:
+        raise RequestError("remote_port or lease_epoch is out of range", param="kv_transfer_params")
     return params
 
 
@@ -44,9 +56,9 @@ class DecodeLeg(Leg):
         params: KvTransferParams,
         writer: AnswerWriter,
         cache_salt: str | None,
-        eos_token_ids: Collection[int],
+        info: EngineReady,
     ) -> None:
-        ticket = ticket_of(params)
+        ticket = ticket_of(params, info.block_tokens)
         if ticket is not None and ticket.num_tokens != len(prompt_token_ids):
             raise RequestError(
                 f"the prefill node holds KV of {ticket.num_tokens} tokens, the prompt has {len(prompt_token_ids)}; "
@@ -62,7 +74,7 @@ class DecodeLeg(Leg):
             fetch=ticket,
         )
         super().__init__(submit, writer)
-        self._over = _already_over(submit, writer, eos_token_ids)
+        self._over = _already_over(submit, writer, info.eos_token_ids)
 
     def opening_frame(self) -> Frame | None:
         """The end, if the last generated token was one; else what the client has not seen of the generated text.

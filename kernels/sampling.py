@@ -43,11 +43,12 @@ def keep_likely(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
     Nucleus: Holtzman et al., 2020. min_p: Nguyen et al., 2024.
     """
     vocab = logits.shape[1]
-    wanted = int(top_k.max()) if bool((top_k > 0).all()) else vocab
-    size = min(vocab, max(wanted, _SHORT_LIST))
+    size = min(vocab, max(int(top_k.max()), _SHORT_LIST))
     threshold, complete = _threshold(logits, logits.topk(size).values, top_k, top_p)
-    if not bool(complete.all()):
-        threshold, _ = _threshold(logits, logits.sort(descending=True).values, top_k, top_p)
+    rest = ~complete
+    if bool(rest.any()):
+        sorted_rows = logits[rest].sort(descending=True).values
+        threshold[rest] = _threshold(logits[rest], sorted_rows, top_k[rest], top_p[rest])[0]
     floor = logits.amax(-1, keepdim=True) + min_p[:, None].log()
     return logits.masked_fill((logits < threshold[:, None]) | (logits < floor), -torch.inf)
 
@@ -56,21 +57,21 @@ def _threshold(
     logits: torch.Tensor, likeliest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest logit that stays in each row, and whether the `likeliest` (descending) were enough to tell."""
-    size = likeliest.shape[1]
-    vocab = logits.shape[1]
+    size, vocab = likeliest.shape[1], logits.shape[1]
     limited = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)  # [rows]
-    rank = torch.arange(size, device=likeliest.device)
-    inside_k = rank < limited[:, None]
-    whole = logits.logsumexp(-1, keepdim=True)
-    of_k = likeliest.masked_fill(~inside_k, -torch.inf).logsumexp(-1, keepdim=True)
-    shares = (likeliest - torch.where(limited[:, None] < vocab, of_k, whole)).exp() * inside_k
-    before = shares.cumsum(-1) - shares  # share of all likelier tokens
-    stays = inside_k & ((before < top_p[:, None]) | (rank == 0))
-    last = stays.sum(-1) - 1
-    complete = (last + 1 < size) | (size == vocab) | (limited <= size)
+    inside_k = torch.arange(size, device=likeliest.device) < limited[:, None]
+    peak = likeliest[:, :1]
+    weights = (likeliest - peak).exp() * inside_k
+    running = weights.cumsum(-1)  # one after the other: the same bits whatever `size` the other rows asked for
+    of_k = running.gather(1, limited.clamp(max=size)[:, None] - 1)
+    whole = (logits.logsumexp(-1, keepdim=True) - peak).exp()
+    budget = top_p[:, None] * torch.where(limited[:, None] < vocab, of_k, whole)
+    stays = inside_k & (running - weights < budget)
+    last = stays.sum(-1).clamp(min=1) - 1
     everything = (limited == vocab) & (top_p >= 1)
+    complete = (last + 1 < size) | (size == vocab) | (limited <= size) | everything
     threshold = likeliest.gather(1, last[:, None])[:, 0].masked_fill(everything, -torch.inf)
-    return threshold, complete | everything
+    return threshold, complete
 
 
 def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -82,4 +83,5 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:]
     # Rounding may lift uniform * total to the total itself, behind the last token that has a share.
     point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True)[:, 0]
+    # Logits that are not finite (a model gone wrong) must still give a token of the vocabulary.
+    return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)

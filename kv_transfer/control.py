@@ -159,16 +159,18 @@ class ControlThread:
                 sender, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            answer: Message | None
             try:
                 (frame,) = frames
                 answer = self._desk.answer(decode(frame))
+                reply = (
+                    None if answer is None else encode(answer)
+                )  # ValueError too: an answer may be longer than a question
             except (msgspec.DecodeError, ValueError):
-                answer = Refused(f"message not understood; this node speaks protocol {PROTOCOL_VERSION}")
-            if answer is not None:
+                reply = encode(Refused(f"message not understood; this node speaks protocol {PROTOCOL_VERSION}"))
+            if reply is not None:
                 # A reader that does not take its answers loses them, and then its leases; nobody waits for it.
                 with contextlib.suppress(zmq.Again):
-                    self._router.send_multipart([sender, encode(answer)], zmq.NOBLOCK)
+                    self._router.send_multipart([sender, reply], zmq.NOBLOCK)
 
     def _listen(self, peer: PeerKey) -> None:
         for _ in range(BURST):

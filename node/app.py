@@ -20,6 +20,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
@@ -27,7 +28,18 @@ from node.serving import Call, Serving
 from openai_api.leg import Leg
 from openai_api.types import ModelCard, ModelList
 from wire.config import NodeConfig
-from wire.errors import BodyTooLarge, DeadlineExceeded, EngineDead, KvrelayError, NotFound, RequestError, Unauthorized
+from wire.engine_messages import RequestUpdate
+from wire.errors import (
+    BodyTooLarge,
+    DeadlineExceeded,
+    EngineDead,
+    KvrelayError,
+    NotFound,
+    Overloaded,
+    RequestError,
+    RequestTimeout,
+    Unauthorized,
+)
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
 
@@ -39,6 +51,10 @@ T = TypeVar("T")
 
 # Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
 INLINE_BODY_BYTES = 16 << 10
+MAX_QUEUED = 1024
+# The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
+SILENCE_LIMIT_S = 20.0
+READ_DEADLINE_S = 60.0
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -61,6 +77,8 @@ class Node:
         """The serving half. Raises EngineDead while the engine loads and after it ended."""
         if self.engine.ended.is_set() or self.failure is not None:
             raise EngineDead(self.failure or "the engine process of this node has ended")
+        if self.serving is not None and self.engine.silent_s() > SILENCE_LIMIT_S:
+            raise EngineDead(f"the engine process has said nothing for {self.engine.silent_s():.0f} s")
         if self.serving is None:
             raise EngineDead("the model is still being loaded; GET /health says when it is done")
         return self.serving
@@ -71,6 +89,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(KvrelayError, _error_answer)
     app.add_exception_handler(HTTPException, _http_error_answer)
+    app.add_exception_handler(ClientDisconnect, _nobody_there)
     app.add_exception_handler(Exception, _bug_answer)
 
     @app.post("/v1/chat/completions")
@@ -134,8 +153,10 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors."""
     _authorize(node.config.api_key, request)
-    body = await _read_body(request, node.config.max_body_bytes)
     serving = node.ready()
+    body = await _read_body(request, node.config.max_body_bytes)
+    if node.engine.queue_depth() >= MAX_QUEUED:
+        raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     call = Call(chat, body, _request_id(request))
     if len(body) > INLINE_BODY_BYTES:
         leg, parsed = await asyncio.to_thread(serving.leg, call)
@@ -151,6 +172,9 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
         await frames.aclose()
         return Response(status_code=499)  # nobody is there to read it
     if first.kind is FrameKind.ERROR and first.error is not None:
+        await frames.aclose()
+        if first.status in (429, 503):
+            headers["retry-after"] = "1"
         return Response(msgspec.json.encode({"error": first.error}), first.status, headers, "application/json")
     if parsed.stream:
         payloads = _payloads(first, frames, leg)
@@ -165,24 +189,26 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
     began, first_token_s = time.monotonic(), None
-    tokens, last, error = 0, None, None
-    opening = leg.opening_frame()
-    if opening is not None:
-        yield opening
-        if leg.done:
-            return
+    deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
+    tokens, error = 0, None
+    last: RequestUpdate | None = None
     updates = node.engine.updates(leg.submit)
     try:
-        async with asyncio.timeout(node.config.request_deadline_s):
-            async for update, load in updates:
-                last = update
-                tokens += len(update.token_ids)
-                if first_token_s is None and update.token_ids:
-                    first_token_s = time.monotonic() - began
-                for frame in leg.frames(update, load):
-                    yield frame
-                if leg.done:
-                    break
+        opening = leg.opening_frame()
+        if opening is not None:
+            if leg.done and leg.submit.fetch is not None:
+                node.engine.give_up(leg.submit)
+            yield opening
+        while not leg.done:
+            # Only around the waiting: a timeout must not be left open across a yield, which may resume in another task.
+            async with asyncio.timeout_at(deadline):
+                update, load = await anext(updates)
+            last = update
+            tokens += len(update.token_ids)
+            if first_token_s is None and update.token_ids:
+                first_token_s = time.monotonic() - began
+            for frame in leg.frames(update, load):
+                yield frame
     except KvrelayError as why:
         error = why.message
         yield leg.error(why)
@@ -282,11 +308,15 @@ async def _read_body(request: Request, limit: int) -> bytes:
     size = int(request.headers.get("content-length") or 0)
     body = bytearray()
     if size <= limit:
-        async for chunk in request.stream():
-            body += chunk
-            size = max(size, len(body))
-            if size > limit:
-                break
+        try:
+            async with asyncio.timeout(READ_DEADLINE_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    size = max(size, len(body))
+                    if size > limit:
+                        break
+        except TimeoutError as why:
+            raise RequestTimeout(f"the request body did not arrive within {READ_DEADLINE_S:g} s") from why
     if size > limit:
         raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
     return bytes(body)
@@ -318,6 +348,11 @@ async def _error_answer(_: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
     headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
     return Response(why.json(), why.status, headers, "application/json")
+
+
+async def _nobody_there(_: Request, __: Exception) -> Response:
+    """The client went away while it sent its body."""
+    return Response(status_code=499)
 
 
 async def _bug_answer(request: Request, _: Exception) -> Response:

@@ -60,6 +60,7 @@ class EngineClient:
         self.info: EngineReady | None = None
         self.stats = EngineStats(Load())
         self.load = Load()
+        self.heard_at = time.monotonic()
         self.ended = asyncio.Event()
         self._ready = asyncio.Event()
 
@@ -131,6 +132,15 @@ class EngineClient:
         """Nobody will fetch what is held for this request."""
         self._send(Release(request_id))
 
+    def give_up(self, submit: Submit) -> None:
+        """End a request that is over before it began, so that what its ticket holds elsewhere is released."""
+        self._send(submit)
+        self._send(Abort(submit.request_id))
+
+    def silent_s(self) -> float:
+        """Seconds since the engine process said anything."""
+        return time.monotonic() - self.heard_at
+
     def queue_depth(self) -> int:
         """Requests that this process has submitted and that have not ended."""
         return len(self._queues)
@@ -162,7 +172,9 @@ class EngineClient:
 
     async def _read(self) -> None:
         while True:
-            match self._decoder.decode(await self._socket.recv()):
+            raw = await self._socket.recv()
+            self.heard_at = time.monotonic()
+            match self._decoder.decode(raw):
                 case StepOutputs(updates, load):
                     self.load = load
                     for update in updates:

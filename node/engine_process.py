@@ -70,6 +70,7 @@ class EngineProcess:
         self._updates: list[RequestUpdate] = []
         self._stopping = False
         self._stats_due = 0.0
+        self._pulse_due = 0.0
         self._reported: EngineStats | None = None
 
         self.engine = Engine(config.engine)
@@ -163,12 +164,24 @@ class EngineProcess:
 
     def _submit(self, submit: Submit) -> None:
         try:
+            self._check(submit)
             self.engine.scheduler.add(Request.of(submit, time.monotonic()))
         except ValueError as why:
             self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
             return
         if submit.fetch is not None:
             self.connector.watch(submit.request_id, submit.fetch)
+
+    def _check(self, submit: Submit) -> None:
+        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine."""
+        tokens = [*submit.prompt_token_ids, *submit.generated]
+        vocab_size, fetch = self.engine.model.vocab_size, submit.fetch
+        if not 0 < len(tokens) <= self.engine.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
+        if fetch is not None:
+            blocks = -(-fetch.num_tokens // self.engine.pool.block_tokens)
+            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
+                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
 
     def _abort(self, request_id: str) -> None:
         request = self.engine.scheduler.abort(request_id)
@@ -245,8 +258,8 @@ class EngineProcess:
         if now >= self._stats_due or not self.engine.scheduler.has_work:
             self._stats_due = now + STATS_INTERVAL_S
             stats = self._stats()
-            if stats != self._reported:
-                self._reported = stats
+            if stats != self._reported or now >= self._pulse_due:
+                self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)
 
     def _stats(self) -> EngineStats:

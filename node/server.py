@@ -69,9 +69,9 @@ async def _load(node: Node, give_up) -> None:  # type: ignore[no-untyped-def]
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
         info = await node.engine.ready(config.start_deadline_s)
         template = await asyncio.to_thread(_template, config.chat_template)
-    except KvrelayError as why:
-        node.failure = why.message
-        log.error("%s", why.message)
+    except Exception as why:
+        node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
+        log.error("the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError))
         give_up()
         return
     name = config.served_model_name or info.model_name
@@ -100,7 +100,7 @@ def _template(path: str) -> str | None:
         return None
     try:
         template = Path(path).read_text()
-    except OSError as why:
-        raise ConfigError(f"the chat template {path} cannot be read: {why.strerror}") from why
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"the chat template {path} cannot be read: {why}") from why
     check_template(template)
     return template

@@ -64,7 +64,7 @@ class Serving:
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
         prompt = transfer.prompt_token_ids or self._tokenize(request)
-        self._check_tokens(prompt)
+        self._check_tokens([*prompt, *transfer.generated])
         sampling = sampling_params(
             request,
             vocab_size=self.info.vocab_size,
@@ -91,7 +91,7 @@ class Serving:
             ends_here = token_limit(request, len(prompt), self.info.max_model_len) == 1
             return PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt, ends_here=ends_here), request
         if transfer.do_remote_prefill:
-            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info.eos_token_ids), request
+            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info), request
         return Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer), request
 
     def _check_role(self, transfer: KvTransferParams) -> None:

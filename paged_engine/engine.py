@@ -110,15 +110,15 @@ class Engine:
         return sampling
 
     def _count(self, chunk: Chunk) -> None:
+        """Prompt tokens, each once, however often it is computed after preemptions."""
         request = chunk.request
-        if (
-            request.num_computed == (request.cached_tokens or 0)
-            and not request.new_tokens
-            and request.output_tokens == 0
-        ):
-            self.counters.cached_prompt_tokens += request.cached_tokens or 0
-        if chunk.start < request.prompt_tokens:
-            self.counters.prompt_tokens += min(chunk.count, request.prompt_tokens - chunk.start)
+        if not request.num_counted:
+            request.num_counted = request.cached_tokens or 0
+            self.counters.cached_prompt_tokens += request.num_counted
+        end = min(chunk.start + chunk.count, request.prompt_tokens)
+        if end > request.num_counted:
+            self.counters.prompt_tokens += end - request.num_counted
+            request.num_counted = end
 
 
 def _choose_device(wanted: str) -> torch.device:

@@ -41,6 +41,7 @@ class Request:
     hashes: list[BlockHash] = field(default_factory=list)
     num_published: int = 0
     cached_tokens: int | None = None  # prefix hit when first scheduled; None before
+    num_counted: int = 0  # tokens of the prompt that are in the engine's counters
     finish: Finish | None = None
     fetch_error: str | None = None
     new_tokens: list[int] = field(default_factory=list)  # not reported yet

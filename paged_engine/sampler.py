@@ -41,8 +41,9 @@ class Sampler:
     def _adjust(self, logits: torch.Tensor, row: int, request: Request) -> None:
         """Bias, forbidden tokens and penalties of one row."""
         params = request.params
-        for token, bias in params.logit_bias:
-            logits[row, token] += bias
+        if params.logit_bias:
+            tokens, biases = zip(*params.logit_bias, strict=True)
+            logits[row, list(tokens)] += torch.tensor(biases, device=logits.device)
         if request.output_tokens < params.min_tokens:
             logits[row, [*self._eos, *params.stop_token_ids]] = -torch.inf
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:

@@ -146,7 +146,7 @@ class Scheduler:
             count = min(request.uncomputed, budget)
             while not self._grow(request, request.num_computed + count):
                 preempted = True
-                victim = self._running[-1]
+                victim = max(self._running, key=lambda r: r.arrival_s)
                 self._preempt(victim)
                 chunks = [chunk for chunk in chunks if chunk.request is not victim]
                 if victim is request:
@@ -202,7 +202,9 @@ class Scheduler:
         assert params.remote_block_ids is not None
         shared = self._cached_prefix(request, params.num_tokens)
         needed = self._blocks_for(params.num_tokens) - len(shared)
-        if needed > self.pool.free_after(shared):
+        # With room for the next token: a request that is preempted as soon as it arrives has moved its KV for nothing.
+        room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
+        if room > self.pool.free_after(shared):
             return None
         self._waiting.popleft()
         self.pool.share(shared)
@@ -313,7 +315,7 @@ class Scheduler:
 
     def held_for(self, call_id: str) -> list[str]:
         """Ids of held requests that are `call_id` or were made for the call of that id (`<call id>-<suffix>`)."""
-        return [name for name in self._held if name == call_id or name.startswith(f"{call_id}-")]
+        return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
 
     def load(self) -> Load:
         """Queue depth and room, as reported to the router."""

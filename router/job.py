@@ -19,6 +19,7 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 
 _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
+_DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
 # A client that could set these could point a node at an address.
 _HANDOVER_FIELDS = {"kv_transfer_params"} | {
@@ -82,7 +83,7 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
     if path == CHAT_PATH and asked.max_completion_tokens is not None:
         limit_field = "max_completion_tokens"
     limit = getattr(asked, limit_field)
-    _check_limits(asked, limit_field, limit)
+    _check_limits(asked, limit_field, _DEFAULT_COMPLETION_TOKENS if limit is None and path != CHAT_PATH else limit)
     prompt = bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")).strip()
     several = path == COMPLETIONS_PATH and prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
     wants_logprobs = asked.logprobs is not None and asked.logprobs is not False

@@ -114,7 +114,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """Counters since start and gauges now; sent at most every half second and once whenever the engine goes idle."""
+    """Counters since start and gauges now: the engine's pulse, sent every half second and when it goes idle."""
 
     load: Load
     held_blocks: int = 0

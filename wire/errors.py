@@ -5,6 +5,7 @@ KvrelayError 500
 +-- RequestError 400            the client's request is wrong; never counted against a node
 |   +-- Unauthorized 401
 |   +-- NotFound 404            unknown model or route
+|   +-- RequestTimeout 408      the body did not arrive in time
 |   +-- BodyTooLarge 413
 +-- Unavailable 503             try again; carries Retry-After
 |   +-- NoNode 503              no node of a role is up
@@ -38,6 +39,7 @@ __all__ = [
     "Overloaded",
     "PeerLost",
     "RequestError",
+    "RequestTimeout",
     "TransferError",
     "TransferTimeout",
     "Unauthorized",
@@ -102,6 +104,12 @@ class NotFound(RequestError):
 
     status = 404
     type = "not_found_error"
+
+
+class RequestTimeout(RequestError):
+    """The client was too slow to send its request."""
+
+    status = 408
 
 
 class BodyTooLarge(RequestError):

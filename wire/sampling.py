@@ -12,6 +12,10 @@ __all__ = ["MAX_LOGPROBS", "SamplingParams"]
 
 MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
+# Outside of this, logits divided or multiplied by it leave fp32.
+_REPETITION_PENALTY = (0.01, 100)
+# These are applied one by one, in every step and for everybody in the batch.
+_MAX_LISTED_TOKENS = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -48,12 +52,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         _within("min_p", self.min_p, 0, 1)
         _within("presence_penalty", self.presence_penalty, -2, 2)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
-        if not (0 < self.repetition_penalty < math.inf):
-            raise RequestError(
-                f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}",
-                param="repetition_penalty",
-            )
+        _within("repetition_penalty", self.repetition_penalty, *_REPETITION_PENALTY)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
+        _at_most("stop_token_ids", len(self.stop_token_ids))
+        _at_most("logit_bias", len(self.logit_bias))
+        if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
+            raise RequestError(
+                f"stop_token_ids lists all {vocab_size} tokens and min_tokens forbids them; list fewer",
+                param="stop_token_ids",
+            )
         for token in self.stop_token_ids:
             _within("stop_token_ids", token, 0, vocab_size - 1)
         for token, bias in self.logit_bias:
@@ -65,6 +72,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _within(name: str, value: float, low: float, high: float | None, why: str = "") -> None:
-    if not math.isfinite(value) or value < low or (high is not None and value > high):
+    # Whole numbers are compared as they are: JSON allows ones that no float can hold.
+    if (isinstance(value, float) and not math.isfinite(value)) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise RequestError(f"{name} must be {limit}{why}, got {value}", param=name)
+
+
+def _at_most(name: str, count: int) -> None:
+    if count > _MAX_LISTED_TOKENS:
+        raise RequestError(f"{name} lists {count} tokens; the limit is {_MAX_LISTED_TOKENS}", param=name)

@@ -113,7 +113,12 @@ class Cluster:
     def _launch(self, role: str, port: int, argv: list[str]) -> Process:
         log = self.folder / f"{role}-{port}.log"
         root = Path(__file__).parents[2]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(root)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        }
         with log.open("ab") as out:
             popen = subprocess.Popen(argv, stdout=out, stderr=out, env=environment, cwd=self.folder)
         return Process(role, port, popen, log, argv)

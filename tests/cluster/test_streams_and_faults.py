@@ -151,6 +151,10 @@ def test_chat_streams_through_the_official_client(cluster):
         (body(stream_options={"include_usage": True}), 400, "stream_options"),
         (body(kv_transfer_params={"do_remote_prefill": True, "remote_host": "10.0.0.1"}), 400, "kv_transfer_params"),
         (body(suffix="x"), 400, "suffix"),
+        (body(repetition_penalty=1e-300), 400, "repetition_penalty"),
+        (body(stop_token_ids=list(range(320)) * 4, min_tokens=2), 400, "stop_token_ids"),
+        (body(logit_bias={"9" * 400: 1}), 400, "logit_bias"),
+        (body(min_tokens=20, max_tokens=None), 400, "min_tokens"),
     ],
 )
 def test_bad_input_is_a_clear_4xx(cluster, content, status, word):
@@ -159,6 +163,59 @@ def test_bad_input_is_a_clear_4xx(cluster, content, status, word):
     error = answer.json()["error"]
     assert word in error["message"]
     assert error["type"] in ("invalid_request_error", "not_found_error")
+
+
+def _ticket(**changes) -> dict:
+    given = {
+        "do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r", "remote_host": "127.0.0.1",
+        "remote_port": 9, "generation": "g", "num_tokens": 20, "remote_block_ids": [[1, 2]],
+        "prompt_token_ids": [5] * 20, "generated": [7],
+    }  # fmt: skip
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_block_ids": [[1]]},
+        {"remote_block_ids": [[1, 2], [3, 4]]},
+        {"remote_block_ids": [[1, 2**70]]},
+        {"remote_port": 2**40},
+        {"generated": [1_000_000]},
+        {"generated": [-1]},
+        {"prompt_token_ids": [5] * 19},
+        {"do_remote_decode": True},
+    ],
+)
+def test_a_forged_ticket_is_a_400_and_hurts_nobody(cluster, changes):
+    decode = cluster.of("decode")[0]
+    answer = httpx2.post(
+        f"{decode.url}/v1/completions", json=body("", kv_transfer_params=_ticket(**changes)), timeout=30
+    )
+    assert answer.status_code == 400, answer.text
+    assert decode.health() is not None
+
+
+def test_a_ticket_to_nowhere_is_computed_here(cluster):
+    decode = cluster.of("decode")[0]
+    failed = decode.metric("kvrelay_fetches_failed_total")
+    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", kv_transfer_params=_ticket()), timeout=30)
+    assert answer.json()["usage"]["completion_tokens"] == 12
+    assert decode.metric("kvrelay_fetches_failed_total") == failed + 1
+    assert decode.metric("kvrelay_recomputed_prompts_total") >= 1
+
+
+def test_a_ticket_that_is_not_needed_is_given_back_at_once(cluster):
+    """Behind a third-party proxy the first token may have been the last: the prefill node must not wait for its lease."""
+    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = httpx2.post(f"{prefill.url}/v1/completions", json=body("c" * 50, max_tokens=1, kv_transfer_params=asked))
+    given = first.json()["kv_transfer_params"]
+    expired = prefill.metric("kvrelay_leases_expired_total")
+    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", max_tokens=1, kv_transfer_params=given))
+    assert answer.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
+    cluster.all_blocks_free(within_s=1.0)
+    assert prefill.metric("kvrelay_leases_expired_total") == expired
 
 
 def test_a_wrong_key_is_401_and_an_unknown_route_404(cluster):

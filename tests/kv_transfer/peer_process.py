@@ -33,7 +33,12 @@ class PeerProcess:
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         root = Path(__file__).parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **(env or {})}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
         self.process = subprocess.Popen(
             [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
