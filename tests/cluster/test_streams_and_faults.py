@@ -206,7 +206,7 @@ def test_a_ticket_to_nowhere_is_computed_here(cluster):
 
 
 def test_a_ticket_that_is_not_needed_is_given_back_at_once(cluster):
-    """Behind a third-party proxy the first token may have been the last: the prefill node must not wait for its lease."""
+    """Behind a third-party proxy the first token may be the last: the prefill node does not wait for its lease."""
     prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
     first = httpx2.post(f"{prefill.url}/v1/completions", json=body("c" * 50, max_tokens=1, kv_transfer_params=asked))
