@@ -43,6 +43,7 @@ __all__ = ["EngineClient"]
 log = logging.getLogger("kvrelay.node")
 
 STOP_DEADLINE_S = 5.0
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 class EngineClient:
@@ -84,6 +85,8 @@ class EngineClient:
             "OMP_NUM_THREADS": threads,
             **os.environ,
             PARENT_PID: str(os.getpid()),
+            # The same code as this process, wherever it was started; and with -P nothing from the working directory.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
         }
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "node.engine_process", endpoint, stdin=asyncio.subprocess.PIPE, env=environment
