@@ -8,15 +8,18 @@ from torch.nn import functional
 __all__ = ["apply_rope", "rms_norm", "silu_and_mul"]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; x [..., dim], weight [dim] or [heads, dim].
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    x [..., dim]; weight [dim] or [heads, dim], or None for ones.
 
     Source: Zhang and Sennrich, "Root mean square layer normalization", 2019. Computed in fp32, as the checkpoints
     were trained.
     """
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype) * weight
+    normed = (wide * scale).to(x.dtype)
+    return normed if weight is None else normed * weight
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,6 @@ from wire.errors import KvrelayError
 __all__ = ["Answer", "ChatFailed", "Endpoint", "chat", "open_session", "proof", "stream_answer"]
 
 _DEADLINE = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
-_MAX_TOKENS = 1024
-"""Of one answer: a small model that repeats itself would else talk until its context is full."""
 _PROOF = "In one or two sentences: what is a key-value cache?"
 _PROOF_SAMPLING = {"max_tokens": 64, "temperature": 0}
 
@@ -70,7 +68,10 @@ class Endpoint:
             async with session.get(f"{self.url}/v1/models", headers=self.headers) as response:
                 if response.status != 200:
                     raise ChatFailed(_refusal(response.status, await response.text()))
-                return str(json.loads(await response.text())["data"][0]["id"])
+                models = json.loads(await response.text())["data"]
+                if not models:
+                    raise ChatFailed(f"no node is up yet behind {self.url}; {self.url}/health says what is missing")
+                return str(models[0]["id"])
         except (aiohttp.ClientError, TimeoutError) as why:
             raise ChatFailed(_unreachable(self.url, why)) from why
         except (ValueError, LookupError, TypeError) as why:
@@ -97,7 +98,6 @@ async def stream_answer(
     body = {
         "model": model,
         "messages": messages,
-        "max_tokens": _MAX_TOKENS,
         "stream": True,
         "stream_options": {"include_usage": True},
         **sampling,
@@ -147,10 +147,14 @@ def _refusal(status: int, body: str) -> str:
     except (ValueError, LookupError, TypeError):
         said = body[:200] or "no reason given"
     hint = "; pass the key with --api-key or KVRELAY_API_KEY" if status == 401 else ""
+    if "context of this model" in said:
+        hint = "; /reset forgets the conversation"
     return f"the server refused with {status}: {said}{hint}"
 
 
 def _unreachable(url: str, why: Exception) -> str:
+    if isinstance(why, aiohttp.InvalidURL):
+        return f"{url!r} is no address; give one like http://127.0.0.1:8000"
     if isinstance(why, aiohttp.ClientConnectorError):
         return f"no server answers at {url} ({why.strerror or why}); start one with `kvrelay up` or pass --url"
     return f"the exchange with {url} failed: {why or type(why).__name__}"
@@ -171,6 +175,8 @@ def chat(endpoint: Endpoint, console: Console) -> int:
     talk = asyncio.run(_greet(endpoint))
     if not sys.stdin.isatty():
         return _piped(endpoint, talk, console)
+    import readline  # noqa: F401 - arrow keys and history at the prompt
+
     console.print(f"{talk} at {endpoint.url}. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer.")
     history: list[Message] = []
     while (line := _typed(console)) is not None:

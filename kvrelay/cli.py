@@ -11,6 +11,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvrelay.embedded import embedded_model
+from kvrelay.machine import check_port
 from kvrelay.plan import API_KEY, NODE_API_KEY, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
@@ -45,6 +47,7 @@ app = typer.Typer(
 def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
     def serve(values: dict[str, object]) -> int:
         config = build(NodeConfig, _with_model(values) | {"role": role})
+        check_port(config.host, config.port)
         _log_to_stderr()
         import paged_engine  # noqa: F401 - refuses here, in one sentence, if another package `kernels` is in the way
         from node.server import run as run_node
@@ -56,6 +59,9 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object]) -> int:
     config = build(RouterConfig, values)
+    if not config.prefill or not config.decode:
+        raise ConfigError("a router needs at least one --prefill URL and one --decode URL")
+    check_port(config.host, config.port)
     _log_to_stderr()
     from router.server import run as run_router
 
@@ -74,7 +80,10 @@ def _log_to_stderr() -> None:
 
 
 def _with_model(values: dict[str, object]) -> dict[str, object]:
-    return values if values.get("model") else values | {"model": str(embedded_model())}
+    model = str(values.get("model") or embedded_model())
+    if not Path(model).exists():
+        raise ConfigError(f"model {model!r} does not exist; give a folder in Hugging Face layout or a .gguf file")
+    return values | {"model": model}
 
 
 def _add(

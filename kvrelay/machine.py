@@ -26,6 +26,11 @@ def this_machine(config: ClusterConfig) -> Machine:
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, _environ())
 
 
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if nobody can listen there now; before a model is loaded for nothing."""
+    _bound(host, port).close()
+
+
 def _bound(host: str, port: int) -> socket.socket:
     """A socket that holds a port until it is closed."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -223,7 +223,16 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
         _account(node, leg, call, time.monotonic() - began, first_token_s, tokens, last, error)
 
 
-def _account(node, leg, call, total_s, first_token_s, tokens, last, error) -> None:  # type: ignore[no-untyped-def]
+def _account(
+    node: Node,
+    leg: Leg,
+    call: Call,
+    total_s: float,
+    first_token_s: float | None,
+    tokens: int,
+    last: RequestUpdate | None,
+    error: str | None,
+) -> None:
     """Metrics and the one log line of a request."""
     finish = leg.finish or Finish.ABORT
     timing = last.timing if last is not None else None
@@ -344,9 +353,11 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def _error_answer(_: Request, why: Exception) -> Response:
+async def _error_answer(request: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
     headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
+    if why.status != 503:  # a node that loads says so twice a second
+        log.info("%s %s refused with %d: %s", request.method, request.url.path, why.status, why.message)
     return Response(why.json(), why.status, headers, "application/json")
 
 

@@ -7,7 +7,6 @@ gets EngineDead, once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import zmq
@@ -57,7 +57,7 @@ class EngineClient:
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-")
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._failure: str | None = None
+        self.failure: str | None = None
         self.info: EngineReady | None = None
         self.stats = EngineStats(Load())
         self.load = Load()
@@ -106,7 +106,7 @@ class EngineClient:
             deadline.cancel()
             ended.cancel()
         if self.info is None:
-            raise EngineDead(self._failure or f"the engine was not ready within {deadline_s:g} s")
+            raise EngineDead(self.failure or f"the engine was not ready within {deadline_s:g} s")
         return self.info
 
     async def updates(self, submit: Submit) -> AsyncGenerator[tuple[RequestUpdate, Load], None]:
@@ -115,7 +115,7 @@ class EngineClient:
         Raises EngineDead if the engine process ends before the request does.
         """
         if self.ended.is_set():
-            raise EngineDead(self._failure or "the engine process of this node has ended")
+            raise EngineDead(self.failure or "the engine process of this node has ended")
         queue: asyncio.Queue[RequestUpdate | None] = asyncio.Queue()
         self._queues[submit.request_id] = queue
         done = False
@@ -125,7 +125,7 @@ class EngineClient:
                 update = await queue.get()
                 if update is None:
                     done = True
-                    raise EngineDead(self._failure or "the engine process of this node has ended")
+                    raise EngineDead(self.failure or "the engine process of this node has ended")
                 done = update.finish is not None
                 yield update, self.load
         finally:
@@ -155,6 +155,8 @@ class EngineClient:
         if self._process is None:
             return
         if self._process.returncode is None:
+            if self.info is None:
+                self._process.terminate()  # still loading: it listens to nobody
             self._send(Shutdown())
             try:
                 await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
@@ -171,9 +173,9 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         if self.ended.is_set():
             return
-        # Without a high-water mark a send never blocks, so the future is done already.
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        # Never waits: there is no high-water mark. It fails when the engine process is not there, which `ended` tells.
+        sent = cast("asyncio.Future[object]", self._socket.send(self._encoder.encode(message), zmq.NOBLOCK))
+        sent.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _read(self) -> None:
         while True:
@@ -194,16 +196,13 @@ class EngineClient:
                     self.info = info
                     self._ready.set()
                 case EngineFailed(message):
-                    self._failure = message
+                    self.failure = message
 
     async def _watch(self) -> None:
         assert self._process is not None
-        began = time.monotonic()
         code = await self._process.wait()
         await asyncio.sleep(0.05)  # its last words may still be in the socket
-        self._failure = self._failure or f"the engine process ended with code {code}"
-        if code:
-            log.error("%s (after %.1f s)", self._failure, time.monotonic() - began)
+        self.failure = self.failure or f"the engine process ended with code {code}"
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import uvicorn
@@ -50,7 +50,7 @@ def run(config: NodeConfig) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(_: FastAPI, node: Node, give_up) -> AsyncIterator[None]:  # type: ignore[no-untyped-def]
+async def _lifespan(_: FastAPI, node: Node, give_up: Callable[[], None]) -> AsyncIterator[None]:
     """The server listens while the model loads; /health tells the two apart."""
     await node.engine.start()
     loading = asyncio.create_task(_load(node, give_up))
@@ -62,7 +62,7 @@ async def _lifespan(_: FastAPI, node: Node, give_up) -> AsyncIterator[None]:  # 
         await node.engine.stop()
 
 
-async def _load(node: Node, give_up) -> None:  # type: ignore[no-untyped-def]
+async def _load(node: Node, give_up: Callable[[], None]) -> None:
     """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another."""
     config = node.config
     try:
@@ -91,7 +91,8 @@ async def _load(node: Node, give_up) -> None:  # type: ignore[no-untyped-def]
         info.load_s,
     )
     await node.engine.ended.wait()
-    node.failure = "the engine process has ended"
+    node.failure = node.engine.failure
+    log.error("%s", node.failure)
     give_up()
 
 

@@ -103,11 +103,6 @@ class BlockPool:
         """The transfer that could touch these blocks is over."""
         self._quarantined.difference_update(blocks)
 
-    def forget_all(self) -> None:
-        """Drop every hash; used blocks stay used."""
-        for block in list(self._block_of.values()):
-            self._forget(block)
-
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         used = [block for block in range(1, self.num_blocks) if self._references[block]]

@@ -37,11 +37,11 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None  # None where it is folded into qkv
     qkv: Linear
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
     o: Linear
-    post_norm: torch.Tensor
+    post_norm: torch.Tensor | None  # None where it is folded into gate_up
     gate_up: Linear
     down: Linear
 
@@ -80,8 +80,9 @@ class Decoder:
         if missing:
             raise ConfigError(f"the model files lack tensors of: {', '.join(missing[:8])}")
         self._embedding = parts["model.embed_tokens.weight"]
-        self._norm = parts["model.norm.weight"]
-        self._lm_head = Linear(self._embedding if config.tie_embeddings else parts["lm_head.weight"])
+        head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
+        self._norm, head = self._fold(parts["model.norm.weight"], head)
+        self._lm_head = Linear(head)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), rope_frequencies(config))
         self._cos = angles.cos().to(device=device, dtype=dtype)[:, None]  # [max_positions, 1, head_dim / 2]
         self._sin = angles.sin().to(device=device, dtype=dtype)[:, None]
@@ -98,10 +99,11 @@ class Decoder:
             return
         have = {key.removeprefix(prefix): parts.pop(key) for key in wanted}
 
-        def fused(*names: str) -> Linear:
+        def fused(*names: str, norm: str = "") -> tuple[torch.Tensor | None, Linear]:
             weight = torch.cat([have[f"{n}.weight"] for n in names])
             bias = torch.cat([have[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in have else None
-            return Linear(weight, bias)
+            scale, weight = self._fold(have[norm], weight) if norm else (None, weight)
+            return scale, Linear(weight, bias)
 
         config, qk_norm = self.config, None
         if config.qk_norm:
@@ -111,15 +113,26 @@ class Decoder:
                     have["self_attn.k_norm.weight"].expand(config.num_kv_heads, -1),
                 )
             ).contiguous()
-        self._layers[index] = _Layer(
-            input_norm=have["input_layernorm.weight"],
-            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            qk_norm=qk_norm,
-            o=fused("self_attn.o_proj"),
-            post_norm=have["post_attention_layernorm.weight"],
-            gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
-            down=fused("mlp.down_proj"),
+        input_norm, qkv = fused(
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", norm="input_layernorm.weight"
         )
+        post_norm, gate_up = fused("mlp.gate_proj", "mlp.up_proj", norm="post_attention_layernorm.weight")
+        self._layers[index] = _Layer(
+            input_norm=input_norm,
+            qkv=qkv,
+            qk_norm=qk_norm,
+            o=fused("self_attn.o_proj")[1],
+            post_norm=post_norm,
+            gate_up=gate_up,
+            down=fused("mlp.down_proj")[1],
+        )
+
+    def _fold(self, norm: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """W (g * x) = (W * g) x: in fp32 the norm's weight goes into the product behind it, one operation less a step.
+
+        Not in 16 bits, where the rounding of W * g would show.
+        """
+        return (None, weight * norm) if self.dtype == torch.float32 else (norm, weight)
 
     @torch.inference_mode()
     def forward(self, step: StepInput, pool: KVPool) -> torch.Tensor:

@@ -50,6 +50,8 @@ class Engine:
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.device = _choose_device(config.device)
+        if config.batch_invariant and self.device.type != "cpu":
+            raise ConfigError("batch_invariant is built for the CPU only, where it is always on; leave it out on a GPU")
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self.model: ModelConfig = read_model_config(config.model, config.load_format)
         # fp32 on CPU: bf16 products are ten times slower on CPUs without bf16 units (SmolLM2, prefill of 512).

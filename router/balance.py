@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["TOKENS_PER_REQUEST", "NodeView", "choose"]
 
-# One request weighs as much as one engine step's token budget (EngineConfig.max_batched_tokens): a prompt of 5,120
-# uncomputed tokens delays its successor about as long as ten short requests do.
+# One request weighs as much as this many uncomputed tokens: a prompt of 5,120 tokens delays its successor about as long
+# as ten short requests do.
 TOKENS_PER_REQUEST = 512
 
 

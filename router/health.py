@@ -32,6 +32,12 @@ async def _check(node: Node, pool: Pool, legs: Legs) -> None:
         report = await legs.health(node)
     except TimeoutError:
         pool.miss(node, "it did not answer its health check in time", time.monotonic())
+    except aiohttp.ClientConnectorError as why:
+        if isinstance(why.os_error, ConnectionRefusedError):
+            # The machine is there, nobody listens: a draining node goes on with its legs, a dead one has lost them.
+            pool.unready(node, "it refuses connections", time.monotonic())
+        else:
+            pool.miss(node, f"its health check failed: {why}", time.monotonic())
     except (aiohttp.ClientError, OSError) as why:
         pool.miss(node, f"its health check failed: {why}", time.monotonic())
     else:

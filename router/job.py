@@ -148,7 +148,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
             raise RequestError(f"the body must be a JSON object of request fields: {message}") from why
         raise RequestError(f"{name} is of a wrong type: {message}", param=name) from why
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
-        raise RequestError(f"the body is not valid JSON: {why}") from why
+        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
 
 
 def _check_limits(asked: _Asked, limit_field: str, limit: int | None) -> None:

@@ -163,8 +163,10 @@ class Pool:
         return None
 
     def _take_down(self, node: Node, why: str, now: float) -> None:
-        if node.up or node.reason != why:
+        if node.up or not node.reason:
             _log.warning("%s node %s is kept out: %s", node.role, node.url, why)
+        elif node.reason != why:
+            _log.debug("%s node %s is still kept out: %s", node.role, node.url, why)
         if node.up:
             node.up, node.since = False, now
         node.reason = why

@@ -81,7 +81,8 @@ def test_a_broken_foreign_package_is_told_in_one_sentence(broken: str, theirs: P
 def test_a_node_refuses_to_start_with_that_sentence(theirs: Path, repository: Path) -> None:
     (theirs / "__init__.py").write_text("import no_such_dependency")
     done = start(
-        [repository, theirs.parent], "import sys; from kvrelay.cli import run; sys.exit(run(['serve', '--model=m']))"
+        [repository, theirs.parent],
+        "import sys; from kvrelay.cli import run; sys.exit(run(['serve', '--model=.', '--port=0']))",
     )
     assert done.returncode == 2
     assert "pip uninstall kernels" in done.stderr

@@ -12,6 +12,9 @@ from kvrelay import cli
 from wire.config import NodeConfig, Role, RouterConfig
 
 
+PEERS = ("--prefill", "http://a", "--decode", "http://b")
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stand-ins for the servers; the configs that they were started with."""
@@ -25,6 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module = ModuleType(name)
         module.run = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(cli, "check_port", lambda host, port: None)  # whoever listens there on this machine
     for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     return configs
@@ -34,7 +38,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("command", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("serve", Role.AGGREGATED)]
 )
 def test_a_node_command_sets_the_role(command: str, role: Role, served: list[Any]) -> None:
-    assert cli.run([command, "--model", "m", "--cpu", "--max_model_len", "9", "--no-prefix-cache"]) == 0
+    assert cli.run([command, "--model", ".", "--cpu", "--max_model_len", "9", "--no-prefix-cache"]) == 0
     (config,) = served
     assert isinstance(config, NodeConfig)
     assert config.role is role
@@ -49,9 +53,9 @@ def test_the_router_takes_several_nodes(served: list[Any]) -> None:
 def test_keys_come_from_the_environment_and_flags_win(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_API_KEY", "client")
     monkeypatch.setenv("KVRELAY_NODE_API_KEY", "node")
-    assert cli.run(["router"]) == 0
-    assert cli.run(["router", "--api-key", "typed"]) == 0
-    assert cli.run(["prefill", "--model", "m"]) == 0
+    assert cli.run(["router", *PEERS]) == 0
+    assert cli.run(["router", *PEERS, "--api-key", "typed"]) == 0
+    assert cli.run(["prefill", "--model", "."]) == 0
     assert [each.api_key for each in served] == ["client", "typed", "node"]
     assert served[0].node_api_key == "node"
 
@@ -62,9 +66,11 @@ def test_keys_come_from_the_environment_and_flags_win(served: list[Any], monkeyp
         (["router", "--max-body-byte", "3"], "unknown flag --max-body-byte; did you mean --max-body-bytes?"),
         (["router", "--port", "abc"], "--port must be a whole number, got 'abc'"),
         (["router", "--port", "99999"], "port must be between 0 and 65535, got 99999"),
-        (["prefill", "--model", "m", "--cpu", "--device", "cuda"], "--cpu and --device cuda contradict each other"),
-        (["up", "--model", "m", "--prefill", "0"], "prefill must be at least 1, got 0"),
-        (["up", "--model", "m", "--kv-port", "1"], "unknown flag --kv-port"),
+        (["prefill", "--model", ".", "--cpu", "--device", "cuda"], "--cpu and --device cuda contradict each other"),
+        (["up", "--model", ".", "--prefill", "0"], "prefill must be at least 1, got 0"),
+        (["up", "--model", ".", "--kv-port", "1"], "unknown flag --kv-port"),
+        (["serve", "--model", "./nope"], "model './nope' does not exist"),
+        (["router", "--prefill", "http://a"], "at least one --prefill URL and one --decode URL"),
         (["routr"], "router"),
         (["router", "--port"], "--port"),
     ],
@@ -108,4 +114,4 @@ def test_a_failure_of_the_server_is_exit_code_1(served: list[Any], monkeypatch: 
         raise EngineDead("the engine ended")
 
     monkeypatch.setattr(sys.modules["router.server"], "run", broken)
-    assert cli.run(["router"]) == 1
+    assert cli.run(["router", *PEERS]) == 1
