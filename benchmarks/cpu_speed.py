@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_speed --rounds 3
 
-Each round starts both afresh and runs the same load after one warm-up request; prints every round and the medians.
+Each round starts both afresh and runs the load twice, first with other prompts to warm up; prints every round and the medians.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ COLUMNS = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "
 def _measure(arm: str, args: argparse.Namespace) -> Report:
     command, *flags = ARMS[arm]
     with running(command, *flags, *args.flag) as url:
-        # Warm up with another seed: connections and lazy code, not the prefix cache of the load's own prompts.
-        asyncio.run(run_load(url, requests=4, concurrency=4, max_tokens=16, seed=99))
-        report, outcomes = asyncio.run(
-            run_load(url, requests=args.requests, concurrency=args.concurrency, max_tokens=args.max_tokens)
-        )
+        # Warm up with the same load of other prompts: only the chat template is then in the prefix cache.
+        load = {"requests": args.requests, "concurrency": args.concurrency, "max_tokens": args.max_tokens}
+        asyncio.run(run_load(url, **load, offset=args.requests))
+        report, outcomes = asyncio.run(run_load(url, **load))
     for outcome in outcomes:
         if outcome.error:
             print("failed:", outcome.error)

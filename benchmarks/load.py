@@ -60,12 +60,12 @@ class Report:
     prompt_tokens_mean: float
 
 
-def prompts(count: int, seed: int) -> list[str]:
-    """Distinct questions of about 20 tokens."""
+def prompts(count: int, seed: int, offset: int = 0) -> list[str]:
+    """Distinct questions of about 20 tokens; another offset of the same seed gives others."""
     rng = random.Random(seed)
     combined = [ask.format(topic) for ask in _ASKS for topic in _TOPICS]
     rng.shuffle(combined)
-    return [combined[i % len(combined)] for i in range(count)]
+    return [combined[(offset + i) % len(combined)] for i in range(count)]
 
 
 async def _one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Outcome:
@@ -108,7 +108,15 @@ async def _one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 
 
 async def run_load(
-    url: str, *, requests: int, concurrency: int, max_tokens: int, seed: int = 0, api_key: str = "", model: str = ""
+    url: str,
+    *,
+    requests: int,
+    concurrency: int,
+    max_tokens: int,
+    seed: int = 0,
+    offset: int = 0,
+    api_key: str = "",
+    model: str = "",
 ) -> tuple[Report, list[Outcome]]:
     """Keep `concurrency` streamed, greedy chat requests of exactly `max_tokens` tokens running until all are done."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -128,7 +136,7 @@ async def run_load(
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
-            for prompt in prompts(requests, seed)
+            for prompt in prompts(requests, seed, offset)
         ]
         outcomes: list[Outcome] = []
 

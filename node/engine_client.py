@@ -74,10 +74,6 @@ class EngineClient:
         self._socket.bind(endpoint)
         threads = str(self._config.engine.threads or os.cpu_count() or 1)
         environment = {
-            # A waiting OpenMP thread that spins for long steals the core that another process needs, one that never
-            # spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside another
-            # such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000: 63 / 429.
-            "GOMP_SPINCOUNT": "30000",
             # Huge pages: the same step takes 53 ms instead of 57, weights are streamed through fewer TLB entries. And
             # freed buffers are kept: mapping the same megabytes anew in every layer costs another 2 %.
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1073741824"

@@ -11,7 +11,6 @@ import pytest
 from kvrelay import cli
 from wire.config import NodeConfig, Role, RouterConfig
 
-
 PEERS = ("--prefill", "http://a", "--decode", "http://b")
 
 
