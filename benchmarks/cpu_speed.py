@@ -2,7 +2,8 @@
 
     python -m benchmarks.cpu_speed --rounds 3
 
-Each round starts both afresh and runs the load twice, first with other prompts to warm up; prints every round and the medians.
+Each round starts both afresh and runs the load twice, first with other prompts to warm up; prints every round and
+the medians.
 """
 
 from __future__ import annotations

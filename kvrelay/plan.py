@@ -90,8 +90,8 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
         threads = config.engine.threads or _threads(role, config, machine.cores)
         # More threads than cores: a waiting one that spins for long steals the core that another process needs, one
-        # that never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside another
-        # such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000: 63 / 429 (GNU OpenMP's own default is 300,000).
+        # that never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside
+        # another such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000 (GNU OpenMP's own is 300,000): 63 / 429.
         env = {"GOMP_SPINCOUNT": "3000"} | base | {"OMP_NUM_THREADS": str(threads)}
         if machine.gpus and config.engine.device != "cpu":
             env["CUDA_VISIBLE_DEVICES"] = machine.gpus[index % len(machine.gpus)]
