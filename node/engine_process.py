@@ -135,9 +135,9 @@ class EngineProcess:
             os.write(self._wake_write, b"!")
 
     def _wait(self, progressed: bool) -> None:
-        if progressed and self.engine.scheduler.has_work:
+        if progressed and self.engine.has_work:
             timeout_s = 0.0
-        elif self.engine.scheduler.has_work:
+        elif self.engine.has_work:
             timeout_s = BLOCKED_WAIT_S
         else:
             timeout_s = STATS_INTERVAL_S
@@ -219,12 +219,12 @@ class EngineProcess:
 
     def _step(self) -> bool:
         """One engine step, if there is anything to do; whether anything was computed."""
-        if not self.engine.scheduler.has_work:
+        if not self.engine.has_work:
             return False
         before = self.engine.counters.steps
         for request in self.engine.step(self._start_fetch):
             self._updates.append(self._update(request))
-        return self.engine.counters.steps != before
+        return self.engine.counters.steps != before or self.engine.in_flight
 
     def _update(self, request: Request) -> RequestUpdate:
         update = RequestUpdate(
@@ -255,7 +255,7 @@ class EngineProcess:
             self._send(StepOutputs(self._updates, self.engine.scheduler.load()))
             self._updates = []
         now = time.monotonic()
-        if now >= self._stats_due or not self.engine.scheduler.has_work:
+        if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
             stats = self._stats()
             if stats != self._reported or now >= self._pulse_due:

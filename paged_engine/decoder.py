@@ -1,6 +1,7 @@
 """The decoder-only transformer of Llama, Mistral, Qwen2 and Qwen3: one file, differences declared in ModelConfig.
 
-Owns the weights and the forward pass of one rank over paged KV. Knows nothing of requests, scheduling or sampling.
+Owns the weights and the forward pass of one rank over paged KV. Knows nothing of requests, scheduling or sampling, and
+leaves to its Operations how a device computes.
 """
 
 from __future__ import annotations
@@ -8,42 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn import functional
 
-from kernels.kv_write import write_kv
-from kernels.linear import Linear, rows_are_invariant
-from kernels.norm_rope_act import apply_rope, rms_norm, silu_and_mul
-from kernels.paged_attention import AttentionPlan, attend
 from paged_engine.kv_pool import KVPool
 from paged_engine.model_config import ModelConfig, RopeScaling, tensor_shapes
+from paged_engine.operations import Norm, Operations, QkNorm
 from wire.errors import ConfigError
 
-__all__ = ["Decoder", "StepInput", "rope_frequencies"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """One step's tokens as tensors; T tokens of all scheduled requests, one after the other."""
-
-    token_ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64, position in its own sequence
-    blocks: torch.Tensor  # [T] int64, block that takes the token's KV
-    offsets: torch.Tensor  # [T] int64, place in that block
-    sampled_rows: torch.Tensor  # [S] int64, rows whose logits are wanted
-    attention: AttentionPlan
+__all__ = ["Decoder", "rope_frequencies"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: torch.Tensor | None  # None where it is folded into qkv
-    qkv: Linear
-    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
-    o: Linear
-    post_norm: torch.Tensor | None  # None where it is folded into gate_up
-    gate_up: Linear
-    down: Linear
+    input_norm: Norm
+    qkv: Any  # a Linear of the device
+    qk_norm: QkNorm | None
+    o: Any
+    post_norm: Norm
+    gate_up: Any
+    down: Any
 
 
 class Decoder:
@@ -57,12 +43,14 @@ class Decoder:
         self,
         config: ModelConfig,
         tensors: Iterable[tuple[str, torch.Tensor]],
+        operations: Operations[Any],
         *,
         device: torch.device,
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
         self.config, self.device, self.dtype = config, device, dtype
+        self._operations = operations
         self._layers: list[_Layer | None] = [None] * config.num_layers
         parts: dict[str, torch.Tensor] = {}
         shapes = tensor_shapes(config)
@@ -82,10 +70,9 @@ class Decoder:
         self._embedding = parts["model.embed_tokens.weight"]
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
         self._norm, head = self._fold(parts["model.norm.weight"], head)
-        self._lm_head = Linear(head)
+        self._lm_head = operations.linear(head, None)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), rope_frequencies(config))
-        self._cos = angles.cos().to(device=device, dtype=dtype)[:, None]  # [max_positions, 1, head_dim / 2]
-        self._sin = angles.sin().to(device=device, dtype=dtype)[:, None]
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)  # [max_positions, head_dim]
 
     def _pack_finished_layer(
         self, name: str, parts: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]
@@ -99,80 +86,56 @@ class Decoder:
             return
         have = {key.removeprefix(prefix): parts.pop(key) for key in wanted}
 
-        def fused(*names: str, norm: str = "") -> tuple[torch.Tensor | None, Linear]:
+        def fused(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
             weight = torch.cat([have[f"{n}.weight"] for n in names])
             bias = torch.cat([have[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in have else None
-            scale, weight = self._fold(have[norm], weight) if norm else (None, weight)
-            return scale, Linear(weight, bias)
+            return weight, bias
 
-        config, qk_norm = self.config, None
+        config, linear = self.config, self._operations.linear
+        qk_norm = None
         if config.qk_norm:
-            qk_norm = torch.cat(
-                (
-                    have["self_attn.q_norm.weight"].expand(config.num_heads, -1),
-                    have["self_attn.k_norm.weight"].expand(config.num_kv_heads, -1),
-                )
-            ).contiguous()
-        input_norm, qkv = fused(
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", norm="input_layernorm.weight"
-        )
-        post_norm, gate_up = fused("mlp.gate_proj", "mlp.up_proj", norm="post_attention_layernorm.weight")
+            query, key = have["self_attn.q_norm.weight"], have["self_attn.k_norm.weight"]
+            qk_norm = QkNorm(query, key, config.rms_norm_eps)
+        qkv, qkv_bias = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        gate_up, gate_up_bias = fused("mlp.gate_proj", "mlp.up_proj")
+        input_norm, qkv = self._fold(have["input_layernorm.weight"], qkv)
+        post_norm, gate_up = self._fold(have["post_attention_layernorm.weight"], gate_up)
         self._layers[index] = _Layer(
             input_norm=input_norm,
-            qkv=qkv,
+            qkv=linear(qkv, qkv_bias),
             qk_norm=qk_norm,
-            o=fused("self_attn.o_proj")[1],
+            o=linear(*fused("self_attn.o_proj")),
             post_norm=post_norm,
-            gate_up=gate_up,
-            down=fused("mlp.down_proj")[1],
+            gate_up=linear(gate_up, gate_up_bias),
+            down=linear(*fused("mlp.down_proj")),
         )
 
-    def _fold(self, norm: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """W (g * x) = (W * g) x: in fp32 the norm's weight goes into the product behind it, one operation less a step.
-
-        Not in 16 bits, where the rounding of W * g would show.
-        """
-        return (None, weight * norm) if self.dtype == torch.float32 else (norm, weight)
+    def _fold(self, norm: torch.Tensor, weight: torch.Tensor) -> tuple[Norm, torch.Tensor]:
+        """The norm and the weight of the product behind it, made one where the device wants that."""
+        eps = self.config.rms_norm_eps
+        return (Norm(None, eps), weight * norm) if self._operations.folds(self.dtype) else (Norm(norm, eps), weight)
 
     @torch.inference_mode()
-    def forward(self, step: StepInput, pool: KVPool) -> torch.Tensor:
-        """Write the step's KV into `pool` and return fp32 logits [S, vocab] of the sampled rows."""
-        config = self.config
-        rotated = config.num_heads + config.num_kv_heads
-        cos, sin = self._cos[step.positions], self._sin[step.positions]  # [T, 1, head_dim / 2]
-        hidden = functional.embedding(step.token_ids, self._embedding)  # [T, hidden]
-        tokens = hidden.shape[0]
-        for layer, (key_cache, value_cache) in zip(self._layers, pool.layers, strict=True):
+    def forward(self, step: Any, pool: KVPool) -> torch.Tensor:
+        """Write the step's KV into `pool` and return the logits [S, vocab] of the sampled rows."""
+        ops = self._operations
+        rotary = ops.rotary(step, self._cos_sin)
+        hidden = ops.embed(step, self._embedding)
+        for layer, cache in zip(self._layers, pool.layers, strict=True):
             assert layer is not None
-            qkv = layer.qkv(rms_norm(hidden, layer.input_norm, config.rms_norm_eps))
-            heads = qkv.view(tokens, rotated + config.num_kv_heads, config.head_dim)
-            qk = heads[:, :rotated]
-            if layer.qk_norm is not None:
-                qk = rms_norm(qk, layer.qk_norm, config.rms_norm_eps)
-            qk = apply_rope(qk, cos, sin)
-            write_kv(key_cache, value_cache, qk[:, config.num_heads :], heads[:, rotated:], step.blocks, step.offsets)
-            mixed = attend(qk[:, : config.num_heads], key_cache, value_cache, step.attention)
-            hidden = hidden + layer.o(mixed.reshape(tokens, -1))
-            normed = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-            hidden = hidden + layer.down(silu_and_mul(layer.gate_up(normed)))
-        final = rms_norm(hidden[step.sampled_rows], self._norm, config.rms_norm_eps)
-        return self._lm_head(final).float()
+            qkv = ops.normed_linear(hidden, layer.input_norm, layer.qkv)
+            query = ops.rotate_and_write(step, qkv, rotary, layer.qk_norm, cache)
+            mixed = ops.attend(step, query, cache, self.config.window)
+            hidden = ops.add_linear(hidden, mixed, layer.o)
+            inner = ops.gated_linear(hidden, layer.post_norm, layer.gate_up)
+            hidden = ops.add_linear(hidden, inner, layer.down)
+        return ops.logits(ops.final_norm(step, hidden, self._norm), self._lm_head)
 
-    def min_rows(self) -> int:
-        """Fewest rows of a step for which a row's bits do not depend on the others, by trial on this machine.
-
-        A GPU's matrix library changes its kernel with the batch at every size: there is nothing to pad to. Raises
-        ConfigError where a CPU's does so too, because the CPU path promises to be batch-invariant.
-        """
-        if self.device.type != "cpu":
-            return 1
+    def linears(self) -> list[Any]:
+        """One linear layer of each shape."""
         first = self._layers[0]
         assert first is not None
-        linears = (first.qkv, first.o, first.gate_up, first.down, self._lm_head)
-        for rows in (1, 2, 4, 16):
-            if all(rows_are_invariant(linear, rows, self.dtype) for linear in linears):
-                return rows
-        raise ConfigError("this machine's matrix library gives a row other bits in other batches; use dtype float32")
+        return [first.qkv, first.o, first.gate_up, first.down, self._lm_head]
 
 
 def rope_frequencies(config: ModelConfig) -> torch.Tensor:

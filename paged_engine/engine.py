@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from paged_engine.blocks import BlockPool
+from paged_engine.cpu_operations import CpuOperations
 from paged_engine.decoder import Decoder
 from paged_engine.kv_pool import KVPool
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_model_config, read_tensors
 from paged_engine.request import Request
-from paged_engine.runner import Runner
+from paged_engine.runner import CpuRunner, Launched
 from paged_engine.sampler import Sampler
 from paged_engine.scheduler import Chunk, Fetch, Scheduler
 from wire.config import EngineConfig
@@ -66,6 +67,7 @@ class Engine:
         decoder = Decoder(
             self.model,
             read_tensors(config.model, self.model, config.load_format),
+            CpuOperations(self.model, self.dtype),
             device=self.device,
             dtype=self.dtype,
             max_positions=self.max_model_len,
@@ -83,33 +85,64 @@ class Engine:
             prefix_cache=config.prefix_cache,
         )
         self.counters = Counters()
-        self._runner = Runner(decoder, self.pool)
-        self._sampler = Sampler(self.model.eos_token_ids)
+        self._runner = CpuRunner(decoder, self.pool, Sampler(self.model.eos_token_ids))
+        self._in_flight: Launched | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something now, without news from outside."""
+        return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is running on the device."""
+        return self._in_flight is not None
 
     def step(self, start_fetch: Callable[[Fetch], None] | None = None) -> list[Request]:
-        """Run one step; the requests that have new tokens or ended. `start_fetch` is called before the forward pass."""
+        """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
+
+        On a GPU the host stays one step ahead. On a CPU a launch computes at once, and its tokens are taken at once.
+        """
         began = self._clock()
         plan = self.scheduler.schedule(began)
-        for fetch in plan.fetches:
+        before, self._in_flight = self._in_flight, None
+        if before is None:
+            self._start(plan.fetches, start_fetch)
+        if plan.chunks:
+            self._in_flight = self._runner.launch(plan.chunks)
+            for chunk in plan.chunks:
+                self._count(chunk)
+                self.scheduler.launched(chunk)
+        updated = self._take_tokens(before) if before is not None else []
+        if before is not None:
+            # Only now may others write to blocks that have just become free: the step that has ended was the last one
+            # which could touch them.
+            self._start(plan.fetches, start_fetch)
+        if self._in_flight is not None and not self._runner.runs_ahead:
+            done, self._in_flight = self._in_flight, None
+            updated += self._take_tokens(done)
+        self.counters.step_s += self._clock() - began
+        return updated
+
+    def _start(self, fetches: list[Fetch], start_fetch: Callable[[Fetch], None] | None) -> None:
+        for fetch in fetches:
             assert start_fetch is not None, "a request with a fetch needs a connector"
             start_fetch(fetch)
-        if not plan.chunks:
-            return []
-        sampling = [chunk.request for chunk in plan.chunks if chunk.samples]
-        logits = self._runner.run(plan.chunks)
-        tokens, logprobs = self._sampler.sample(logits, sampling)
+
+    def _take_tokens(self, launched: Launched) -> list[Request]:
+        """Give each request of a launched step its token; those that take it."""
+        tokens, logprobs = launched.wait()
         now = self._clock()
-        for chunk in plan.chunks:
-            self._count(chunk)
-            self.scheduler.computed(chunk)
-        for request, token, logprob in zip(sampling, tokens, logprobs, strict=True):
-            if logprob is not None:
-                request.new_logprobs.append(logprob)
-            self.scheduler.append(request, token, now)
         self.counters.steps += 1
-        self.counters.step_s += now - began
-        self.counters.generated_tokens += len(sampling)
-        return sampling
+        updated = []
+        for request, token, logprob in zip(launched.requests, tokens, logprobs, strict=True):
+            if request.finish is None:
+                updated.append(request)
+                if logprob is not None:
+                    request.new_logprobs.append(logprob)
+            self.scheduler.append(request, token, now)
+        self.counters.generated_tokens += len(updated)
+        return updated
 
     def _count(self, chunk: Chunk) -> None:
         """Prompt tokens, each once, however often it is computed after preemptions."""

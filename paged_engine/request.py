@@ -38,6 +38,7 @@ class Request:
     state: State = State.WAITING
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0  # tokens that a launched step samples and the host has not seen yet
     hashes: list[BlockHash] = field(default_factory=list)
     num_published: int = 0
     cached_tokens: int | None = None  # prefix hit when first scheduled; None before
@@ -74,7 +75,7 @@ class Request:
     @property
     def uncomputed(self) -> int:
         """Tokens whose KV is still to be computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     def block_hashes(self, block_tokens: int) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far."""

@@ -1,8 +1,9 @@
 """Continuous batching: which requests run next, how many of their tokens, and in which blocks.
 
 Pure Python: no torch, no sockets; `now` is an argument. One token budget per step is shared by decodes (first) and
-prefill chunks. A request that finds no block for its next token preempts the youngest; the preempted one is computed
-again later, mostly from the prefix cache. Blocks that a transfer may touch are never given to anybody else.
+prefill chunks. A step may be scheduled while the tokens of the one before are still *pending* on the device. A request
+that finds no block for its next token preempts the youngest; the preempted one is computed again later, mostly from the
+prefix cache. Blocks that a transfer may touch are never given to anybody else.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ __all__ = ["Chunk", "Fetch", "Scheduler", "StepPlan"]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `count` tokens of a request from position `start` on; sample if they reach its last token."""
+    """Compute `count` tokens of a request from position `start` on."""
 
     request: Request
     start: int
     count: int
+    samples: bool
+    """Whether the chunk ends at the newest token, so that its logits decide the next."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk ends at the newest token, so that its logits decide the next."""
-        return self.start + self.count == len(self.request.token_ids)
+    @classmethod
+    def next_of(cls, request: Request, budget: int) -> Chunk:
+        """The tokens of a request that are not computed yet, at most `budget` of them."""
+        count = min(request.uncomputed, budget)
+        return cls(request, request.num_computed, count, samples=count == request.uncomputed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +145,10 @@ class Scheduler:
         preempted = False
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
         for request in sorted(self._running, key=lambda r: r.uncomputed > 1):
-            if request.state is not State.RUNNING or not budget:
+            if request.state is not State.RUNNING or not budget or self._ends_with_pending(request):
                 continue
-            count = min(request.uncomputed, budget)
-            while not self._grow(request, request.num_computed + count):
+            chunk = Chunk.next_of(request, budget)
+            while not self._grow(request, chunk.start + chunk.count):
                 preempted = True
                 victim = max(self._running, key=lambda r: r.arrival_s)
                 self._preempt(victim)
@@ -152,8 +156,8 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                chunks.append(Chunk(request, request.num_computed, count))
-                budget -= count
+                chunks.append(chunk)
+                budget -= chunk.count
         fetches = [] if preempted else list(self._admit(chunks, budget, now))
         return StepPlan(chunks, fetches)
 
@@ -172,14 +176,16 @@ class Scheduler:
                 return
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
-            count = min(request.uncomputed, budget)
-            grown = self._grow(request, request.num_computed + count)
+            chunk = Chunk.next_of(request, budget)
+            grown = self._grow(request, chunk.start + chunk.count)
             assert grown, "admission checked that the whole request fits"
-            chunks.append(Chunk(request, request.num_computed, count))
-            budget -= count
+            chunks.append(chunk)
+            budget -= chunk.count
 
     def _start(self, request: Request) -> bool:
-        """Give a waiting request its cached prefix and a seat, if all its tokens would fit now."""
+        """Give a waiting request its cached prefix and a seat, if all its tokens are known and would fit now."""
+        if request.num_pending:
+            return False
         shared = self._cached_prefix(request, len(request.token_ids) - 1)
         needed = self._blocks_for(len(request.token_ids)) - len(shared)
         if needed > self.pool.free_after(shared):
@@ -237,17 +243,31 @@ class Scheduler:
         self._waiting.appendleft(request)
         self.preemptions += 1
 
+    def _ends_with_pending(self, request: Request) -> bool:
+        """Whether a token that is still pending is the last one, whatever it is."""
+        outputs, total = request.output_tokens, len(request.token_ids)
+        pending = request.num_pending
+        return pending > 0 and (
+            outputs + pending >= request.params.max_tokens or total + pending >= self._max_model_len
+        )
+
     # --- after the step ------------------------------------------------------------------------------------------
 
-    def computed(self, chunk: Chunk) -> None:
-        """The KV of a chunk is written: full blocks become findable."""
+    def launched(self, chunk: Chunk) -> None:
+        """The KV of a chunk is written, or will be before any later step reads it: full blocks become findable."""
         request = chunk.request
-        if request.state is State.RUNNING:
-            request.num_computed = chunk.start + chunk.count
-            self._publish(request)
+        request.num_computed = chunk.start + chunk.count
+        request.num_pending += chunk.samples
+        self._publish(request)
 
     def append(self, request: Request, token_id: int, now: float) -> Finish | None:
-        """Add a sampled token; if it ends the request, give back or hold its blocks and say why it ended."""
+        """Add a token that was pending; if it ends the request, give back or hold its blocks and say why it ended.
+
+        A request that has ended meanwhile takes no token: the device had begun one more step for it.
+        """
+        request.num_pending -= 1
+        if request.finish is not None:
+            return request.finish
         request.token_ids.append(token_id)
         request.new_tokens.append(token_id)
         if request.first_token_s is None:
@@ -287,7 +307,7 @@ class Scheduler:
         request.blocks, request.num_published, request.num_computed = [], 0, 0
 
     def _publish(self, request: Request) -> None:
-        full = request.num_computed // self._block_tokens
+        full = min(request.num_computed, len(request.token_ids)) // self._block_tokens
         if self._prefix_cache and full > request.num_published:
             hashes = request.block_hashes(self._block_tokens)
             for index in range(request.num_published, full):

@@ -66,7 +66,7 @@ def test_logits_equal_transformers(architecture, tiny):
     for end in (1, 2, 17, 64, 150):
         req = Request.of(Submit("r", tokens[:end], SamplingParams(1, seed=0)), 0.0)
         req.blocks = engine.scheduler.pool.take(10) or []
-        ours = engine._runner.run([Chunk(req, 0, end)])[0]
+        ours = engine._runner.run([Chunk(req, 0, end, True)])[0]
         assert float((ours - theirs[end - 1]).abs().max()) < 1e-3
         engine.scheduler.pool.give_back(req.blocks)
 
@@ -186,7 +186,7 @@ def test_bfloat16_stays_close_to_fp32(tiny):
     tokens = prompt(60)
     req = Request.of(Submit("r", tokens, SamplingParams(1, seed=0)), 0.0)
     req.blocks = engine.scheduler.pool.take(4) or []
-    ours = engine._runner.run([Chunk(req, 0, 60)])[0]
+    ours = engine._runner.run([Chunk(req, 0, 60, True)])[0]
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0, -1]
     assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.995

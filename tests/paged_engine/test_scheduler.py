@@ -38,7 +38,7 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
         assert len(chunk.request.blocks) * BLOCK >= chunk.start + chunk.count
     sampling = [chunk for chunk in plan.chunks if chunk.samples]
     for chunk in plan.chunks:
-        scheduler.computed(chunk)
+        scheduler.launched(chunk)
     for chunk in sampling:
         scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
     scheduler.check()
@@ -103,7 +103,7 @@ def test_a_stop_token_ends_a_request_and_frees_it():
     req = request("r", [5] * 20)
     scheduler.add(req)
     plan = scheduler.schedule(0.0)
-    scheduler.computed(plan.chunks[0])
+    scheduler.launched(plan.chunks[0])
     assert scheduler.append(req, EOS, 1.0) is Finish.STOP
     assert scheduler.pool.free == scheduler.pool.total
     assert req.state is State.DONE
@@ -149,7 +149,7 @@ def test_a_request_that_stops_by_itself_holds_nothing():
     req = request("r", list(range(40)), max_tokens=1, hold=True)
     scheduler.add(req)
     plan = scheduler.schedule(0.0)
-    scheduler.computed(plan.chunks[0])
+    scheduler.launched(plan.chunks[0])
     scheduler.append(req, EOS, 0.0)
     assert scheduler.held("r") is None
     assert scheduler.pool.free == scheduler.pool.total
@@ -253,10 +253,15 @@ def test_load_counts_what_waits_and_runs():
     assert load.total_blocks - load.free_blocks == 4
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "one-step-ahead"])
 @pytest.mark.parametrize("seed", range(25))
-def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed):
-    """Arrivals, fetches, fetch failures, late settling, aborts, holds and preemption in random order."""
+def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ahead):
+    """Arrivals, fetches, fetch failures, late settling, aborts, holds and preemption in random order.
+
+    `ahead`: a step is scheduled before the tokens of the one before are known.
+    """
     rng = random.Random(seed)
+    pending: list[Chunk] = []
     scheduler = make(
         blocks=rng.choice([14, 24, 60]), max_batched_tokens=rng.choice([8, 33, 64]), max_running=rng.choice([2, 5])
     )
@@ -280,8 +285,10 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed):
         plan = scheduler.schedule(float(turn))
         in_flight += [fetch.request.request_id for fetch in plan.fetches]
         for chunk in plan.chunks:
-            scheduler.computed(chunk)
-        for chunk in [c for c in plan.chunks if c.start + c.count == len(c.request.token_ids)]:
+            scheduler.launched(chunk)
+        sampled = [chunk for chunk in plan.chunks if chunk.samples]
+        pending, sampled = (sampled, pending) if ahead else ([], sampled)
+        for chunk in sampled:
             scheduler.append(chunk.request, next_token(chunk.request.token_ids), float(turn))
         if in_flight and rng.random() < 0.6:
             name = in_flight.pop(rng.randrange(len(in_flight)))
@@ -309,6 +316,8 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed):
         if held and rng.random() < 0.3:
             scheduler.released(held.pop())
         scheduler.check()
+    for chunk in pending:
+        scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
     for name in in_flight:
         scheduler.fetched(name)
     for name in settling:
