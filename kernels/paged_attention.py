@@ -202,21 +202,37 @@ class _Planner:
 
 
 def attend(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, plan: AttentionPlan
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal softmax(q k^T / sqrt(head_dim)) v of every query token over its sequence's blocks.
+    """Causal softmax(scale * q k^T) v of every query token over its sequence's blocks; scale None is head_dim ** -0.5.
+
+    `softcap` c makes scores c * tanh(score / c).
 
     query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_tokens, head_dim], one layer's views of the
     pool, which must hold the step's own keys already. Returns [tokens, heads, head_dim].
     """
     tokens, heads, dim = query.shape
     flat = query.reshape(tokens * heads, dim).float()
-    results = [_attend_slab(flat, key_cache, value_cache, slab) for slab in plan.slabs]
+    scale = dim**-0.5 if scale is None else scale
+    results = [_attend_slab(flat, key_cache, value_cache, slab, scale, softcap) for slab in plan.slabs]
     result = results[0] if len(results) == 1 else torch.cat(results)
     return result.index_select(0, plan.output_rows).view(tokens, heads, dim).to(query.dtype)
 
 
-def _attend_slab(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slab: _Slab) -> torch.Tensor:
+def _attend_slab(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slab: _Slab,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
     """[tiles * kv_heads * rows, head_dim]"""
     num_blocks, kv_heads, block_tokens, dim = key_cache.shape
     products = slab.bias.shape[0] * kv_heads
@@ -229,7 +245,10 @@ def _attend_slab(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torc
     )
     tile_query = query.index_select(0, slab.query_rows).view(products, slab.rows, dim)
     bias = slab.bias.expand(-1, kv_heads, slab.rows, -1).reshape(products, slab.rows, SPLIT_TOKENS)
-    scores = torch.baddbmm(bias, tile_query, keys.transpose(1, 2), alpha=dim**-0.5)
+    if softcap is None:
+        scores = torch.baddbmm(bias, tile_query, keys.transpose(1, 2), alpha=scale)
+    else:
+        scores = torch.bmm(tile_query, keys.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(bias)
     mixed = torch.bmm(scores.softmax(-1), values)
     if slab.tile_of_item is not None:
         mixed = _join(mixed.view(-1, kv_heads, slab.rows, dim), scores, slab.tile_of_item, slab.tiles)

@@ -23,7 +23,7 @@ from kvrelay.machine import check_port
 from kvrelay.plan import API_KEY, NODE_API_KEY, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
-from wire.config import NodeConfig, Role, RouterConfig
+from wire.config import NodeConfig, RanksConfig, Role, RouterConfig
 from wire.errors import ConfigError, KvrelayError
 
 __all__ = ["main", "run"]
@@ -66,6 +66,14 @@ def _serving_router(values: dict[str, object]) -> int:
     from router.server import run as run_router
 
     return run_router(config)
+
+
+def _serving_ranks(values: dict[str, object]) -> int:
+    config = build(RanksConfig, _with_model(values))
+    _log_to_stderr()
+    from node.ranks import run_ranks
+
+    return run_ranks(config)
 
 
 def _running_cluster(values: dict[str, object]) -> int:
@@ -159,6 +167,14 @@ for _role, _name, _about in (
     (Role.AGGREGATED, "serve", "Serve one node alone, without a router."),
 ):
     _add(_name, _about, NodeConfig, _serving_node(_role), ("role",), {"api_key": NODE_API_KEY})
+_add(
+    "rank",
+    "Serve ranks of a tensor-parallel engine whose rank 0 is a node on another host.",
+    RanksConfig,
+    _serving_ranks,
+    (),
+    {},
+)
 _add(
     "router",
     "Serve the OpenAI endpoint in front of prefill and decode nodes.",

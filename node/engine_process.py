@@ -19,6 +19,7 @@ import zmq
 from kv_transfer.connector import Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.open import open_connector
 from node.parent import die_with_parent
+from node.ranks import join_as_rank_0
 from paged_engine.engine import Engine
 from paged_engine.request import Request
 from paged_engine.scheduler import Fetch
@@ -73,7 +74,7 @@ class EngineProcess:
         self._pulse_due = 0.0
         self._reported: EngineStats | None = None
 
-        self.engine = Engine(config.engine)
+        self.engine = Engine(config.engine, join_as_rank_0(config.engine))
         self.connector = self._open_connector()
         self._announce(time.monotonic() - began)
 
@@ -84,7 +85,7 @@ class EngineProcess:
             fingerprint=Fingerprint(
                 protocol=PROTOCOL_VERSION,
                 model=model.name,
-                kv_dtype=str(engine.dtype).removeprefix("torch."),
+                kv_dtype=str(engine.pool.dtype).removeprefix("torch."),
                 block_tokens=engine.pool.block_tokens,
                 kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
@@ -128,6 +129,7 @@ class EngineProcess:
             progressed = self._step()
             self._report()
         self.connector.close()
+        self.engine.close()
 
     def wake(self) -> None:
         """End the loop's wait; may be called from any thread."""

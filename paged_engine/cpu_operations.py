@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from kernels.kv_write import write_kv
 from kernels.linear import Linear
-from kernels.norm_rope_act import apply_rope, rms_norm, silu_and_mul
+from kernels.moe import Experts, fewest_invariant_rows, route
+from kernels.norm_rope_act import act_and_mul, apply_rope, layer_norm, rms_norm
 from kernels.paged_attention import AttentionPlan, attend
 from paged_engine.model_config import ModelConfig
 from paged_engine.operations import LayerCache, Norm, QkNorm
+from paged_engine.ranks import Ranks
+from paged_engine.sharding import vocab_shard
+from wire.errors import ConfigError
 
 __all__ = ["CpuOperations", "CpuStep"]
 
@@ -36,51 +41,98 @@ class CpuStep:
 class CpuOperations:
     """See paged_engine/operations.py for what each of them means."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._config, self._dtype = config, dtype
         self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._dtype = dtype
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
+        self._scores: dict[str, Any] = {}
+        if config.query_pre_attn_scalar is not None or config.attention_softcap is not None:
+            self._scores = {"scale": config.attention_scale, "softcap": config.attention_softcap}
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Linear:
+        if scale is not None:
+            weight = (weight.float() * scale[:, None]).to(self._dtype)
         return Linear(weight, bias)
+
+    def output_layer(self, weight: torch.Tensor) -> Linear:
+        return Linear(weight[vocab_shard(len(weight), self._ranks.rank, self._ranks.size)], None)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
+        try:
+            rows = [fewest_invariant_rows(*weight.shape[1:], weight.dtype) for weight in (gate_up, down)]
+        except ValueError as why:
+            raise ConfigError(f"{why}; use dtype float32") from why
+        return Experts(gate_up, down, max(rows))
 
     def folds(self, dtype: torch.dtype) -> bool:
         # One operation less a step. Not in 16 bits, where the rounding of W * g would show.
         return dtype == torch.float32
 
     def embed(self, step: CpuStep, table: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(step.token_ids, table)
+        rows = functional.embedding(step.token_ids, table)
+        return rows if self._config.embedding_scale == 1 else rows * self._embedding_scale
+
+    def add_positions(self, step: CpuStep, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return hidden + functional.embedding(step.positions, table)
 
     def rotary(self, step: CpuStep, cos_sin: torch.Tensor) -> Rotary:
         cos, sin = cos_sin[step.positions].to(self._dtype)[:, None].chunk(2, dim=-1)
         return cos, sin
 
-    def normed_linear(self, hidden: torch.Tensor, norm: Norm, linear: Linear) -> torch.Tensor:
-        return linear(rms_norm(hidden, norm.weight, norm.eps))
+    def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        if norm is None:
+            return hidden
+        if norm.bias is not None:
+            assert norm.weight is not None
+            return layer_norm(hidden, norm.weight, norm.bias, norm.eps)
+        return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one)
+
+    def normed_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        return linear(self.norm(hidden, norm))
 
     def rotate_and_write(
-        self, step: CpuStep, qkv: torch.Tensor, rotary: Rotary, qk_norm: QkNorm | None, cache: LayerCache
+        self, step: CpuStep, qkv: torch.Tensor, rotary: Rotary | None, qk_norm: QkNorm | None, cache: LayerCache
     ) -> torch.Tensor:
         rotated = self._heads + self._kv_heads
         heads = qkv.view(len(qkv), rotated + self._kv_heads, self._head_dim)
         qk = heads[:, :rotated]
         if qk_norm is not None:
             weight = torch.cat((qk_norm.query.expand(self._heads, -1), qk_norm.key.expand(self._kv_heads, -1)))
-            qk = rms_norm(qk, weight, qk_norm.eps)
-        qk = apply_rope(qk, *rotary)
-        write_kv(*cache, qk[:, self._heads :], heads[:, rotated:], step.blocks, step.offsets)
+            qk = rms_norm(qk, weight, qk_norm.eps, plus_one=qk_norm.plus_one)
+        if rotary is not None:
+            qk = apply_rope(qk, *rotary)
+        keys, values = cache
+        write_kv(keys, values, qk[:, self._heads :], heads[:, rotated:], step.blocks, step.offsets)
         return qk[:, : self._heads]
 
     def attend(self, step: CpuStep, query: torch.Tensor, cache: LayerCache, window: int) -> torch.Tensor:
-        return attend(query, *cache, step.attention[window]).view(len(query), -1)
+        keys, values = cache
+        return attend(query, keys, values, step.attention[window], **self._scores).view(len(query), -1)
 
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return hidden + linear(x)
+        return hidden + self._ranks.all_reduce(linear(x))
 
-    def gated_linear(self, hidden: torch.Tensor, norm: Norm, linear: Linear) -> torch.Tensor:
-        return silu_and_mul(linear(rms_norm(hidden, norm.weight, norm.eps)))
+    def add_normed_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm) -> torch.Tensor:
+        return hidden + self.norm(self._ranks.all_reduce(linear(x)), norm)
 
-    def final_norm(self, step: CpuStep, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return rms_norm(hidden[step.sampled_rows], norm.weight, norm.eps)
+    def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        return act_and_mul(self.normed_linear(hidden, norm, linear), self._config.activation)
+
+    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        return self.normed_linear(hidden, norm, linear).relu_()
+
+    def add_experts(self, hidden: torch.Tensor, norm: Norm, router: Linear, experts: Experts) -> torch.Tensor:
+        mixture = self._config.moe
+        assert mixture is not None
+        x = self.norm(hidden, norm)
+        chosen, weights = route(router(x), mixture.per_token, mixture.renormalize)
+        return hidden + self._ranks.all_reduce(experts(x, chosen, weights, self._config.activation))
+
+    def final_norm(self, step: CpuStep, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return self.norm(hidden[step.sampled_rows], norm)
 
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        return linear(x).float()
+        logits = self._ranks.gather_columns(linear(x), self._config.vocab_size).float()
+        cap = self._config.logit_softcap
+        return logits if cap is None else (logits / cap).tanh_() * cap

@@ -1,4 +1,4 @@
-"""The decoder-only transformer of Llama, Mistral, Qwen2 and Qwen3: one file, differences declared in ModelConfig.
+"""The decoder-only transformer of all our architectures: one file, differences declared in ModelConfig.
 
 Owns the weights and the forward pass of one rank over paged KV. Knows nothing of requests, scheduling or sampling, and
 leaves to its Operations how a device computes.
@@ -6,43 +6,88 @@ leaves to its Operations how a device computes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paged_engine.kv_pool import KVPool
-from paged_engine.model_config import ModelConfig, RopeScaling, tensor_shapes
+from paged_engine.model_config import POSITION_OFFSET, ModelConfig, stored_weights, tensor_shapes, weight_shapes
 from paged_engine.operations import Norm, Operations, QkNorm
+from paged_engine.rope import rope_frequencies
 from wire.errors import ConfigError
 
-__all__ = ["Decoder", "rope_frequencies"]
+__all__ = ["Decoder", "by_projection"]
+
+_LAYERS = "model.layers."
+# Which of a layer's norms are of attention's input, of its output, of the MLP's input, of its output: by norm_places.
+_NORMS = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "after": (None, "input_layernorm", None, "post_attention_layernorm"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    up: Any  # a Linear of the device: the gate's rows, if there is a gate, then those of up
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    router: Any
+    experts: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: Norm
-    qkv: Any  # a Linear of the device
+    window: int
+    rope: int  # which of the rotary tables
+    input_norm: Norm | None
+    qkv: Any
     qk_norm: QkNorm | None
     o: Any
-    post_norm: Norm
-    gate_up: Any
-    down: Any
+    o_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: _Mlp | _Experts
+    down_norm: Norm | None
+
+
+def by_projection(
+    config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint's tensors as our weights: by the names of weight_shapes, those that are stored in one tensor apart.
+
+    Raises ConfigError if a tensor has another shape than `config` says.
+    """
+    shapes, stored, stored_shapes = weight_shapes(config), stored_weights(config), tensor_shapes(config)
+    for name, tensor in tensors:
+        if name not in stored:
+            continue
+        if tuple(tensor.shape) != stored_shapes[name]:
+            raise ConfigError(f"tensor {name} has shape {tuple(tensor.shape)}, the config wants {stored_shapes[name]}")
+        rows = [shapes[ours][0] for ours in stored[name]]
+        yield from zip(stored[name], torch.split(tensor, rows), strict=True)
 
 
 class Decoder:
     """Weights ready for the forward pass.
 
-    `tensors` yields (Hugging Face name, tensor) in any order; each is dropped once it is packed. Raises ConfigError
-    naming the tensors that are missing or have another shape than `config` says.
+    `weights` yields what `by_projection` does, in any order; each is dropped once it is packed. Raises ConfigError
+    naming the weights that are missing or have another shape than `config` says.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor]],
         operations: Operations[Any],
         *,
         device: torch.device,
@@ -52,110 +97,177 @@ class Decoder:
         self.config, self.device, self.dtype = config, device, dtype
         self._operations = operations
         self._layers: list[_Layer | None] = [None] * config.num_layers
-        parts: dict[str, torch.Tensor] = {}
-        shapes = tensor_shapes(config)
-        for name, tensor in tensors:
-            if name not in shapes:
-                continue
-            if tuple(tensor.shape) != shapes[name]:
-                raise ConfigError(f"tensor {name} has shape {tuple(tensor.shape)}, the config wants {shapes[name]}")
-            parts[name] = tensor.to(device=device, dtype=dtype)
-            self._pack_finished_layer(name, parts, shapes)
+        shapes = weight_shapes(config)
+        parts = self._load(weights, shapes)
         missing = [f"layer {i}" for i, layer in enumerate(self._layers) if layer is None]
-        missing += [name for name in ("model.embed_tokens.weight", "model.norm.weight") if name not in parts]
-        if not config.tie_embeddings and "lm_head.weight" not in parts:
-            missing.append("lm_head.weight")
+        missing += [name for name in shapes if not name.startswith(_LAYERS) and name not in parts]
         if missing:
             raise ConfigError(f"the model files lack tensors of: {', '.join(missing[:8])}")
         self._embedding = parts["model.embed_tokens.weight"]
+        self._positions = parts["model.embed_positions.weight"][POSITION_OFFSET:] if config.learned_positions else None
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
-        self._norm, head = self._fold(parts["model.norm.weight"], head)
-        self._lm_head = operations.linear(head, None)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), rope_frequencies(config))
-        self._cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)  # [max_positions, head_dim]
+        self._norm, (head,) = self._fold(self._norm_of(parts, "model.norm"), head)
+        self._lm_head = operations.output_layer(head)
+        tables = _rotary_tables(config, max_positions)
+        self._cos_sin = [None if table is None else table.to(device) for table in tables]
 
-    def _pack_finished_layer(
-        self, name: str, parts: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]
-    ) -> None:
-        if not name.startswith("model.layers."):
-            return
-        index = int(name.split(".")[2])
-        prefix = f"model.layers.{index}."
-        wanted = [key for key in shapes if key.startswith(prefix)]
-        if not all(key in parts for key in wanted):
-            return
-        have = {key.removeprefix(prefix): parts.pop(key) for key in wanted}
+    def _load(
+        self, weights: Iterable[tuple[str, torch.Tensor]], shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]:
+        """Pack each layer as soon as its weights are there; returns those that belong to no layer."""
+        parts: dict[str, torch.Tensor] = {}
+        layers: list[dict[str, torch.Tensor]] = [{} for _ in self._layers]
+        sizes = [0] * len(layers)
+        for name in shapes:
+            if name.startswith(_LAYERS):
+                sizes[int(name.split(".")[2])] += 1
+        for name, tensor in weights:
+            if name not in shapes:
+                continue
+            if tuple(tensor.shape) != shapes[name]:
+                raise ConfigError(f"weight {name} has shape {tuple(tensor.shape)}, the config wants {shapes[name]}")
+            in_fp8 = f"{name}_scale" in shapes or name.endswith("_scale")
+            part = tensor.to(self.device) if in_fp8 else tensor.to(device=self.device, dtype=self.dtype)
+            if not name.startswith(_LAYERS):
+                parts[name] = part
+                continue
+            _, _, number, rest = name.split(".", 3)
+            index = int(number)
+            layers[index][rest] = part
+            if len(layers[index]) == sizes[index]:
+                self._layers[index] = self._pack(index, layers[index])
+                layers[index] = {}
+        return parts
 
-        def fused(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-            weight = torch.cat([have[f"{n}.weight"] for n in names])
-            bias = torch.cat([have[f"{n}.bias"] for n in names]) if f"{names[0]}.bias" in have else None
-            return weight, bias
-
-        config, linear = self.config, self._operations.linear
+    def _pack(self, index: int, have: dict[str, torch.Tensor]) -> _Layer:
+        """The layer of these weights, one per projection, by their names within the layer."""
+        config = self.config
+        input_norm, o_norm, mlp_norm, down_norm = (
+            None if name is None else self._norm_of(have, name) for name in _NORMS[config.norm_places]
+        )
         qk_norm = None
         if config.qk_norm:
             query, key = have["self_attn.q_norm.weight"], have["self_attn.k_norm.weight"]
-            qk_norm = QkNorm(query, key, config.rms_norm_eps)
-        qkv, qkv_bias = fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gate_up, gate_up_bias = fused("mlp.gate_proj", "mlp.up_proj")
-        input_norm, qkv = self._fold(have["input_layernorm.weight"], qkv)
-        post_norm, gate_up = self._fold(have["post_attention_layernorm.weight"], gate_up)
-        self._layers[index] = _Layer(
+            qk_norm = QkNorm(query, key, config.rms_norm_eps, config.norm == "rms_plus_one")
+        qkv, *qkv_rest = _fused(have, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        input_norm, (qkv,) = self._fold(input_norm, qkv)
+        mlp_norm, mlp = self._pack_mlp(index, have, mlp_norm)
+        window = config.window_of(index)
+        return _Layer(
+            window=window,
+            rope=1 if window and config.local_rope_theta else 0,
             input_norm=input_norm,
-            qkv=linear(qkv, qkv_bias),
+            qkv=self._linear(qkv, *qkv_rest),
             qk_norm=qk_norm,
-            o=linear(*fused("self_attn.o_proj")),
-            post_norm=post_norm,
-            gate_up=linear(gate_up, gate_up_bias),
-            down=linear(*fused("mlp.down_proj")),
+            o=self._linear(*_fused(have, "self_attn.o_proj")),
+            o_norm=o_norm,
+            mlp_norm=mlp_norm,
+            mlp=mlp,
+            down_norm=down_norm,
         )
 
-    def _fold(self, norm: torch.Tensor, weight: torch.Tensor) -> tuple[Norm, torch.Tensor]:
-        """The norm and the weight of the product behind it, made one where the device wants that."""
-        eps = self.config.rms_norm_eps
-        return (Norm(None, eps), weight * norm) if self._operations.folds(self.dtype) else (Norm(norm, eps), weight)
+    def _pack_mlp(
+        self, index: int, have: dict[str, torch.Tensor], norm: Norm | None
+    ) -> tuple[Norm | None, _Mlp | _Experts]:
+        ops, mixture = self._operations, self.config.experts_of(index)
+        halves = ("gate_proj", "up_proj") if self.config.gated else ("up_proj",)
+        if mixture is None:
+            up, *up_rest = _fused(have, *(f"mlp.{half}" for half in halves))
+            norm, (up,) = self._fold(norm, up)
+            return norm, _Mlp(self._linear(up, *up_rest), self._linear(*_fused(have, "mlp.down_proj")))
+        if "mlp.experts.0.up_proj.weight_scale" in have:
+            raise ConfigError("experts in fp8 are not supported; use the model's unquantized checkpoint")
+        experts = [f"mlp.experts.{expert}" for expert in range(mixture.experts)]
+        gate_up = torch.stack([_fused(have, *(f"{expert}.{half}" for half in halves))[0] for expert in experts])
+        down = torch.stack([have[f"{expert}.down_proj.weight"] for expert in experts])
+        norm, (router, gate_up) = self._fold(norm, have["mlp.router.weight"], gate_up)
+        return norm, _Experts(ops.linear(router, None), ops.experts(gate_up, down))
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None) -> Any:
+        linear = self._operations.linear
+        return linear(weight, bias) if scale is None else linear(weight, bias, scale)
+
+    def _norm_of(self, have: dict[str, torch.Tensor], name: str) -> Norm | None:
+        """The norm of this name; None where the architecture has none."""
+        if f"{name}.weight" not in have:
+            return None
+        plus_one = self.config.norm == "rms_plus_one"
+        return Norm(have[f"{name}.weight"], self.config.rms_norm_eps, have.get(f"{name}.bias"), plus_one)
+
+    def _fold(self, norm: Norm | None, *weights: torch.Tensor) -> tuple[Norm | None, list[torch.Tensor]]:
+        """The norm and the weights of the products behind it, made one where the device wants that."""
+        if norm is None or norm.weight is None or norm.bias is not None or not self._operations.folds(self.dtype):
+            return norm, list(weights)
+        if any(weight.dtype != self.dtype for weight in weights):  # fp8
+            return norm, list(weights)
+        factor = 1 + norm.weight if norm.plus_one else norm.weight
+        return Norm(None, norm.eps), [weight * factor for weight in weights]
 
     @torch.inference_mode()
     def forward(self, step: Any, pool: KVPool) -> torch.Tensor:
         """Write the step's KV into `pool` and return the logits [S, vocab] of the sampled rows."""
         ops = self._operations
-        rotary = ops.rotary(step, self._cos_sin)
+        rotaries = [None if table is None else ops.rotary(step, table) for table in self._cos_sin]
         hidden = ops.embed(step, self._embedding)
+        if self._positions is not None:
+            hidden = ops.add_positions(step, hidden, self._positions)
         for layer, cache in zip(self._layers, pool.layers, strict=True):
             assert layer is not None
             qkv = ops.normed_linear(hidden, layer.input_norm, layer.qkv)
-            query = ops.rotate_and_write(step, qkv, rotary, layer.qk_norm, cache)
-            mixed = ops.attend(step, query, cache, self.config.window)
-            hidden = ops.add_linear(hidden, mixed, layer.o)
-            inner = ops.gated_linear(hidden, layer.post_norm, layer.gate_up)
-            hidden = ops.add_linear(hidden, inner, layer.down)
+            query = ops.rotate_and_write(step, qkv, rotaries[layer.rope], layer.qk_norm, cache)
+            mixed = ops.attend(step, query, cache, layer.window)
+            hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
+            hidden = self._add_mlp(hidden, layer)
         return ops.logits(ops.final_norm(step, hidden, self._norm), self._lm_head)
 
+    def _add(self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm | None) -> torch.Tensor:
+        """The end of a branch: hidden + linear(x), with a norm of what is added or of the sum if there is one."""
+        ops = self._operations
+        if norm is None:
+            return ops.add_linear(hidden, x, linear)
+        if self.config.norm_places == "around":
+            return ops.add_normed_linear(hidden, x, linear, norm)
+        return ops.norm(ops.add_linear(hidden, x, linear), norm)
+
+    def _add_mlp(self, hidden: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        ops, mlp = self._operations, layer.mlp
+        if isinstance(mlp, _Experts):
+            assert layer.mlp_norm is not None
+            return ops.add_experts(hidden, layer.mlp_norm, mlp.router, mlp.experts)
+        activated = ops.gated_linear if self.config.gated else ops.relu_linear
+        return self._add(hidden, activated(hidden, layer.mlp_norm, mlp.up), mlp.down, layer.down_norm)
+
     def linears(self) -> list[Any]:
-        """One linear layer of each shape."""
-        first = self._layers[0]
-        assert first is not None
-        return [first.qkv, first.o, first.gate_up, first.down, self._lm_head]
+        """One linear layer of each shape; experts see to themselves."""
+        linears = [self._lm_head]
+        for layer in self._layers:
+            assert layer is not None
+            linears += [layer.qkv, layer.o]
+            linears += [layer.mlp.router] if isinstance(layer.mlp, _Experts) else [layer.mlp.up, layer.mlp.down]
+        return list({(linear.out_features, linear.in_features): linear for linear in linears}.values())
 
 
-def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Angle per position of each rotary pair, fp32 [head_dim / 2]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    return _llama3_frequencies(frequencies, scaling)
+def _fused(have: dict[str, torch.Tensor], *names: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Weight, bias and scale of these projections of one input, made one."""
+
+    def joined(kind: str) -> torch.Tensor | None:
+        return torch.cat([have[f"{name}.{kind}"] for name in names]) if f"{names[0]}.{kind}" in have else None
+
+    weight = joined("weight")
+    assert weight is not None
+    return weight, joined("bias"), joined("weight_scale")
 
 
-def _llama3_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's context extension: long wavelengths are stretched by `factor`, short ones kept, between them a blend.
-
-    Source: "The Llama 3 herd of models", 2024, and its published reference configuration.
-    """
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # turns over the original context
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+def _rotary_tables(config: ModelConfig, max_positions: int) -> list[torch.Tensor] | list[None]:
+    """Cosines, then sines of each position's angles, fp32 [max_positions, rotary_dim]; then those of local layers."""
+    if config.learned_positions:
+        return [None]
+    kinds = [(config.rope_scaling, config.rope_theta)]
+    if config.local_rope_theta is not None:
+        kinds.append((None, config.local_rope_theta))
+    tables = []
+    for scaling, theta in kinds:
+        frequencies, factor = rope_frequencies(scaling, theta, config.rotary_dim, max_positions)
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+        tables.append(torch.cat((angles.cos(), angles.sin()), dim=-1) * factor)
+    return tables

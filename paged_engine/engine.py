@@ -6,7 +6,6 @@ It knows that KV may come from elsewhere (`fetch`) or be kept for others (`hold`
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,24 +13,18 @@ from dataclasses import dataclass
 import torch
 
 from paged_engine.blocks import BlockPool
-from paged_engine.cpu_operations import CpuOperations
-from paged_engine.decoder import Decoder
-from paged_engine.kv_pool import KVPool
+from paged_engine.decoder import by_projection
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_model_config, read_tensors
+from paged_engine.ranks import Alone, Ranks, TorchRanks
 from paged_engine.request import Request
-from paged_engine.runner import CpuRunner, Launched
-from paged_engine.sampler import Sampler
+from paged_engine.runner import CpuRunner, Launched, Runner
 from paged_engine.scheduler import Chunk, Fetch, Scheduler
+from paged_engine.sharding import shard_config, shard_weights
 from wire.config import EngineConfig
 from wire.errors import ConfigError
 
-__all__ = ["Counters", "Engine"]
-
-# A chunk is as small as the device computes at full speed, so that the first of several prompts is not held up by the
-# others: on two cores 128 tokens give 1P1D a TTFT p50 of 420 ms under 8 clients, 512 give 585 ms, at equal throughput.
-_STEP_TOKENS = {"cpu": 128, "cuda": 2048}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+__all__ = ["Counters", "Engine", "choose_device", "follow"]
 
 
 @dataclass(slots=True)
@@ -48,44 +41,25 @@ class Counters:
 class Engine:
     """Loads the model and serves requests step by step. Raises ConfigError when the configuration cannot work."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: EngineConfig, ranks: Ranks | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ranks`: the tensor-parallel group in which this engine is rank 0; the others run `follow`."""
         self._clock = clock
-        self.device = _choose_device(config.device)
-        if config.batch_invariant and self.device.type != "cpu":
-            raise ConfigError("batch_invariant is built for the CPU only, where it is always on; leave it out on a GPU")
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        self.device = choose_device(config.device)
         self.model: ModelConfig = read_model_config(config.model, config.load_format)
-        # fp32 on CPU: bf16 products are ten times slower on CPUs without bf16 units (SmolLM2, prefill of 512).
-        wanted = (
-            config.dtype if config.dtype != "auto" else ("float32" if self.device.type == "cpu" else self.model.dtype)
-        )
-        self.dtype = _DTYPES[wanted]
-        num_blocks = KVPool.blocks_in(
-            self.model, pool_bytes=config.kv_cache_bytes, block_tokens=config.block_tokens, dtype=self.dtype
-        )
-        self.max_model_len = _fit_context(config, self.model, num_blocks)
-        decoder = Decoder(
-            self.model,
-            read_tensors(config.model, self.model, config.load_format),
-            CpuOperations(self.model, self.dtype),
-            device=self.device,
-            dtype=self.dtype,
-            max_positions=self.max_model_len,
-        )
-        self.pool = KVPool(
-            self.model, num_blocks=num_blocks, block_tokens=config.block_tokens, dtype=self.dtype, device=self.device
-        )
+        self._runner = _open_runner(config, self.model, self.device, ranks or Alone())
+        self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.scheduler = Scheduler(
-            BlockPool(num_blocks),
-            block_tokens=config.block_tokens,
-            max_batched_tokens=config.max_batched_tokens or _STEP_TOKENS[self.device.type],
-            max_running=config.max_running,
+            BlockPool(self.pool.num_blocks),
+            block_tokens=self.pool.block_tokens,
+            max_batched_tokens=self._runner.max_batched_tokens,
+            max_running=self._runner.max_running,
             max_model_len=self.max_model_len,
             eos_token_ids=self.model.eos_token_ids,
             prefix_cache=config.prefix_cache,
         )
         self.counters = Counters()
-        self._runner = CpuRunner(decoder, self.pool, Sampler(self.model.eos_token_ids))
         self._in_flight: Launched | None = None
 
     @property
@@ -97,6 +71,10 @@ class Engine:
     def in_flight(self) -> bool:
         """Whether a step is running on the device."""
         return self._in_flight is not None
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._runner.close()
 
     def step(self, start_fetch: Callable[[Fetch], None] | None = None) -> list[Request]:
         """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
@@ -156,26 +134,37 @@ class Engine:
             request.num_counted = end
 
 
-def _choose_device(wanted: str) -> torch.device:
+def choose_device(wanted: str, index: int | None = None) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda` stands for; `index` chooses among the GPUs. Raises ConfigError."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA build of torch"
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    index = torch.cuda.current_device() if index is None else index
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank on GPU {index}: this host shows {torch.cuda.device_count()} GPUs; lower the ranks here"
+        )
+    return torch.device("cuda", index)
 
 
-def _fit_context(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    """The longest context that the model and the pool both allow."""
-    room = (num_blocks - 1) * config.block_tokens
-    if config.max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position}"
-        )
-    if config.max_model_len > room:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} does not fit: the KV pool of {config.kv_cache_bytes} bytes holds "
-            f"{room} tokens; lower max_model_len to at most {room} or raise kv_cache_bytes"
-        )
-    return config.max_model_len or min(model.max_position, room)
+def follow(config: EngineConfig, ranks: TorchRanks, device: torch.device) -> None:
+    """A rank other than 0: compute what rank 0 computes, until it ends. Raises RuntimeError if it is lost."""
+    model = read_model_config(config.model, config.load_format)
+    runner = _open_runner(config, model, device, ranks)
+    while message := ranks.hear():
+        runner.follow(message)
+
+
+def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
+    stored = by_projection(model, read_tensors(config.model, model, config.load_format))
+    weights = shard_weights(stored, model, ranks.rank, ranks.size)
+    model = shard_config(model, ranks.size)
+    if device.type == "cpu":
+        return CpuRunner.open(config, model, weights, ranks)
+    # Only here is triton imported.
+    from paged_engine.gpu_runner import GpuRunner
+
+    return GpuRunner.open(config, model, weights, device, ranks)

@@ -46,7 +46,10 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     fields = Fields(file.metadata, str(file.path))
     arch = _arch(fields)
     if fields.integer(f"{arch}.expert_count", 0):
-        raise ConfigError(f"{file.path}: mixture-of-experts models are not supported")
+        raise ConfigError(
+            f"{file.path}: mixture-of-experts models are not supported in GGUF files; "
+            "use the model's safetensors folder"
+        )
     heads = fields.integer(f"{arch}.attention.head_count")
     hidden = fields.integer(f"{arch}.embedding_length")
     head_dim = fields.integer(f"{arch}.attention.key_length", hidden // max(heads, 1))
@@ -99,7 +102,10 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, tor
 def _arch(fields: Fields) -> str:
     arch = fields.text("general.architecture")
     if arch not in _ARCHITECTURES:
-        raise ConfigError(f"{fields.where}: architecture {arch!r} is not supported; {', '.join(_ARCHITECTURES)} are")
+        raise ConfigError(
+            f"{fields.where}: architecture {arch!r} is not supported; {', '.join(_ARCHITECTURES)} are. "
+            "Others are served from their safetensors folder"
+        )
     return arch
 
 

@@ -8,12 +8,69 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paged_engine.model_config import ARCHITECTURES, Fields, ModelConfig, RopeScaling
+from paged_engine.model_config import ARCHITECTURES, Fields, MixtureOfExperts, ModelConfig, RopeScaling
+from paged_engine.quantization import quantization_of
 from wire.errors import ConfigError
 
 __all__ = ["model_config_of"]
 
-_MODEL_TYPES = dict(zip(("llama", "mistral", "qwen2", "qwen3"), ARCHITECTURES, strict=True))
+_FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "gemma3_text", "gemma3", "phi3", "opt",
+)  # fmt: skip
+_ARCHITECTURE_OF = dict(zip(_FAMILIES, ARCHITECTURES, strict=True))
+_FAMILY_OF = dict(zip(ARCHITECTURES, _FAMILIES, strict=True))
+
+# What a family's files call by another name than Llama's: theirs, ours.
+_RENAMED = {
+    "mixtral": {"num_local_experts": "num_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "gemma2": {"hidden_activation": "hidden_act"},
+    "gemma3_text": {"hidden_activation": "hidden_act"},
+    "opt": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+}
+_GEMMA_DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+# Where a family's defaults differ from Llama's. They hold for missing fields only: null has its own meaning.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "sliding_window": 4096,
+    },
+    "gemma2": _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": _GEMMA_DEFAULTS
+    | {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 6,
+    },
+    "phi3": {"rms_norm_eps": 1e-5},
+    "opt": {"activation_function": "relu", "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+}
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}
+# Which activations a family is built with.
+_ACTIVATION_OF = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "opt": "relu"}
 
 
 def model_config_of(raw: Mapping[str, Any], generation: Mapping[str, Any], name: str, where: str) -> ModelConfig:
@@ -21,14 +78,16 @@ def model_config_of(raw: Mapping[str, Any], generation: Mapping[str, Any], name:
 
     Raises ConfigError for an architecture or a feature that the engine does not have, naming it.
     """
-    fields = Fields(raw, where)
-    architecture = _architecture(fields)
-    _refuse_unsupported(fields)
-    llama, qwen2, qwen3 = (architecture == f"{family}ForCausalLM" for family in ("Llama", "Qwen2", "Qwen3"))
-    attention_bias = (llama or qwen3) and fields.flag("attention_bias", False)
+    architecture = _architecture(Fields(raw, where))
+    family, fields = _llama_spelling(raw, _FAMILY_OF[architecture], where)
     heads = fields.integer("num_attention_heads")
     max_position = fields.integer("max_position_embeddings")
     rope = _rope_fields(fields)
+    partial_rotary_factor = rope.number("partial_rotary_factor", 1.0)
+    if partial_rotary_factor != 1.0 and family != "phi3":
+        raise ConfigError(f"{where}: partial_rotary_factor {partial_rotary_factor} is not supported; 1.0 is")
+    scaling = _rope_scaling(rope, max_position, fields.integer("original_max_position_embeddings", 0))
+    window, full_attention_layers = _windows(fields, family)
     eos = Fields(generation, "generation_config.json").integers("eos_token_id") or fields.integers("eos_token_id")
     return ModelConfig(
         architecture=architecture,
@@ -39,20 +98,119 @@ def model_config_of(raw: Mapping[str, Any], generation: Mapping[str, Any], name:
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=fields.integer("head_dim", 128 if qwen3 else fields.integer("hidden_size") // max(heads, 1)),
+        head_dim=fields.integer("head_dim", fields.integer("hidden_size") // max(heads, 1)),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=rope.number("rope_theta", 10_000.0),
-        rope_scaling=_rope_scaling(rope, fields.integer("original_max_position_embeddings", max_position)),
-        max_position=max_position,
+        rope_scaling=scaling,
+        max_position=_extended(scaling, max_position),
         tie_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=qwen2 or attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=llama and fields.flag("mlp_bias", False),
-        qk_norm=qwen3,
-        window=0 if llama else _window(fields, mistral=not (qwen2 or qwen3)),
+        window=window,
+        full_attention_layers=full_attention_layers,
+        partial_rotary_factor=partial_rotary_factor,
+        activation=_activation(fields, family),
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch."),
         eos_token_ids=eos,
+        quantization=quantization_of(fields),
+        **_differences(fields, family),
     )
+
+
+def _llama_spelling(raw: Mapping[str, Any], family: str, where: str) -> tuple[str, Fields]:
+    """The text model's family, and its fields under Llama's names with the family's defaults filled in."""
+    if family == "gemma3":
+        text = raw.get("text_config")
+        if not isinstance(text, dict):
+            raise ConfigError(f"{where}: text_config must be an object, got {text!r}")
+        raw = {**{key: value for key, value in raw.items() if key != "text_config"}, **text}
+        family, where = "gemma3_text", f"{where}: text_config"
+    values = {**_DEFAULTS.get(family, {}), **raw}
+    for theirs, ours in _RENAMED.get(family, {}).items():
+        if theirs in values:
+            values[ours] = values.pop(theirs)
+    rope = values.get("rope_parameters")
+    if family == "gemma3_text" and isinstance(rope, dict) and "full_attention" in rope:
+        values["rope_parameters"] = rope["full_attention"]
+        local = Fields(rope.get("sliding_attention") or {}, f"{where}: rope_parameters.sliding_attention")
+        if (kind := local.text("rope_type", "default")) != "default":
+            raise ConfigError(f"{local.where}: rope_type {kind!r} is not supported; default is")
+        values["rope_local_base_freq"] = local.number("rope_theta", values["rope_local_base_freq"])
+    return family, Fields(values, where)
+
+
+def _differences(fields: Fields, family: str) -> dict[str, Any]:
+    """What sets the family apart from the others, as fields of ModelConfig."""
+    biased = family in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text") and fields.flag("attention_bias", False)
+    values: dict[str, Any] = {
+        "qkv_bias": biased or family == "qwen2",
+        "o_bias": biased,
+        "mlp_bias": family == "llama" and fields.flag("mlp_bias", False),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3_text"),
+    }
+    if family in ("mixtral", "qwen3_moe"):
+        values["moe"] = _experts(fields, family)
+    if family in ("gemma2", "gemma3_text"):
+        values |= _gemma(fields)
+    if family == "gemma3_text":
+        values["local_rope_theta"] = fields.number("rope_local_base_freq")
+    if family == "opt":
+        values |= _opt(fields)
+    return values
+
+
+def _experts(fields: Fields, family: str) -> MixtureOfExperts | None:
+    experts = fields.integer("num_experts")
+    per_token = fields.integer("num_experts_per_tok")
+    if family == "mixtral":
+        return MixtureOfExperts(experts, per_token, fields.integer("intermediate_size"), True, ())
+    if not experts:
+        return None
+    every, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+    layers = range(fields.integer("num_hidden_layers"))
+    return MixtureOfExperts(
+        experts=experts,
+        per_token=per_token,
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        renormalize=fields.flag("norm_topk_prob", False),
+        dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % every),
+    )
+
+
+def _gemma(fields: Fields) -> dict[str, Any]:
+    if fields.flag("use_bidirectional_attention", False):
+        raise ConfigError(f"{fields.where}: use_bidirectional_attention true is not supported; false is")
+    return {
+        "norm": "rms_plus_one",
+        "norm_places": "around",
+        "embedding_scale": fields.integer("hidden_size") ** 0.5,
+        "query_pre_attn_scalar": fields.number("query_pre_attn_scalar"),
+        "attention_softcap": _number_or_none(fields, "attn_logit_softcapping"),
+        "logit_softcap": _number_or_none(fields, "final_logit_softcapping"),
+    }
+
+
+def _number_or_none(fields: Fields, key: str) -> float | None:
+    return fields.number(key) if fields.has(key) else None
+
+
+def _opt(fields: Fields) -> dict[str, Any]:
+    hidden = fields.integer("hidden_size")
+    if fields.integer("word_embed_proj_dim", hidden) != hidden:
+        raise ConfigError(
+            f"{fields.where}: word_embed_proj_dim {fields.values['word_embed_proj_dim']} is not supported; "
+            f"hidden_size ({hidden}) is"
+        )
+    for key, wanted in (("_remove_final_layer_norm", False), ("layer_norm_elementwise_affine", True)):
+        if fields.flag(key, wanted) is not wanted:
+            raise ConfigError(f"{fields.where}: {key} {not wanted} is not supported; {wanted} is")
+    bias = fields.flag("enable_bias", True)
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bias,
+        "learned_positions": True,
+        "norm": "layer",
+        "norm_places": "before" if fields.flag("do_layer_norm_before", True) else "after",
+    }
 
 
 def _architecture(fields: Fields) -> str:
@@ -61,7 +219,7 @@ def _architecture(fields: Fields) -> str:
         architecture = str(named[0])
     else:
         model_type = fields.text("model_type")
-        architecture = _MODEL_TYPES.get(model_type, model_type)
+        architecture = _ARCHITECTURE_OF.get(model_type, model_type)
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             f"{fields.where}: architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} are"
@@ -69,17 +227,13 @@ def _architecture(fields: Fields) -> str:
     return architecture
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.has("quantization_config"):
-        quantization = fields.values["quantization_config"]
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"{fields.where}: quantization_config ({method}) is not supported; "
-            "use the model's unquantized safetensors or a GGUF file"
-        )
-    activation = fields.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"{fields.where}: hidden_act {activation!r} is not supported; silu is")
+def _activation(fields: Fields, family: str) -> str:
+    wanted = _ACTIVATION_OF.get(family, "silu")
+    activation = fields.text("hidden_act", wanted)
+    if activation != wanted:
+        theirs = {ours: theirs for theirs, ours in _RENAMED.get(family, {}).items()}.get("hidden_act", "hidden_act")
+        raise ConfigError(f"{fields.where}: {theirs} {activation!r} is not supported; {wanted} is")
+    return _ACTIVATIONS[activation]
 
 
 def _rope_fields(fields: Fields) -> Fields:
@@ -90,47 +244,71 @@ def _rope_fields(fields: Fields) -> Fields:
         if not isinstance(part, dict) or any(isinstance(value, dict) for value in part.values()):
             raise ConfigError(f"{fields.where}: {key} must be one flat object for all layers, got {part!r}")
         merged |= part
-    rope = Fields(merged, f"{fields.where}: rope")
-    partial = rope.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise ConfigError(f"{fields.where}: partial_rotary_factor {partial} is not supported; 1.0 is")
-    return rope
+    return Fields(merged, f"{fields.where}: rope")
 
 
-def _rope_scaling(rope: Fields, max_position: int) -> RopeScaling | None:
+def _rope_scaling(rope: Fields, max_position: int, original: int) -> RopeScaling | None:
+    """`original` is what the config says outside of the rope values (0: nothing), which wins, as in transformers."""
     kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in the first Phi-3 files
     if kind == "default":
         return None
-    llama3 = kind == "llama3"
+    llama3, longrope = kind == "llama3", kind == "longrope"
+    original = original or rope.integer("original_max_position_embeddings", max_position)
+    if kind == "dynamic":
+        original = max_position  # transformers reads nothing else
     return RopeScaling(
         kind=kind,
-        factor=rope.number("factor"),
+        factor=rope.number("factor", max_position / max(original, 1) if kind in ("yarn", "longrope") else None),
         low_freq_factor=rope.number("low_freq_factor", None if llama3 else 1.0),
         high_freq_factor=rope.number("high_freq_factor", None if llama3 else 1.0),
-        original_max_position=rope.integer("original_max_position_embeddings", max_position),
+        original_max_position=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
+        mscale=rope.number("mscale", 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        short_factors=rope.numbers("short_factor") if longrope else (),
+        long_factors=rope.numbers("long_factor") if longrope else (),
     )
 
 
-def _window(fields: Fields, *, mistral: bool) -> int:
-    """Sliding window in tokens, 0 if there is none. Layers that differ are refused: one pool holds one kind."""
-    if mistral:
-        # null turns the window off, a missing key means 4,096: MistralConfig's default.
-        window = fields.integer("sliding_window", 0) if "sliding_window" in fields.values else 4096
-    elif fields.flag("use_sliding_window", False):
-        window = fields.integer("sliding_window", 4096)
-    else:
-        window = 0
-    if not window:
-        return 0
-    layers = fields.integer("num_hidden_layers")
-    first = 0 if mistral else fields.integer("max_window_layers", 28)
-    by_position = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
-    kinds = set(fields.values.get("layer_types") or by_position)
-    if kinds == {"full_attention"}:
-        return 0
-    if kinds != {"sliding_attention"}:
-        raise ConfigError(
-            f"{fields.where}: layers of different attention ({', '.join(sorted(map(str, kinds)))}) are not supported "
-            "yet; all layers must have a sliding window, or none"
-        )
-    return window
+def _extended(scaling: RopeScaling | None, max_position: int) -> int:
+    """The model's limit. Files that name these two kinds leave max_position_embeddings as it was before them."""
+    if scaling is None or scaling.kind not in ("dynamic", "yarn"):
+        return max_position
+    return max(max_position, round(scaling.original_max_position * scaling.factor))
+
+
+def _windows(fields: Fields, family: str) -> tuple[int, tuple[int, ...]]:
+    """The sliding window in tokens, 0 if there is none, and the layers that do not have it."""
+    if family in ("llama", "opt"):
+        return 0, ()
+    if family in ("qwen2", "qwen3", "qwen3_moe") and not fields.flag("use_sliding_window", False):
+        return 0, ()
+    window = fields.integer("sliding_window", 0)  # null turns it off
+    layers = range(fields.integer("num_hidden_layers"))
+    full = [layer for layer in layers if not _slides(fields, family, layer)]
+    kinds = fields.values.get("layer_types")
+    if kinds:
+        if not isinstance(kinds, list) or len(kinds) != len(layers):
+            raise ConfigError(f"{fields.where}: layer_types must name the kinds of {len(layers)} layers, got {kinds!r}")
+        for kind in kinds:
+            if kind not in ("sliding_attention", "full_attention"):
+                raise ConfigError(
+                    f"{fields.where}: layer_types {kind!r} is not supported; sliding_attention and full_attention are"
+                )
+        full = [layer for layer in layers if kinds[layer] == "full_attention"]
+    return (window, tuple(full)) if window and len(full) < len(layers) else (0, ())
+
+
+def _slides(fields: Fields, family: str, layer: int) -> bool:
+    """Whether a layer has the window where layer_types does not say it."""
+    if family in ("qwen2", "qwen3"):
+        return layer >= fields.integer("max_window_layers", 28)
+    if family == "gemma2":
+        return layer % 2 == 0
+    if family == "gemma3_text":
+        return (layer + 1) % fields.integer("sliding_window_pattern") != 0
+    return True

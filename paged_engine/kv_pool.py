@@ -2,7 +2,8 @@
 
 Layout (design §2): [num_blocks, kv_heads, layers, 2, block_tokens, head_dim]. All that a block of tokens holds, for all
 layers, is one contiguous piece, and so is any slice of its heads. Block 0 is the null block: padding is written there
-and nobody reads it.
+and nobody reads it. In fp8 each head's slice ends with its scales, fp32 [layers, 2, block_tokens]: the values of a
+token and head are fp8 times its scale.
 """
 
 from __future__ import annotations
@@ -12,7 +13,20 @@ import torch
 from paged_engine.model_config import ModelConfig
 from wire.errors import ConfigError
 
-__all__ = ["KVPool"]
+__all__ = ["FP8", "KVPool", "block_bytes", "blocks_in", "longest_context"]
+
+FP8 = torch.float8_e4m3fn
+_SCALE_BYTES = 4
+
+
+def _bytes_per_head(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:
+    vector = config.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == FP8 else 0)
+    return config.num_layers * 2 * block_tokens * vector
+
+
+def block_bytes(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one block, over all layers."""
+    return config.num_kv_heads * _bytes_per_head(config, block_tokens, dtype)
 
 
 class KVPool:
@@ -21,30 +35,57 @@ class KVPool:
     def __init__(
         self, config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.num_blocks, self.block_tokens = num_blocks, block_tokens
-        self.bytes_per_head = config.num_layers * 2 * block_tokens * config.head_dim * dtype.itemsize
-        self.block_bytes = config.num_kv_heads * self.bytes_per_head
+        self.num_blocks, self.block_tokens, self.dtype = num_blocks, block_tokens, dtype
+        heads, layers, dim = config.num_kv_heads, config.num_layers, config.head_dim
+        self.bytes_per_head = _bytes_per_head(config, block_tokens, dtype)
+        self.block_bytes = heads * self.bytes_per_head
         # Zeros, not empty: masked positions are multiplied by an exact zero, and zero times a stray NaN is NaN.
-        self.bytes = torch.zeros(num_blocks, config.num_kv_heads, self.bytes_per_head, dtype=torch.uint8, device=device)
-        self.view = self.bytes.view(dtype).view(
-            num_blocks, config.num_kv_heads, config.num_layers, 2, block_tokens, config.head_dim
-        )
+        self.bytes = torch.zeros(num_blocks, heads, self.bytes_per_head, dtype=torch.uint8, device=device)
+        vectors = layers * 2 * block_tokens * dim * dtype.itemsize
+        self.view = self.bytes[:, :, :vectors].view(dtype).unflatten(2, (layers, 2, block_tokens, dim))
 
-        # Each layer's keys and values, [num_blocks, kv_heads, block_tokens, head_dim].
-        self.layers = [(self.view[:, :, layer, 0], self.view[:, :, layer, 1]) for layer in range(config.num_layers)]
+        # Each layer's keys and values, [num_blocks, kv_heads, block_tokens, head_dim], and in fp8 their scales,
+        # [num_blocks, kv_heads, block_tokens].
+        self.layers: list[tuple[torch.Tensor, ...]] = [
+            (self.view[:, :, layer, 0], self.view[:, :, layer, 1]) for layer in range(layers)
+        ]
+        if dtype == FP8:
+            scales = self.bytes[:, :, vectors:].view(torch.float32).unflatten(2, (layers, 2, block_tokens))
+            self.layers = [
+                (*pair, scales[:, :, layer, 0], scales[:, :, layer, 1]) for layer, pair in enumerate(self.layers)
+            ]
 
     @property
     def address(self) -> int:
         """Address of block 0; block i lies `i * block_bytes` behind it."""
         return self.bytes.data_ptr()
 
-    @staticmethod
-    def blocks_in(config: ModelConfig, *, pool_bytes: int, block_tokens: int, dtype: torch.dtype) -> int:
-        """How many blocks fit. Raises ConfigError if that is not enough for one block beside the null block."""
-        block = config.num_kv_heads * config.num_layers * 2 * block_tokens * config.head_dim * dtype.itemsize
-        blocks = pool_bytes // block
-        if blocks < 2:
-            raise ConfigError(
-                f"kv_cache_bytes {pool_bytes} holds {blocks} blocks of {block} bytes; give at least {2 * block}"
-            )
-        return blocks
+
+def blocks_in(config: ModelConfig, *, pool_bytes: int, block_tokens: int, dtype: torch.dtype) -> int:
+    """How many blocks fit. Raises ConfigError if that is not enough for one block beside the null block."""
+    block = block_bytes(config, block_tokens, dtype)
+    blocks = pool_bytes // block
+    if blocks < 2:
+        raise ConfigError(
+            f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at least {2 * block}"
+        )
+    return blocks
+
+
+def longest_context(wanted: int, config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype) -> int:
+    """The longest prompt plus answer that the model and a pool of `num_blocks` allow; all of it if `wanted` is 0.
+
+    Raises ConfigError naming the largest context that would fit if `wanted` does not.
+    """
+    room = (num_blocks - 1) * block_tokens
+    if wanted > config.max_position:
+        raise ConfigError(f"max_model_len {wanted} is above the model's own limit of {config.max_position}")
+    if wanted > room:
+        needed = (-(-wanted // block_tokens) + 1) * block_bytes(config, block_tokens, dtype)
+        have = num_blocks * block_bytes(config, block_tokens, dtype)
+        raise ConfigError(
+            f"max_model_len {wanted} does not fit: the KV pool of {have} bytes holds {room} tokens. Lower "
+            f"max_model_len to at most {room}, or make room for {needed} bytes: with kv_cache_memory, or on a GPU with "
+            "a higher gpu_memory_utilization or kv_cache_dtype fp8"
+        )
+    return wanted or min(config.max_position, room)

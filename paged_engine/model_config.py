@@ -6,33 +6,84 @@ from is the business of hf_config.py and gguf_model.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wire.errors import ConfigError
 
-__all__ = ["ARCHITECTURES", "DTYPES", "Fields", "ModelConfig", "RopeScaling", "check_names", "tensor_shapes"]
+__all__ = [
+    "ARCHITECTURES",
+    "DTYPES",
+    "POSITION_OFFSET",
+    "Fields",
+    "MixtureOfExperts",
+    "ModelConfig",
+    "Quantization",
+    "RopeScaling",
+    "check_names",
+    "quantized_weights",
+    "stored_weights",
+    "tensor_shapes",
+    "weight_shapes",
+]
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Phi3ForCausalLM",
+    "OPTForCausalLM",
+)
+ACTIVATIONS = ("silu", "gelu_tanh", "relu")
+NORMS = ("rms", "rms_plus_one", "layer")
+NORM_PLACES = ("before", "around", "after")
 DTYPES = ("float32", "bfloat16", "float16")
+ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """What changes the rotary frequencies. `linear` uses `factor` alone, `llama3` all four."""
+    """What changes the rotary frequencies; paged_engine/rope.py computes them. A kind uses the fields that name it."""
 
     kind: str
-    """llama3 or linear."""
+    """One of ROPE_KINDS."""
     factor: float
+    """How many times longer the context becomes."""
     low_freq_factor: float
+    """llama3: turns over the original context up to which a frequency is divided by the factor."""
     high_freq_factor: float
+    """llama3: turns from which a frequency is kept."""
     original_max_position: int
     """Context length in tokens before the scaling."""
+    beta_fast: float = 32.0
+    """yarn: turns over the original context from which a frequency is kept."""
+    beta_slow: float = 1.0
+    """yarn: turns up to which a frequency is divided by the factor."""
+    truncate: bool = True
+    """yarn: the blend between the two begins and ends at whole pairs."""
+    attention_factor: float | None = None
+    """yarn, longrope: what cos and sin are multiplied by; None: it follows from the other fields."""
+    mscale: float = 0.0
+    """yarn: with mscale_all_dim, weights in the attention factor; 0 where there is none."""
+    mscale_all_dim: float = 0.0
+    short_factors: tuple[float, ...] = ()
+    """longrope: what each frequency is divided by while no context is longer than the original one."""
+    long_factors: tuple[float, ...] = ()
+    """longrope: the same for longer contexts."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("llama3", "linear"):
-            raise ConfigError(f"rope scaling {self.kind!r} is not supported; llama3, linear and none are")
+        if self.kind not in ROPE_KINDS:
+            raise ConfigError(
+                f"rope scaling {self.kind!r} is not supported; {', '.join(ROPE_KINDS)} and none (default) are"
+            )
         if min(self.factor, self.original_max_position) <= 0:
             raise ConfigError(
                 "rope scaling needs a positive factor and original length, "
@@ -43,11 +94,81 @@ class RopeScaling:
                 "rope scaling llama3 needs 0 < low_freq_factor < high_freq_factor, "
                 f"got {self.low_freq_factor} and {self.high_freq_factor}"
             )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise ConfigError(
+                f"rope scaling yarn needs 0 < beta_slow < beta_fast, got {self.beta_slow} and {self.beta_fast}"
+            )
+        if self.kind == "longrope" and not (
+            len(self.short_factors) == len(self.long_factors) > 0 and min(*self.short_factors, *self.long_factors) > 0
+        ):
+            raise ConfigError(
+                "rope scaling longrope needs a short_factor and a long_factor, two lists of positive numbers of equal "
+                f"length, got {len(self.short_factors)} and {len(self.long_factors)} numbers"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which linear weights a checkpoint holds as float8_e4m3fn, beside a scale: the real weight is fp8 * scale."""
+
+    scales: str
+    """What has one scale: tensor, channel (an output row) or block."""
+    activations: str
+    """How its makers meant activations: dynamic (fp8, a scale per token), static (fp8, one scale) or none (16 bit)."""
+    targets: tuple[str, ...]
+    """Modules it is about, as in `ignored`; Linear stands for all linear ones."""
+    ignored: tuple[str, ...]
+    """Modules stored as usual, by the checkpoint's names: whole names, parts of them at dots, or re:REGEX."""
+    block: tuple[int, int] = (0, 0)
+    """Rows and columns of a block."""
+
+    def keeps(self, weight: str) -> bool:
+        """Whether an fp8 weight of this name stays so in memory, with a scale per row. The others become plain ones
+        while they are read: those of experts and of the output layer, blocks, and where only weights are fp8."""
+        per_row = self.scales != "block" and self.activations != "none"
+        return per_row and "lm_head" not in weight and ".experts." not in weight
+
+    def covers(self, module: str) -> bool:
+        """Whether the linear module of this name, for example lm_head, is stored as fp8."""
+        targeted = "Linear" in self.targets or _is_named(module, self.targets)
+        return targeted and not _is_named(module, self.ignored)
+
+
+def _is_named(module: str, patterns: Iterable[str]) -> bool:
+    return any(
+        re.match(pattern[3:], module) if pattern.startswith("re:") else f".{pattern}." in f".{module}."
+        for pattern in patterns
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """An MLP that is a weighted sum of few of many small ones, chosen per token by a router."""
+
+    experts: int
+    per_token: int
+    """Experts that a token is sent to."""
+    intermediate_size: int
+    """Of one expert."""
+    renormalize: bool
+    """The weights of the chosen experts are made to sum to one."""
+    dense_layers: tuple[int, ...]
+    """Layers that have one MLP of the model's intermediate_size instead."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.per_token <= self.experts or self.intermediate_size <= 0:
+            raise ConfigError(
+                f"a token cannot be sent to {self.per_token} of {self.experts} experts of intermediate size "
+                f"{self.intermediate_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only model. Raises ConfigError where the sizes do not fit together."""
+    """One decoder-only model. Raises ConfigError where the sizes do not fit together.
+
+    Fields with a default are what sets the newer architectures apart from Llama.
+    """
 
     architecture: str
     """One of ARCHITECTURES."""
@@ -73,10 +194,36 @@ class ModelConfig:
     qk_norm: bool
     """RMS norm over head_dim of each query and key head, before the rotary embedding."""
     window: int
-    """A token sees itself and the window - 1 tokens before it, in all layers; 0 sees everything."""
+    """A token sees itself and the window - 1 tokens before it (but see full_attention_layers); 0 sees everything."""
     dtype: str
     """float32, bfloat16 or float16: the checkpoint's own (bfloat16 for a quantized GGUF)."""
     eos_token_ids: tuple[int, ...]
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers that see everything though the model has a window."""
+    local_rope_theta: float | None = None
+    """Rotary base of the layers with a window, which then have no rope scaling; None: all layers rotate alike."""
+    partial_rotary_factor: float = 1.0
+    """Share of head_dim, counted from its start, that is rotated."""
+    learned_positions: bool = False
+    """A learned vector per position is added to the embedding, and nothing is rotated."""
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by, after rounding it to the dtype of the computation."""
+    norm: str = "rms"
+    """rms; rms_plus_one: the stored weight is the difference from one; layer: less the mean, with bias."""
+    norm_places: str = "before"
+    """Of attention and MLP. before: of the input; around: of the input, and of the output before it is added to the
+    residual; after: of the sum with the residual, and none at the end of the model."""
+    activation: str = "silu"
+    """silu or gelu_tanh of the gate, times the other half; relu: there is no gate."""
+    query_pre_attn_scalar: float | None = None
+    """Attention scores are divided by its square root; None: by head_dim's."""
+    attention_softcap: float | None = None
+    """Scores s become cap * tanh(s / cap)."""
+    logit_softcap: float | None = None
+    """The same for the logits."""
+    moe: MixtureOfExperts | None = None
+    quantization: Quantization | None = None
+    """What the checkpoint holds as fp8."""
 
     def __post_init__(self) -> None:
         sizes = (
@@ -101,42 +248,194 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"model {self.name}: head_dim must be even for the rotary embedding, got {self.head_dim}")
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ConfigError(
+                f"model {self.name}: partial_rotary_factor {self.partial_rotary_factor} rotates {self.rotary_dim} of "
+                f"{self.head_dim} elements of a head; it must be an even number of them"
+            )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "longrope" and len(scaling.short_factors) != self.rotary_dim // 2:
+            raise ConfigError(
+                f"model {self.name}: rope scaling longrope has {len(scaling.short_factors)} factors, the rotary "
+                f"embedding {self.rotary_dim // 2} frequencies"
+            )
+        for field, values in (("norm", NORMS), ("norm_places", NORM_PLACES), ("activation", ACTIVATIONS)):
+            if getattr(self, field) not in values:
+                raise ConfigError(f"model {self.name}: {field} {getattr(self, field)!r} is none of {', '.join(values)}")
+        for field in ("query_pre_attn_scalar", "attention_softcap", "logit_softcap", "local_rope_theta"):
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ConfigError(f"model {self.name}: {field} must be positive, got {value}")
         if self.window < 0:
             raise ConfigError(f"model {self.name}: the sliding window must not be negative, got {self.window}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"model {self.name}: dtype {self.dtype!r} is not supported; {', '.join(DTYPES)} are")
 
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name and shape of every weight, in the order of the forward pass. Linear weights are [out, in]."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation != "relu"
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The distinct windows of the layers."""
+        return tuple(sorted({self.window_of(layer) for layer in range(self.num_layers)}))
+
+    def window_of(self, layer: int) -> int:
+        """The window of one layer; 0 sees everything."""
+        return 0 if layer in self.full_attention_layers else self.window
+
+    def experts_of(self, layer: int) -> MixtureOfExperts | None:
+        """The experts of one layer; None if its MLP is dense."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+
+# How a checkpoint spells what we call by Llama's names, in order of replacement. Where several of our names become one,
+# the checkpoint holds their rows in one tensor, one weight above the other.
+_SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
+    "MixtralForCausalLM": (
+        (".mlp.router.", ".block_sparse_moe.gate."),
+        (".mlp.experts.", ".block_sparse_moe.experts."),
+        (".gate_proj.", ".w1."),
+        (".up_proj.", ".w3."),
+        (".down_proj.", ".w2."),
+    ),
+    "Qwen3MoeForCausalLM": ((".mlp.router.", ".mlp.gate."),),
+    "Gemma3ForConditionalGeneration": (("model.", "language_model.model."),),
+    "Phi3ForCausalLM": (
+        (".q_proj.", ".qkv_proj."),
+        (".k_proj.", ".qkv_proj."),
+        (".v_proj.", ".qkv_proj."),
+        (".gate_proj.", ".gate_up_proj."),
+        (".up_proj.", ".gate_up_proj."),
+    ),
+    "OPTForCausalLM": (
+        ("model.", "model.decoder."),
+        ("decoder.norm.", "decoder.final_layer_norm."),
+        (".input_layernorm.", ".self_attn_layer_norm."),
+        (".post_attention_layernorm.", ".final_layer_norm."),
+        (".o_proj.", ".out_proj."),
+        (".mlp.up_proj.", ".fc1."),
+        (".mlp.down_proj.", ".fc2."),
+    ),
+}
+# What a checkpoint may hold beside the text model that we serve.
+_OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
+# OPT's first two rows of learned positions stand for padding.
+POSITION_OFFSET = 2
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Our name and shape of every weight, in the order of the forward pass: Llama's names, one per projection.
+
+    Linear weights are [out, in]; one that stays fp8 in memory is followed by its weight_scale [out].
+    """
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    if config.learned_positions:
+        shapes["model.embed_positions.weight"] = (config.max_position + POSITION_OFFSET, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config, index).items()}
+    if config.norm_places != "after":
+        shapes |= _norm_shapes(config, "model.norm", hidden)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return _with_scales(config, shapes)
+
+
+def _with_scales(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    if config.quantization is None:
+        return shapes
+    kept, both = {name for name in quantized_weights(config) if config.quantization.keeps(name)}, {}
+    for name, shape in shapes.items():
+        both[name] = shape
+        if _stored_name(config, name) in kept:
+            both[f"{name}_scale"] = shape[:1]
+    return both
+
+
+def quantized_weights(config: ModelConfig) -> set[str]:
+    """The tensors of a checkpoint that are fp8 and have a scale beside them."""
+    quantization = config.quantization
+    if quantization is None:
+        return set()
+    return {
+        name
+        for name, shape in tensor_shapes(replace(config, quantization=None)).items()
+        if len(shape) == 2 and "embed" not in name and quantization.covers(name.removesuffix(".weight"))
+    }
+
+
+def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    hidden, experts = config.hidden_size, config.experts_of(index)
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     linears = {
         "self_attn.q_proj": (queries, hidden, config.qkv_bias),
         "self_attn.k_proj": (keys, hidden, config.qkv_bias),
         "self_attn.v_proj": (keys, hidden, config.qkv_bias),
         "self_attn.o_proj": (hidden, queries, config.o_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
     }
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    mlps = {"mlp": config.intermediate_size}
+    if experts is not None:
+        linears["mlp.router"] = (experts.experts, hidden, False)
+        mlps = {f"mlp.experts.{expert}": experts.intermediate_size for expert in range(experts.experts)}
+    for mlp, inner in mlps.items():
+        if config.gated:
+            linears[f"{mlp}.gate_proj"] = (inner, hidden, config.mlp_bias)
+        linears[f"{mlp}.up_proj"] = (inner, hidden, config.mlp_bias)
+        linears[f"{mlp}.down_proj"] = (hidden, inner, config.mlp_bias)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        shapes |= _norm_shapes(config, norm, hidden)
+    if config.norm_places == "around":
+        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            shapes |= _norm_shapes(config, norm, hidden)
     if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
     for name, (rows, columns, bias) in linears.items():
-        layer[f"{name}.weight"] = (rows, columns)
+        shapes[f"{name}.weight"] = (rows, columns)
         if bias:
-            layer[f"{name}.bias"] = (rows,)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+            shapes[f"{name}.bias"] = (rows,)
     return shapes
+
+
+def _norm_shapes(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:
+    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": (size,) for kind in kinds}
+
+
+def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Every tensor name of a checkpoint, and our names of the weights whose rows it holds, one above the other."""
+    stored: dict[str, tuple[str, ...]] = {}
+    for ours in weight_shapes(config):
+        theirs = _stored_name(config, ours)
+        stored[theirs] = (*stored.get(theirs, ()), ours)
+    return stored
+
+
+def _stored_name(config: ModelConfig, ours: str) -> str:
+    for piece, spelling in _SPELLINGS.get(config.architecture, ()):
+        ours = ours.replace(piece, spelling, 1)
+    return ours
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a checkpoint in Hugging Face's layout, in the order of the forward pass."""
+    shapes = weight_shapes(config)
+    return {
+        theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:])
+        for theirs, ours in stored_weights(config).items()
+    }
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
@@ -145,6 +444,8 @@ def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None
     Tensors too many are refused too: a bias or a scale that we leave out would give wrong answers, not an error.
     """
     have, want = set(found), set(wanted)
+    if any(name.startswith("language_model.") for name in want):
+        have = {name for name in have if not name.startswith(_OTHER_MODALITIES)}
     for what, names in (("lacks", want - have), ("holds unknown", have - want)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -188,6 +489,27 @@ class Fields:
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         return bool(self._typed(key, default, (bool,), "true or false"))
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers; () if there is none."""
+        value = self.values.get(key) or []
+        if not isinstance(value, list) or not all(type(item) in (int, float) for item in value):
+            raise ConfigError(f"{self.where}: {key} must be a list of numbers, got {value!r}")
+        return tuple(map(float, value))
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings; () if there is none."""
+        value = self.values.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{self.where}: {key} must be a list of strings, got {value!r}")
+        return tuple(value)
+
+    def section(self, key: str) -> Fields:
+        """The object of that name; without fields if there is none."""
+        value = self.values.get(key) or {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {key} must be an object, got {value!r}")
+        return Fields(value, f"{self.where}: {key}")
 
     def integers(self, key: str) -> tuple[int, ...]:
         """A whole number or a list of them; () if there is none."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,16 @@ import torch
 
 from paged_engine.dummy_weights import dummy_tensors
 from paged_engine.hf_config import model_config_of
-from paged_engine.model_config import DTYPES, ModelConfig, tensor_shapes
+from paged_engine.model_config import DTYPES, ModelConfig, quantized_weights, tensor_shapes
+from paged_engine.quantization import canonical_name, is_passed_over, quantized, unpacked
 from paged_engine.safetensors_files import safetensors_tensors
 from wire.errors import ConfigError
 
 __all__ = ["read_model_config", "read_tensors"]
+
+log = logging.getLogger("kvrelay.engine")
+
+PROGRESS_INTERVAL_S = 5.0
 
 
 def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
@@ -44,28 +53,50 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
 def read_tensors(model: str, config: ModelConfig, load_format: str = "auto") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all names of tensor_shapes(config), one at a time, in the dtype they are stored in.
 
-    Quantized GGUF tensors come as float32. Raises ConfigError, while iterating, if a file or tensor is missing, unknown
-    or of another shape than the config says.
+    Quantized GGUF tensors come as float32, fp8 weights as paged_engine/quantization.py says. Logs how far it is. Raises
+    ConfigError, while iterating, if a file or tensor is missing, unknown or of another shape than the config says.
     """
     shapes = tensor_shapes(config)
-    for name, tensor in _stored(_model_path(model, load_format), config, load_format):
+    stored = _stored(_model_path(model, load_format), config, load_format)
+    for name, tensor in _with_progress(stored, sum(map(math.prod, shapes.values())), config.name):
         if tuple(tensor.shape) != shapes[name]:
             raise ConfigError(f"model {model}: tensor {name} is {tuple(tensor.shape)}, the config says {shapes[name]}")
+        dtypes = ("float8_e4m3fn",) if f"{name}_scale" in shapes else DTYPES
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ConfigError(f"model {model}: tensor {name} is {dtype}; {', '.join(DTYPES)} are supported")
+        if dtype not in dtypes:
+            raise ConfigError(f"model {model}: tensor {name} is {dtype}; {', '.join(dtypes)} is what it may be")
         yield name, tensor
+
+
+def _with_progress(
+    tensors: Iterator[tuple[str, torch.Tensor]], total: int, model: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, and every few seconds a line with the share of the `total` elements that has passed."""
+    began = said = time.monotonic()
+    done = 0
+    for name, tensor in tensors:
+        yield name, tensor
+        done += tensor.numel()
+        if (now := time.monotonic()) - said >= PROGRESS_INTERVAL_S:
+            said = now
+            log.info("%s: loading weights, %d %% after %.0f s", model, 100 * done // total, now - began)
 
 
 def _stored(path: Path, config: ModelConfig, load_format: str) -> Iterator[tuple[str, torch.Tensor]]:
     if load_format == "dummy":
-        return dummy_tensors(config)
+        return quantized(dummy_tensors(replace(config, quantization=None)), config)
     if path.suffix == ".gguf":
         from paged_engine.gguf_file import GgufFile
         from paged_engine.gguf_model import gguf_tensors
 
         return gguf_tensors(GgufFile(path), config)
-    return safetensors_tensors(path, tensor_shapes(config), tied=config.tie_embeddings)
+    if config.quantization is None:
+        return safetensors_tensors(path, tensor_shapes(config), tied=config.tie_embeddings)
+    wanted = {*tensor_shapes(config), *(f"{name}_scale" for name in quantized_weights(config))}
+    stored = safetensors_tensors(
+        path, wanted, tied=config.tie_embeddings, canonical=canonical_name, passed_over=is_passed_over
+    )
+    return unpacked(stored, config)
 
 
 def _model_path(model: str, load_format: str) -> Path:
@@ -101,7 +132,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _served_name(config: Path) -> str:
     """The folder's name, or the file's if it is not called config.json."""
-    config = config.resolve()
+    config = config.parent.resolve() / config.name  # the file itself is a link in Hugging Face's cache
     if config.name != "config.json":
         return config.stem
     folder = config.parent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -17,21 +17,29 @@ __all__ = ["safetensors_tensors"]
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def safetensors_tensors(folder: Path, wanted: Collection[str], *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def safetensors_tensors(
+    folder: Path,
+    wanted: Collection[str],
+    *,
+    tied: bool,
+    canonical: Callable[[str], str] = str,
+    passed_over: Callable[[str], bool] = lambda name: False,
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all wanted names, file by file, each read when it is asked for.
 
-    Raises ConfigError naming the file that is missing or broken, or the tensor that is missing or unknown. With `tied`
-    embeddings a stored lm_head is a copy of the embedding and is skipped.
+    `canonical` makes a stored name one of the wanted; names that are `passed_over` may be there. With `tied` embeddings
+    a stored lm_head is a copy of the embedding and is skipped. Raises ConfigError naming the file that is missing or
+    broken, or the tensor that is missing or unknown.
     """
     files = _files(folder)
-    found = [name for names in files.values() for name in names]
+    found = [canonical(name) for names in files.values() for name in names if not passed_over(name)]
     check_names([name for name in found if not _is_redundant(name, tied)], wanted, str(folder))
     for path, names in files.items():
         try:
             with safe_open(path, framework="pt") as file:
                 for name in names:
-                    if name in wanted:
-                        yield name, file.get_tensor(name)
+                    if canonical(name) in wanted:
+                        yield canonical(name), file.get_tensor(name)
         except (SafetensorError, OSError) as why:
             raise ConfigError(f"{path} cannot be read: {why}") from why
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wire.errors import ConfigError
 
-__all__ = ["EngineConfig", "NodeConfig", "Role", "RouterConfig", "TransferConfig"]
+__all__ = ["EngineConfig", "NodeConfig", "RanksConfig", "Role", "RouterConfig", "TransferConfig"]
 
 
 class Role(enum.StrEnum):
@@ -42,15 +42,27 @@ class EngineConfig:
     dtype: str = "auto"
     """auto (fp32 on CPU, the model's own on CUDA), float32, bfloat16 or float16."""
     max_model_len: int = 0
-    """Longest prompt plus answer in tokens; 0 takes the model's own."""
-    block_tokens: int = 16
-    """Tokens of KV in one block; equal on all nodes of a cluster."""
-    kv_cache_bytes: int = 1 << 30
-    """Size of the KV pool."""
+    """Longest prompt plus answer in tokens; 0 takes the model's own, or less if the KV pool is too small for it."""
+    block_tokens: int = 0
+    """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU, 64 on CUDA."""
+    kv_cache_memory: int = 0
+    """Bytes of the KV pool; 0 takes 1 GiB on CPU, and on CUDA what gpu_memory_utilization leaves for it."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that this process may use, KV pool included."""
+    kv_cache_dtype: str = "auto"
+    """auto (the compute dtype) or fp8 (e4m3 with a scale per token and head; CUDA only); equal on all nodes."""
+    quantization: str = ""
+    """fp8 quantizes the weights of linear layers while loading (e4m3 with a scale per channel; CUDA only)."""
     max_batched_tokens: int = 0
-    """Tokens one step computes at most, shared by prefill chunks and decodes; 0 takes 128 on CPU, 2048 on CUDA."""
-    max_running: int = 64
-    """Requests computed in one step at most."""
+    """Tokens one step computes at most, shared by prefill chunks and decodes; 0 takes 128 on CPU, 8192 on CUDA."""
+    max_running: int = 0
+    """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
+    tensor_parallel: int = 1
+    """Ranks that share the model, one process and one GPU each."""
+    tensor_parallel_address: str = ""
+    """host:port of rank 0 at which the ranks meet; may stay empty when all of them run on this host."""
+    tensor_parallel_local: int = 0
+    """How many of the ranks run on this host; 0 for all. The others are started with `kvrelay rank`."""
     prefix_cache: bool = True
     """Reuse the KV of equal prefixes."""
     batch_invariant: bool = False
@@ -59,7 +71,27 @@ class EngineConfig:
     """CPU threads of the engine; 0 takes all cores of this machine."""
 
     def __post_init__(self) -> None:
-        _positive(self, "kv_cache_bytes", "max_running")
+        _positive(self, "tensor_parallel")
+        _require(
+            self.tensor_parallel_local in range(self.tensor_parallel + 1),
+            f"tensor_parallel_local must be between 0 and tensor_parallel ({self.tensor_parallel}), got "
+            f"{self.tensor_parallel_local}",
+        )
+        _require(
+            bool(self.tensor_parallel_address) or self.tensor_parallel_local in (0, self.tensor_parallel),
+            "ranks on other hosts need tensor_parallel_address, the host:port of rank 0",
+        )
+        for name in ("kv_cache_memory", "max_running"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} must not be negative, got {value}; 0 takes the default")
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",
+        )
+        _require(
+            self.kv_cache_dtype in ("auto", "fp8"), f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of auto, fp8"
+        )
+        _require(self.quantization in ("", "fp8"), f"quantization {self.quantization!r} is not fp8 or empty")
         _require(
             self.load_format in ("auto", "safetensors", "gguf", "dummy"),
             f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy",
@@ -69,7 +101,7 @@ class EngineConfig:
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16",
         )
-        _require(self.block_tokens in (16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
+        _require(self.block_tokens in (0, 16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
         _require(
             self.max_batched_tokens >= 0,
             f"max_batched_tokens must not be negative, got {self.max_batched_tokens}; 0 takes the device's default",
@@ -79,6 +111,26 @@ class EngineConfig:
             f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
         )
         _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
+
+
+@dataclass(frozen=True, slots=True)
+class RanksConfig:
+    """The ranks of a tensor-parallel engine that run on a host other than rank 0's."""
+
+    engine: EngineConfig
+    """Equal to rank 0's, but for tensor_parallel_local, the number of ranks here."""
+    first_rank: int = 1
+    """Rank of the first one here."""
+
+    def __post_init__(self) -> None:
+        size, local = self.engine.tensor_parallel, self.engine.tensor_parallel_local
+        _require(bool(self.engine.tensor_parallel_address), "name rank 0's host:port with tensor_parallel_address")
+        _require(local > 0, "say with tensor_parallel_local how many ranks run here")
+        _require(
+            0 < self.first_rank <= size - local,
+            f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into {size}, "
+            f"got {self.first_rank}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def model() -> str:
 def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(model, tmp_path):
     tokenizer = Tokenizer.load(model)
     prompts = varied_prompts(tokenizer, 10, longest=300)
-    engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_bytes=256 << 20))
+    engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_memory=256 << 20))
     alone, batch = (
         [
             in_engine(engine, tokenizer, prompts, seeded=seeded, max_tokens=MAX_TOKENS, alone=one_by_one)
@@ -41,7 +41,7 @@ def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(model, tmp_path
     )
     assert batch == alone
     del engine
-    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-bytes", str(256 << 20)]
+    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
     with running(tmp_path, prefill=1, decode=1, flags=flags) as cluster:
         name = "SmolLM2-135M-Instruct"
         handed_over = [

@@ -42,7 +42,7 @@ def cluster(tmp_path_factory):
     flags += [
         "--served-model-name",
         "tiny",
-        "--kv-cache-bytes",
+        "--kv-cache-memory",
         str(8 << 20),
         "--lease-s",
         "1.5",

@@ -31,7 +31,7 @@ class Side:
     def __init__(self, name: str, model: str, device: str) -> None:
         self.engine = Engine(
             EngineConfig(
-                model=model, load_format="dummy", device=device, dtype="float32", threads=1, kv_cache_bytes=4 << 20
+                model=model, load_format="dummy", device=device, dtype="float32", threads=1, kv_cache_memory=4 << 20
             )
         )
         self.news = threading.Event()

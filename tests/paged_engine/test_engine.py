@@ -26,7 +26,7 @@ def tiny(tmp_path_factory) -> dict[str, tuple[Path, object]]:
 
 
 def make(folder: Path, **options) -> Engine:
-    defaults = {"device": "cpu", "kv_cache_bytes": 8 << 20, "threads": 1}
+    defaults = {"device": "cpu", "kv_cache_memory": 8 << 20, "threads": 1}
     return Engine(EngineConfig(model=str(folder), **(defaults | options)))
 
 
@@ -113,13 +113,13 @@ def test_tokens_do_not_depend_on_batch_chunks_cache_or_preemption(architecture, 
                     drain(engine)
             drain(engine)
         assert [output(r) for r in requests[:5]] == [output(r) for r in requests[5:]]
-        assert options.get("kv_cache_bytes") is None or engine.scheduler.preemptions > 0
+        assert options.get("kv_cache_memory") is None or engine.scheduler.preemptions > 0
         return [[*output(r), *(x.logprob for x in r.new_logprobs)] for r in requests[:5]]
 
     reference = run(alone=True)
     assert run(alone=False) == reference
     assert run(alone=False, max_batched_tokens=19, prefix_cache=False) == reference
-    assert run(alone=False, kv_cache_bytes=14 * 16 * 3 * 2 * 2 * 16 * 4, max_model_len=160) == reference
+    assert run(alone=False, kv_cache_memory=14 * 16 * 3 * 2 * 2 * 16 * 4, max_model_len=160) == reference
 
 
 def test_a_continued_request_equals_an_undisturbed_one(tiny):
@@ -213,8 +213,8 @@ def test_on_a_gpu_the_same_code_gives_the_same_greedy_tokens(architecture, tiny)
     ("options", "words"),
     [
         ({"max_model_len": 1000}, "above the model's own limit of 512"),
-        ({"kv_cache_bytes": 100_000, "max_model_len": 500}, "lower max_model_len to at most"),
-        ({"kv_cache_bytes": 1000}, "give at least"),
+        ({"kv_cache_memory": 100_000, "max_model_len": 500}, "[Ll]ower max_model_len to at most"),
+        ({"kv_cache_memory": 1000}, "needs at least"),
         ({"device": "cuda"}, "sees no GPU"),
     ],
 )

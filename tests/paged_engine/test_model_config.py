@@ -65,6 +65,42 @@ def test_rope_is_read_in_the_old_and_the_new_spelling(tmp_path: Path) -> None:
     assert (linear.rope_theta, linear.rope_scaling) == (5e5, RopeScaling("linear", 4.0, 1.0, 1.0, 512))
 
 
+def test_every_rope_scaling_is_read_with_its_defaults(tmp_path: Path) -> None:
+    def scaling(**values: Any) -> RopeScaling | None:
+        return config_of(tmp_path, rope_scaling=values).rope_scaling
+
+    assert scaling(rope_type="dynamic", factor=2.0) == RopeScaling("dynamic", 2.0, 1.0, 1.0, 512)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert scaling(**yarn) == RopeScaling("yarn", 4.0, 1.0, 1.0, 128, 32.0, 1.0, True, None, 0.0, 0.0)
+    more = {
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "attention_factor": 1.5,
+        "mscale": 1,
+        "mscale_all_dim": 0.7,
+    }
+    assert scaling(**yarn, **more) == RopeScaling("yarn", 4.0, 1.0, 1.0, 128, 16.0, 2.0, False, 1.5, 1.0, 0.7)
+    short, long = [1.0 + i / 10 for i in range(8)], [2.0 + i for i in range(8)]
+    longrope = {"short_factor": short, "long_factor": long}
+    expected = RopeScaling("longrope", 4.0, 1.0, 1.0, 128, short_factors=tuple(short), long_factors=tuple(long))
+    assert scaling(type="su", original_max_position_embeddings=128, **longrope) == expected
+    outside = config_of(tmp_path, original_max_position_embeddings=128, rope_scaling={"type": "longrope", **longrope})
+    assert outside.rope_scaling == expected
+
+
+def test_the_limit_is_that_of_the_extended_context(tmp_path: Path) -> None:
+    def limit(**values: Any) -> int:
+        return config_of(tmp_path, rope_scaling=values).max_position
+
+    assert limit(rope_type="dynamic", factor=2.5) == 1280
+    assert limit(rope_type="yarn", factor=4.0) == 2048
+    assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=256) == 1024
+    # Files that hold the extended length already.
+    assert limit(rope_type="yarn", factor=4.0, original_max_position_embeddings=128) == 512
+    assert limit(rope_type="llama3", factor=4.0, low_freq_factor=1, high_freq_factor=4) == 512
+
+
 def test_each_architecture_declares_its_differences(tmp_path: Path) -> None:
     llama = config_of(tmp_path, attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
@@ -85,16 +121,22 @@ def test_mistral_has_the_window_it_names_none_for_null_and_4096_by_default(tmp_p
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_qwen_has_a_window_only_if_all_layers_have_it(tmp_path: Path, architecture: str) -> None:
-    def window(**changes: Any) -> int:
-        return config_of(tmp_path, architectures=[architecture], sliding_window=24, **changes).window
+def test_qwen_has_a_window_in_the_layers_that_the_config_names(tmp_path: Path, architecture: str) -> None:
+    def windows(**changes: Any) -> list[int]:
+        config = config_of(tmp_path, architectures=[architecture], sliding_window=24, **changes)
+        return [config.window_of(layer) for layer in range(4)]
 
-    assert window(use_sliding_window=False, max_window_layers=0) == 0
-    assert window(use_sliding_window=True, max_window_layers=4) == 0
-    assert window(use_sliding_window=True, max_window_layers=0) == 24
-    assert window(use_sliding_window=True, layer_types=["sliding_attention"] * 4) == 24
-    with pytest.raises(ConfigError, match=r"full_attention, sliding_attention.*not supported yet"):
-        window(use_sliding_window=True, max_window_layers=2)
+    assert windows(use_sliding_window=False, max_window_layers=0) == [0] * 4
+    assert windows(use_sliding_window=True, max_window_layers=4) == [0] * 4
+    assert windows(use_sliding_window=True, max_window_layers=0) == [24] * 4
+    assert windows(use_sliding_window=True, max_window_layers=2) == [0, 0, 24, 24]
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows(use_sliding_window=True, layer_types=kinds) == [24, 0, 24, 0]
+    for wrong in (kinds[:3], "sliding_attention"):
+        with pytest.raises(ConfigError, match="layer_types must name the kinds of 4 layers"):
+            windows(use_sliding_window=True, layer_types=wrong)
+    with pytest.raises(ConfigError, match="layer_types 'chunked_attention' is not supported"):
+        windows(use_sliding_window=True, layer_types=["chunked_attention"] * 4)
 
 
 def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
@@ -125,7 +167,13 @@ def test_a_config_written_by_transformers_is_read_alike(tmp_path: Path, architec
         ({"architectures": ..., "model_type": "bert"}, "architecture 'bert' is not supported"),
         ({"architectures": ...}, "has no model_type"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "odd", "factor": 4.0}}, "rope scaling 'odd' is not supported; linear, dyn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "alpha": 1000.0}}, "rope has no factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, "beta_slow < beta_fast"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "positive factor"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "two lists .* got 8 and 0"),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}, "1 factors, .* 8 frequencies"),
+        ({"rope_scaling": {"type": "su", "short_factor": ["1"], "long_factor": [2.0]}}, "must be a list of numbers"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "no low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "one flat object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

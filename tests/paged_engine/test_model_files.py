@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -269,15 +271,21 @@ def test_gguf_models_that_cannot_be_served_are_refused_by_name(tmp_path: Path) -
             read_all(write_gguf(tmp_path / "m.gguf", model, arch, **changes))
 
     refused("architecture 'gemma2' is not supported; llama, qwen2, qwen3", arch="gemma2")
-    refused("rope scaling 'yarn' is not supported", **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0})
+    refused("rope scaling 'odd' is not supported", **{"rope.scaling.type": "odd", "rope.scaling.factor": 4.0})
+    refused("longrope needs a short_factor", **{"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0})
     refused("mixture-of-experts", expert_count=8)
     refused("rope.dimension_count must equal the head size 16, got 8", **{"rope.dimension_count": 8})
     refused("lacks tensor blk.3", block_count=4)
     refused("holds unknown tensor blk.0.odd", tensors={"blk.0.odd": np.ones(4, np.float32)})
     refused(r"is \(96, 64\), the config says \(97, 64\)", feed_forward_length=97)
-    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-    path = write_gguf(tmp_path / "linear.gguf", model, "qwen2", **linear)
-    assert read_model_config(str(path)).rope_scaling == RopeScaling("linear", 4.0, 1.0, 1.0, 512)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_gguf_file_names_its_rope_scaling(tmp_path: Path, kind: str) -> None:
+    model = make_tiny("Qwen2ForCausalLM", tmp_path / "hf")
+    named = {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen2", **named)
+    assert read_model_config(str(path)).rope_scaling == RopeScaling(kind, 4.0, 1.0, 1.0, 128)
 
 
 def test_a_broken_gguf_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
@@ -304,6 +312,33 @@ def test_smollm2_weights_equal_those_that_transformers_reads() -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     ours = dict(read_tensors(str(path), config))
     assert_same({**ours, "lm_head.weight": ours["model.embed_tokens.weight"]}, theirs.state_dict())
+
+
+# --- progress
+
+
+def test_loading_says_every_few_seconds_how_far_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, llama: Path
+) -> None:
+    now = [0.0]
+
+    def reading(total_s: float) -> list[str]:
+        """The lines while a model is read whose tensors take equally long."""
+        caplog.clear()
+        config = read_model_config(str(llama))
+        for _ in (tensors := read_tensors(str(llama), config)):
+            now[0] += total_s / len(tensor_shapes(config))
+        assert next(tensors, None) is None
+        return [record.getMessage() for record in caplog.records]
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with caplog.at_level("INFO", logger="kvrelay.engine"):
+        assert reading(4) == []
+        lines = reading(21)
+    assert len(lines) in (3, 4)
+    shares = [int(re.fullmatch(r"llama: loading weights, (\d+) % after \d+ s", line)[1]) for line in lines]  # type: ignore[index]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] <= 100
 
 
 # --- dummy

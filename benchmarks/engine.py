@@ -1,0 +1,220 @@
+"""Speed of the engine alone on a GPU, without HTTP: `python -m benchmarks.engine [row ...]`.
+
+Llama-3.1-8B shape with random weights unless --model names another. Contexts of the decode rows are not computed but
+filled with random KV (the pool is random, and a request takes it as if another node had sent it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paged_engine.engine import Engine
+from paged_engine.request import Request
+from paged_engine.scheduler import Fetch
+from wire.config import EngineConfig
+from wire.engine_messages import Submit
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+MODEL = Path(__file__).parent / "models" / "llama-3.1-8b.json"
+# Name of a row -> (requests at a time, tokens of context, aim in ms, vLLM 0.26 in ms)
+DECODES = {
+    "decode-1x1k": (1, 1024, 4.0, 4.86),
+    "decode-32x1k": (32, 1024, 5.2, 6.21),
+    "decode-128x1k": (128, 1024, 8.6, 10.37),
+    "decode-32x4k": (32, 4096, 8.4, 9.03),
+    "decode-256x384": (256, 384, 11.4, 11.82),  # the middle of the generate row
+}
+OTHERS = ("prefill-4k", "generate-128-512")
+
+
+class Bench:
+    """One engine, and what is measured on it."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self.engine = engine
+        self._rng = random.Random(seed)
+        self._made = 0
+        view = engine.pool.view
+        for blocks in view.split(256):  # in pieces, as random numbers are made in a wider type first
+            blocks.copy_(torch.randn(blocks.shape, device=blocks.device, dtype=torch.bfloat16))
+
+    def submit(self, prompt_tokens: int, max_tokens: int, *, filled: bool = False) -> Request:
+        """Queue a greedy request of random tokens; `filled`: its prompt's KV counts as computed."""
+        self._made += 1
+        tokens = [self._rng.randrange(3, self.engine.model.vocab_size) for _ in range(prompt_tokens)]
+        params = SamplingParams(max_tokens, seed=self._made, temperature=0.0, ignore_eos=True)
+        fetch = None
+        if filled:
+            blocks = -(-(prompt_tokens - 1) // self.engine.pool.block_tokens)
+            fetch = KvTransferParams(
+                do_remote_prefill=True, remote_block_ids=[[0] * blocks], num_tokens=prompt_tokens - 1
+            )
+        request = Request.of(Submit(f"r{self._made}", tokens, params, fetch=fetch), time.monotonic())
+        self.engine.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """One engine step; fetches arrive at once."""
+        arrived: list[Fetch] = []
+        updated = self.engine.step(arrived.append)
+        for fetch in arrived:
+            self.engine.scheduler.fetched(fetch.request.request_id)
+        return updated
+
+    def drain(self) -> None:
+        """Run until nothing is left."""
+        while self.engine.has_work:
+            self.step()
+
+    def decode(self, batch: int, context: int, steps: int = 100) -> dict[str, float]:
+        """Median and 99th percentile of the time between two steps' tokens, and the share in which the GPU idles."""
+        for _ in range(batch):
+            self.submit(context, steps + 90, filled=True)
+        for _ in range(12):
+            self.step()
+        times = []
+        last = time.perf_counter()
+        for _ in range(steps):
+            updated = self.step()
+            now = time.perf_counter()
+            assert len(updated) == batch, (len(updated), batch)
+            times.append((now - last) * 1e3)
+            last = now
+        idle = idle_share(lambda: [self.step() for _ in range(20)])
+        self.drain()
+        times.sort()
+        return {"ms": statistics.median(times), "p99_ms": times[int(len(times) * 0.99)], "idle": idle}
+
+    def prefill(self, prompt_tokens: int, prompts: int) -> dict[str, float]:
+        """Prompt tokens per second of prompts that ask for one token."""
+        self.submit(prompt_tokens, 1)
+        self.drain()
+        for _ in range(prompts):
+            self.submit(prompt_tokens, 1)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.drain()
+        return {"tokens_s": prompts * prompt_tokens / (time.perf_counter() - began)}
+
+    def generate(self, prompt_tokens: int, max_tokens: int, at_a_time: int, total: int) -> dict[str, float]:
+        """Output tokens per second with a fixed number of requests at a time, their prefills among the decodes."""
+        open_, left, tokens = 0, total, 0
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        while left or open_:
+            while left and open_ < at_a_time:
+                self.submit(prompt_tokens, max_tokens)
+                left, open_ = left - 1, open_ + 1
+            updated = self.step()
+            tokens += len(updated)
+            open_ -= sum(request.finish is not None for request in updated)
+        self.drain()
+        return {"tokens_s": tokens / (time.perf_counter() - began)}
+
+
+def idle_share(work: Callable[[], object]) -> float:
+    """Share of the time between the first and the last GPU activity of `work` in which nothing ran on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        work()
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profiled.events() if e.device_type.name == "CUDA")
+    if not spans:
+        return float("nan")
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return 1 - busy / (end - spans[0][0])
+
+
+def kernel_times(work: Callable[[], object], steps: int) -> str:
+    """Where the GPU's time goes, per step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        work()
+        torch.cuda.synchronize()
+    rows = sorted(profiled.key_averages(), key=lambda e: -e.device_time_total)[:14]
+    return "\n".join(f"    {e.device_time_total / steps:9.1f} us  {e.count / steps:6.1f} x  {e.key[:90]}" for e in rows)
+
+
+def run(engine: Engine, rows: list[str], profile: bool) -> Iterator[tuple[str, dict[str, float], str]]:
+    """(row, figures, what to compare them with)"""
+    bench = Bench(engine)
+    for row in rows:
+        if row in DECODES:
+            batch, context, aim, theirs = DECODES[row]
+            yield row, bench.decode(batch, context), f"aim {aim} ms, vLLM 0.26 {theirs} ms"
+            if profile:
+                for _ in range(batch):
+                    bench.submit(context, 60, filled=True)
+                for _ in range(8):
+                    bench.step()
+                print(kernel_times(lambda: [bench.step() for _ in range(10)], 10))
+                bench.drain()
+        elif row == "prefill-4k":
+            yield row, bench.prefill(4096, 32), "aim 47,000 tokens/s, vLLM 0.26 41,626"
+            if profile:
+                for _ in range(4):
+                    bench.submit(4096, 1)
+                print(kernel_times(bench.drain, 4))
+        elif row == "generate-128-512":
+            yield row, bench.generate(128, 512, 256, 768), "aim 22,500 tokens/s, vLLM 0.26 18,943"
+            if profile:
+                for _ in range(256):
+                    bench.submit(128, 100)
+                for _ in range(40):
+                    bench.step()
+                print("idle", idle_share(lambda: [bench.step() for _ in range(20)]))
+                print(kernel_times(lambda: [bench.step() for _ in range(10)], 10))
+                bench.drain()
+        else:
+            sys.exit(f"unknown row {row!r}; there are {', '.join((*DECODES, *OTHERS))}")
+
+
+def main() -> None:
+    """Print one line per row, then all of them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", default=[*DECODES, *OTHERS])
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--profile", action="store_true", help="also print where the GPU's time goes")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of EngineConfig")
+    arguments = parser.parse_args()
+    options: dict[str, Any] = {}
+    for item in arguments.set:
+        field, _, value = item.partition("=")
+        options[field] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+    began = time.perf_counter()
+    defaults: dict[str, Any] = {"max_model_len": 8192, "prefix_cache": False}
+    engine = Engine(EngineConfig(arguments.model, arguments.load_format, **(defaults | options)))
+    took = time.perf_counter() - began
+    print(f"ready after {took:.1f} s; {engine.pool.num_blocks} blocks of {engine.pool.block_tokens} tokens")
+    gc.collect()
+    gc.freeze()
+    figures = {}
+    for row, result, compare in run(engine, arguments.rows, arguments.profile):
+        figures[row] = result
+        print(
+            f"{row:<18}" + "".join(f" {name} {value:10.3f}" for name, value in result.items()) + f"   ({compare})",
+            flush=True,
+        )
+    print(json.dumps({"device": torch.cuda.get_device_name(), "options": options, "figures": figures}))
+
+
+if __name__ == "__main__":
+    main()

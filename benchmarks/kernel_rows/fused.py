@@ -1,0 +1,168 @@
+"""Rows of the element-wise kernels: norms, rotary embedding with KV write, activations, embedding; 8B shape, bf16.
+
+At T = 1 and 32 everything stays in the L2 cache, as in a decode step, and the time is latency; at T = 8192 the inputs
+exceed the cache and the rate is that of device memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from triton.errors import TritonError
+
+from benchmarks.gpu_timing import Row, median_us
+from kernels.fused_act import act_and_mul, relu
+from kernels.fused_embed import embed
+from kernels.fused_norm import rms_norm
+from kernels.fused_rope_write import rope_and_write
+
+__all__ = ["rows", "sweep"]
+
+H, HQ, HKV, D, I, V = 4096, 32, 8, 128, 14336, 128256  # noqa: E741
+LAYERS, BLOCK_TOKENS, BLOCKS, POSITIONS = 32, 64, 160, 32768
+TOKENS = (1, 32, 256, 8192)
+LATENCY_BOUND = (1, 32)
+FP8 = torch.float8_e4m3fn
+L2_BYTES = 50e6
+
+Calls = list[Callable[[], object]]
+Work = tuple[Calls, float]
+"""Calls on different inputs, and the bytes that one of them must move."""
+
+
+def rows() -> Iterator[Row]:
+    """Every kernel as the engine calls it; where latency counts, with dependent launch too."""
+    bench = _Bench()
+    for name, make in bench.kernels.items():
+        for tokens in TOKENS:
+            for pdl in (False, True) if tokens in LATENCY_BOUND else (False,):
+                calls, moved = make(tokens, pdl=pdl)
+                yield Row(name, f"T {tokens}{', pdl' if pdl else ''}", median_us(calls), moved)
+
+
+def sweep() -> Iterator[Row]:
+    """Warps and tiles tried; a configuration that does not compile takes infinite time."""
+    bench = _Bench()
+    row_tiles = [(16384, 8), (16384, 16), (16384, 32), (4096, 8), (8192, 16)]
+    tiles = [(512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]
+    rope_tiles = [
+        (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 4, 1), (2, 4, 1), (1, 8, 1),
+        (1, 1, 4), (1, 2, 4), (1, 4, 4), (2, 4, 4), (1, 8, 4), (1, 4, 8),
+    ]  # fmt: skip
+    tried: dict[str, list[dict[str, object]]] = {
+        "rms_norm+res": [{"num_warps": warps} for warps in (2, 4, 8, 16, 32)],
+        "rms_norm+res fp8": [{"num_warps": warps} for warps in (4, 8, 16)],
+        "rope_write": [{"tile": tile} for tile in rope_tiles],
+        "rope_write fp8": [{"tile": tile} for tile in rope_tiles if tile[0] == 1],
+        "silu_mul": [{"tile": tile} for tile in tiles],
+        "silu_mul fp8": [{"tile": tile} for tile in row_tiles],
+        "relu": [{"tile": tile} for tile in tiles[1::2]],
+        "embed": [{"tile": tile} for tile in ((512, 1), (1024, 2), (1024, 4), (4096, 4), (4096, 8))],
+    }
+    for name, options in tried.items():
+        for tokens in (1, 256, 8192):
+            for option in options:
+                calls, moved = bench.kernels[name](tokens, **option)
+                try:
+                    us = median_us(calls, replays=5, min_ms=1.0)
+                except (TritonError, RuntimeError):
+                    us = math.inf
+                yield Row(name, f"T {tokens}", us, moved, config=" ".join(f"{k}={v}" for k, v in option.items()))
+
+
+class _Bench:
+    """The large tensors, made once, and the work of each kernel at T tokens."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Callable[..., Work]] = {
+            "rms_norm+res": self._norm,
+            "rms_norm+res fp8": lambda tokens, **o: self._norm(tokens, fp8=True, **o),
+            "rope_write": self._rope,
+            "rope_write qk_norm": lambda tokens, **o: self._rope(tokens, norm=True, **o),
+            "rope_write fp8": lambda tokens, **o: self._rope(tokens, fp8=True, **o),
+            "silu_mul": self._act,
+            "silu_mul fp8": lambda tokens, **o: self._act(tokens, fp8=True, **o),
+            "relu": self._relu,
+            "embed": self._embed,
+        }
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
+        angles = torch.rand(POSITIONS, D // 2, device="cuda") * 6.28
+        self._cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+
+    def _normal(self, *shape: int, use: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """One tensor for each use and shape, filled once."""
+        key = (use, dtype, *shape)
+        if key not in self._made:
+            made = torch.empty(*shape, dtype=torch.bfloat16 if dtype == FP8 else dtype, device="cuda").normal_()
+            self._made[key] = made.to(dtype)
+        return self._made[key]
+
+    def _norm(self, tokens: int, *, fp8: bool = False, **options: object) -> Work:
+        moved, copies = tokens * H * (2 + 2 + 2 + (1 if fp8 else 2)), _copies(tokens * H * 8)
+        x, residual = (self._normal(copies, tokens, H, use=use) for use in ("x", "residual"))
+        out = self._normal(copies, tokens, H, use="norm", dtype=FP8 if fp8 else torch.bfloat16)
+        weight, scales = self._normal(H, use="weight"), torch.empty(tokens, 1, device="cuda") if fp8 else None
+
+        def call(i: int) -> Callable[[], object]:
+            return lambda: rms_norm(
+                x[i], weight, 1e-5, residual=residual[i], out=out[i], scales_out=scales, **options  # type: ignore[arg-type]
+            )  # fmt: skip
+
+        return [call(i) for i in range(copies)], moved
+
+    def _rope(self, tokens: int, *, fp8: bool = False, norm: bool = False, **options: object) -> Work:
+        kv_bytes = HKV * ((D + 4) if fp8 else 2 * D)
+        moved = tokens * ((2 * HQ + 2 * HKV) * D * 2 + 2 * kv_bytes + D * 4)
+        copies = min(_copies(moved), LAYERS)
+        qkv = self._normal(copies, tokens, (HQ + 2 * HKV) * D, use="qkv")
+        pool = self._normal(BLOCKS, HKV, LAYERS, 2, BLOCK_TOKENS, D, use="pool", dtype=FP8 if fp8 else torch.bfloat16)
+        scales = self._normal(BLOCKS, HKV, LAYERS, 2, BLOCK_TOKENS, use="scales", dtype=torch.float32)
+        slots = torch.randperm(BLOCKS * BLOCK_TOKENS, device="cuda")[:tokens].int()
+        blocks, offsets = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
+        positions = torch.randint(POSITIONS, (tokens,), dtype=torch.int32, device="cuda")
+        weight = self._normal(D, use="weight") if norm else None
+
+        def call(i: int) -> Callable[[], object]:
+            key_scales, value_scales = (scales[:, :, i, 0], scales[:, :, i, 1]) if fp8 else (None, None)
+            return lambda: rope_and_write(
+                qkv[i], positions, self._cos_sin, blocks, offsets, pool[:, :, i, 0], pool[:, :, i, 1],
+                num_heads=HQ, num_kv_heads=HKV, head_dim=D, q_norm=weight, k_norm=weight, eps=1e-6,
+                key_scales=key_scales, value_scales=value_scales, **options,  # type: ignore[arg-type]
+            )  # fmt: skip
+
+        return [call(i) for i in range(copies)], moved
+
+    def _act(self, tokens: int, *, fp8: bool = False, **options: object) -> Work:
+        moved, copies = tokens * I * (4 + (1 if fp8 else 2)), _copies(tokens * I * 6)
+        gate_up = self._normal(copies, tokens, 2 * I, use="gate_up")
+        out = self._normal(copies, tokens, I, use="inner", dtype=FP8 if fp8 else torch.bfloat16)
+        scales = torch.empty(tokens, 1, device="cuda") if fp8 else None
+
+        def call(i: int) -> Callable[[], object]:
+            return lambda: act_and_mul(gate_up[i], "silu", out=out[i], scales_out=scales, **options)  # type: ignore[arg-type]
+
+        return [call(i) for i in range(copies)], moved
+
+    def _relu(self, tokens: int, **options: object) -> Work:
+        x = self._normal(_copies(tokens * I * 6), tokens, I, use="inner")
+        return [lambda i=i: relu(x[i], **options) for i in range(len(x))], tokens * I * 4  # type: ignore[misc,arg-type]
+
+    def _embed(self, tokens: int, **options: object) -> Work:
+        moved = tokens * H * 4
+        copies = _copies(tokens * H * 8)
+        table, out = self._normal(V, H, use="table"), self._normal(copies, tokens, H, use="norm")
+        sampled, token_ids = (torch.randint(V, (copies, n), device="cuda") for n in (256, tokens))
+        source = torch.randint(-256, 256, (tokens,), dtype=torch.int32, device="cuda")
+        resolved = torch.empty(tokens, dtype=torch.int64, device="cuda")
+
+        def call(i: int) -> Callable[[], object]:
+            return lambda: embed(token_ids[i], sampled[i], source, table, resolved=resolved, out=out[i], **options)  # type: ignore[arg-type]
+
+        return [call(i) for i in range(copies)], moved
+
+
+def _copies(input_bytes: int) -> int:
+    """Inputs to rotate over: several times the L2 cache where one is large, and a few where all fit it anyway."""
+    return 16 if input_bytes < 1e6 else max(2, min(16, math.ceil(4 * L2_BYTES / input_bytes)))

@@ -1,0 +1,195 @@
+"""Rows of the paged decode kernel: one call per layer of a pool in the engine's own layout, over shuffled blocks.
+
+8B shape: 32 query heads, 8 KV heads of 128. The plan, made once per step, is timed in a row of its own. The bytes are
+those of keys and values (and fp8 scales), read once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from triton.errors import TritonError
+
+import kernels.paged_decode as decode
+from benchmarks.gpu_timing import Row, median_us
+
+__all__ = ["rows", "sweep"]
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SMS_OF_H200 = 132
+# Beside the workspace, all memory that the rows take.
+POOL_BYTES = 36 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    name: str
+    lengths: tuple[int, ...]
+    layers: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a sweep tries: tile and pipeline, programs per SM, and how the plan cuts."""
+
+    keys: int
+    warps: int
+    stages: int
+    per_sm: int
+    waves: int = decode.MAX_WAVES
+    wave_units: int = decode.WAVE_UNITS
+
+    def __str__(self) -> str:
+        shape = f"keys {self.keys} warps {self.warps} stages {self.stages} per SM {self.per_sm}"
+        return f"{shape} waves {self.waves} of {self.wave_units}"
+
+
+ONE = _Work("b1 x 1k", (1024,))
+MEDIUM = _Work("b32 x 1k", (1024,) * 32)
+LARGE = _Work("b128 x 1k", (1024,) * 128)
+LONG = _Work("b128 x 4k", (4096,) * 128, layers=16)
+WORKS = (
+    ONE,
+    MEDIUM,
+    _Work("b32 x 4k", (4096,) * 32),
+    LARGE,
+    LONG,
+    _Work("b256 x 1k", (1024,) * 256),
+    _Work("b64: 1 x 32k, 63 x 512", (32768, *(512,) * 63)),
+    _Work("b256: 1..2000, half padding", (*(1 + 1999 * i // 127 for i in range(128)), *(0,) * 128)),
+)
+
+
+def rows() -> Iterator[Row]:
+    """The shipped configuration: all works, then batch-invariant mode, dependent launch, and the plan."""
+    buffer = _random_buffer()
+    for fp8, block_tokens, work in itertools.product((False, True), (64, 16), WORKS):
+        yield _row(buffer, work, block_tokens, fp8)
+    for work in (ONE, MEDIUM, LARGE):
+        yield _row(buffer, work, 64, False, batch_invariant=True)
+    for work in (ONE, MEDIUM):
+        yield _row(buffer, work, 64, False, pdl=True)
+    for batch in (1, 256):
+        workspace, lengths = _workspace(batch), torch.full((batch,), 1000, dtype=torch.int32, device="cuda")
+        us = median_us([lambda w=workspace, n=lengths: decode.plan_decode(n, w, block_tokens=64)] * 8)  # type: ignore[misc]
+        yield Row("plan_decode", f"b{batch}", us)
+
+
+def sweep() -> Iterator[Row]:
+    """Tiles, warps, stages, programs per SM; then for the shipped tile, how the plan cuts. Failures are left out."""
+    buffer = _random_buffer()
+    wide = [
+        _Shape(32, 2, 4, 4), _Shape(32, 2, 3, 5), _Shape(32, 2, 3, 4), _Shape(32, 2, 5, 3), _Shape(32, 1, 4, 4),
+        _Shape(16, 1, 6, 4), _Shape(16, 2, 6, 4), _Shape(64, 2, 3, 3), _Shape(32, 2, 4, 2), _Shape(64, 2, 3, 2),
+    ]  # fmt: skip
+    narrow = [
+        _Shape(128, 4, 3, 2), _Shape(64, 2, 4, 4), _Shape(64, 2, 3, 4), _Shape(128, 2, 3, 2), _Shape(128, 4, 2, 3),
+    ]  # fmt: skip
+    cuts = [_Shape(32, 2, 4, 4, *cut) for cut in ((1, 8), (2, 8), (4, 4), (4, 16))]
+    yield from _tried(buffer, wide, (ONE, MEDIUM, LARGE, LONG), 64, False)
+    yield from _tried(buffer, wide[:3], (MEDIUM, LONG), 16, False)
+    yield from _tried(buffer, narrow, (MEDIUM, LONG), 64, True)
+    yield from _tried(buffer, cuts, (LARGE, LONG, *WORKS[-3:]), 64, False)
+
+
+def _tried(
+    buffer: torch.Tensor, shapes: list[_Shape], works: tuple[_Work, ...], block_tokens: int, fp8: bool
+) -> Iterator[Row]:
+    for shape, work in itertools.product(shapes, works):
+        registers = min(255, 65536 // (shape.per_sm * shape.warps * 32) & ~7)
+        tiling = decode.Tiling(shape.keys, shape.warps, shape.stages, registers)
+        launch = (tiling, shape.per_sm * SMS_OF_H200)
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(decode, "_launch_shape", lambda *_, launch=launch: launch))
+            patches.enter_context(patch.object(decode, "MAX_WAVES", shape.waves))
+            patches.enter_context(patch.object(decode, "WAVE_UNITS", shape.wave_units))
+            try:
+                yield _row(buffer, work, block_tokens, fp8, config=str(shape))
+            except TritonError:
+                break
+
+
+def _row(
+    buffer: torch.Tensor,
+    work: _Work,
+    block_tokens: int,
+    fp8: bool,
+    *,
+    batch_invariant: bool = False,
+    pdl: bool = False,
+    config: str = "",
+) -> Row:
+    calls = _calls(buffer, work, block_tokens, fp8, batch_invariant=batch_invariant, pdl=pdl)
+    vector_bytes = HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM
+    options = ", batch-invariant" * batch_invariant + ", pdl" * pdl
+    name = f"{work.name}, {'fp8' if fp8 else 'bf16'}, block {block_tokens}{options}"
+    return Row("paged_decode", name, median_us(calls), 2.0 * sum(work.lengths) * KV_HEADS * vector_bytes, config=config)
+
+
+def _calls(
+    buffer: torch.Tensor, work: _Work, block_tokens: int, fp8: bool, *, batch_invariant: bool, pdl: bool
+) -> list[Callable[[], object]]:
+    """One call per layer, all planned at once."""
+    batch, counts = len(work.lengths), [-(-length // block_tokens) for length in work.lengths]
+    owned = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    tables = torch.zeros(batch, max(counts), dtype=torch.int32)
+    tables[owned] = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int() + 1
+    layers = _layers(buffer, sum(counts) + 1, work.layers, block_tokens, fp8)
+    tables, lengths = tables.cuda(), torch.tensor(work.lengths, dtype=torch.int32, device="cuda")
+    fused = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    query = fused[:, : HEADS * HEAD_DIM].view(batch, HEADS, HEAD_DIM)
+    out, workspace = torch.empty_like(query), _workspace(batch, 1 if fp8 else 2)
+    decode.plan_decode(lengths, workspace, block_tokens=block_tokens)
+
+    def call(layer: tuple[torch.Tensor | None, ...]) -> object:
+        key, value, key_scales, value_scales = layer
+        assert key is not None
+        assert value is not None
+        return decode.paged_decode(
+            query, key, value, tables, lengths, workspace, out=out, scale=HEAD_DIM**-0.5, key_scales=key_scales,
+            value_scales=value_scales, batch_invariant=batch_invariant, pdl=pdl,
+        )  # fmt: skip
+
+    return [lambda layer=layer: call(layer) for layer in layers]  # type: ignore[misc]
+
+
+def _layers(
+    buffer: torch.Tensor, blocks: int, layers: int, block_tokens: int, fp8: bool
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """(keys, values, scales of keys, scales of values) of each layer of a pool that begins where the buffer does."""
+    vectors = layers * 2 * block_tokens
+    head_bytes = vectors * (HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM)
+    raw = buffer[: blocks * KV_HEADS * head_bytes].view(blocks, KV_HEADS, head_bytes)
+    shape = (blocks, KV_HEADS, layers, 2, block_tokens)
+    if not fp8:
+        pool = raw.view(torch.bfloat16).view(*shape, HEAD_DIM)
+        return [(pool[:, :, layer, 0], pool[:, :, layer, 1], None, None) for layer in range(layers)]
+    numbers = raw[:, :, : vectors * HEAD_DIM].view(torch.float8_e4m3fn).view(*shape, HEAD_DIM)
+    scales = raw[:, :, vectors * HEAD_DIM :].view(torch.float32).view(shape)
+    return [
+        (numbers[:, :, layer, 0], numbers[:, :, layer, 1], scales[:, :, layer, 0], scales[:, :, layer, 1])
+        for layer in range(layers)
+    ]
+
+
+def _random_buffer() -> torch.Tensor:
+    """Random bytes that are finite numbers as bf16, as fp8 and as fp32: the highest bit of each exponent is zero."""
+    buffer = torch.empty(POOL_BYTES // 4, dtype=torch.int32, device="cuda")
+    buffer.random_(-(2**31), 2**31).bitwise_and_(0xBFBFBFBF - 2**32)
+    return buffer.view(torch.uint8)
+
+
+def _workspace(batch: int, element_bytes: int = 2) -> decode.DecodeWorkspace:
+    return decode.DecodeWorkspace(
+        max_batch=batch,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        device="cuda",
+        element_bytes=element_bytes,
+    )

@@ -1,0 +1,138 @@
+"""Paged prefill attention, Llama-3.1-8B shape: prompts, short ones in company, a chunk behind a prefix, decodes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import torch
+from triton import TritonError
+
+from benchmarks.gpu_timing import Row, median_us
+from kernels import paged_prefill as portable
+from kernels.paged_prefill import LaunchShape, paged_prefill
+from kernels.paged_prefill_hopper import HopperShape, hopper_prefill
+from kernels.prefill_tiles import prefill_tiles
+
+__all__ = ["rows", "sweep"]
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SCALE = HEAD_DIM**-0.5
+# Layers of the pool, used in turn: no call finds its keys in the L2 cache because the call before read the same ones.
+LAYERS = 4
+# (tokens, tokens cached before) of each sequence
+WORKS = {
+    "1 x 4k": [(4096, 0)],
+    "2 x 4k": [(4096, 0)] * 2,
+    "1 x 16k": [(16384, 0)],
+    "8 x 1k": [(1024, 0)] * 8,
+    "16 x 128": [(128, 0)] * 16,
+    "2k after 14k": [(2048, 14336)],
+    "64 decodes at 1k": [(1, 1023)] * 64,
+}
+HOPPER_SHAPES = [
+    HopperShape(strip=128),
+    HopperShape(strip=128, take_turns=False),
+    HopperShape(strip=128, hold_wait=False),
+    HopperShape(strip=128, take_turns=False, hold_wait=False),
+    HopperShape(strip=64, slots=3),
+    HopperShape(strip=64, slots=4),
+    HopperShape(strip=64, slots=4, take_turns=False),
+]
+PORTABLE_SHAPES = [
+    LaunchShape(strip, warps, stages) for strip, warps, stages in itertools.product((64, 128), (4, 8), (2, 3))
+]
+
+
+@dataclass
+class Step:
+    """Device inputs of one work."""
+
+    query: torch.Tensor
+    pool: torch.Tensor  # [num_blocks, KV_HEADS, LAYERS, 2, block_tokens, HEAD_DIM]
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    tiles: torch.Tensor
+    out: torch.Tensor
+    flop: float
+
+    def calls(self, kernel: Callable[..., object], **options: object) -> list[Callable[[], object]]:
+        """One call per layer."""
+        return [
+            lambda layer=layer: kernel(  # type: ignore[misc]
+                self.query,
+                self.pool[:, :, layer, 0],
+                self.pool[:, :, layer, 1],
+                self.block_tables,
+                self.query_starts,
+                self.context_lens,
+                self.tiles,
+                out=self.out,
+                scale=SCALE,
+                **options,
+            )
+            for layer in range(LAYERS)
+        ]
+
+
+def _step(work: str, block_tokens: int) -> Step:
+    lens = [count for count, _ in WORKS[work]]
+    contexts = [count + before for count, before in WORKS[work]]
+    width = -(-max(contexts) // block_tokens)
+    num_blocks = 1 + width * len(lens)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    generator = torch.Generator(device).manual_seed(0)
+    order = torch.randperm(num_blocks - 1, generator=generator, device=device) + 1
+    tiles = prefill_tiles(lens, contexts, group=HEADS // KV_HEADS, head_dim=HEAD_DIM)
+    visible = sum(n * before + n * (n + 1) // 2 for n, before in WORKS[work])
+    shape = (num_blocks, KV_HEADS, LAYERS, 2, block_tokens, HEAD_DIM)
+    query = torch.randn(sum(lens), HEADS, HEAD_DIM, dtype=dtype, device=device, generator=generator)
+    return Step(
+        query=query,
+        pool=torch.randn(shape, dtype=dtype, device=device, generator=generator),
+        block_tables=order.view(len(lens), width).int(),
+        query_starts=torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        tiles=torch.from_numpy(tiles).to(device),
+        out=torch.empty_like(query),
+        flop=4.0 * HEADS * HEAD_DIM * visible,
+    )
+
+
+def _work_name(work: str, block_tokens: int) -> str:
+    return f"{work}, H{HEADS}/{KV_HEADS} D{HEAD_DIM} bf16, block {block_tokens}"
+
+
+def rows() -> Iterator[Row]:
+    """Every work with the kernel that the engine takes."""
+    for work, block_tokens in itertools.product(WORKS, (16, 64)):
+        step = _step(work, block_tokens)
+        us = median_us(step.calls(paged_prefill))
+        yield Row("paged_prefill", _work_name(work, block_tokens), us, flop=step.flop)
+
+
+def sweep() -> Iterator[Row]:
+    """Launch shapes of both kernels; one that does not fit the GPU is left out, with its error as the config."""
+    for work, block_tokens in (("1 x 4k", 64), ("1 x 16k", 16)):
+        step = _step(work, block_tokens)
+        name = _work_name(work, block_tokens)
+        for hopper in HOPPER_SHAPES:
+            yield _row(name, step.flop, str(hopper), step.calls(hopper_prefill, shape=hopper))
+        for shape in PORTABLE_SHAPES if work == "1 x 4k" else []:
+            with (
+                mock.patch.object(portable, "PREFILL_PATH", "portable"),
+                mock.patch.object(portable, "launch_shape", return_value=shape),
+            ):
+                row = _row(name, step.flop, str(shape), step.calls(paged_prefill))
+            yield row
+
+
+def _row(name: str, flop: float, config: str, calls: list[Callable[[], object]]) -> Row:
+    try:
+        return Row("paged_prefill", name, median_us(calls), flop=flop, config=config)
+    except (TritonError, RuntimeError) as error:
+        return Row("paged_prefill", name, float("nan"), config=f"{config}: {type(error).__name__}")

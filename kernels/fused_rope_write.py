@@ -1,0 +1,236 @@
+"""After the fused QKV projection, in one launch: q/k norm, rotary embedding, and K and V into the paged cache. Triton.
+
+Grid: one program per tile of TOKENS tokens and group of HEADS heads, which are all of Q, all of K or all of V.
+A head's D elements are held as D / 2 pairs (first, second). The first R / 2 pairs are the rotary ones: elements i and
+i + R / 2. The others, with partial rotary, are the two halves of what is left. So each head is two rectangular loads
+and two stores of 16 bytes a thread, whatever R is.
+A warp always holds 8 elements of `first` per thread, for any number of tokens: the q/k norm adds in one order in every
+batch.
+Source: Su et al., "RoFormer", 2021, in the half-split form of Llama checkpoints. Torch twin: `kernels/kv_write.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fused_norm import e4m3_scale, pdl_works
+
+__all__ = ["rope_and_write"]
+
+Tile = tuple[int, int, int]
+"""(tokens per program as a multiple of the fewest, heads per program, warps)."""
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    plus_one: bool = False,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    pdl: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Rotate Q in place, write rotated K and V to their slots, return Q as a view [T, num_heads, head_dim] of qkv.
+
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: Q, K, V; rows may be strided. Its K and V are left as they are.
+    positions int32 | int64 [T]; cos_sin fp32 [max_positions, R], cosines in the first half, R <= head_dim: the first R
+    elements of a head are rotated. None: no rotary embedding.
+    Rotation is fp32 with fp32 cosines and sines, rounded once. (transformers and our CPU path round cosines, sines and
+    both products to the model's dtype: in bf16 their results are up to two units in the last place away from ours.)
+    q_norm, k_norm [head_dim]: RMS norm of each head before the rotation, rounded as `fused_norm.rms_norm` does.
+    Token t goes to offset offsets[t] of block blocks[t] (int32 | int64 [T]; padding rows name the null block 0).
+    key_cache, value_cache [num_blocks, num_kv_heads, block_tokens, head_dim], the last two dimensions contiguous.
+    key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_tokens]: the caches are float8_e4m3fn, and hold the
+    vector as 16-bit KV would have it, divided by its scale: its largest magnitude / 448.
+    tile: for the benchmark's sweep; None takes the tuned one.
+    """
+    tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
+    rotary_dims = head_dim if cos_sin is None else cos_sin.shape[1]
+    if qkv.shape[1] != (q_heads + 2 * kv_heads) * head_dim or qkv.stride(1) != 1:
+        raise ValueError(f"qkv {tuple(qkv.shape)} is not {q_heads} + 2 * {kv_heads} heads of {head_dim}, contiguous")
+    if head_dim % 2 or rotary_dims % 2 or rotary_dims > head_dim:
+        raise ValueError(f"{rotary_dims} rotary dimensions of {head_dim}: both must be even")
+    if cos_sin is not None and (cos_sin.dtype != torch.float32 or cos_sin.stride(1) != 1):
+        raise ValueError("cos_sin must be fp32 with contiguous rows")
+    if key_cache.stride() != value_cache.stride() or key_cache.stride()[2:] != (head_dim, 1):
+        raise ValueError(f"caches with strides {key_cache.stride()} and {value_cache.stride()}")
+    if (key_scales is None) != (value_scales is None) or (q_norm is None) != (k_norm is None):
+        raise ValueError("scales and norms are given for both or for none")
+    scale_strides = (0, 0, 1) if key_scales is None else key_scales.stride()
+    if key_scales is not None and (key_scales.stride() != value_scales.stride() or scale_strides[2] != 1):  # type: ignore[union-attr]
+        raise ValueError(f"scales with strides {key_scales.stride()}")
+    if key_cache.dtype != (qkv.dtype if key_scales is None else torch.float8_e4m3fn):
+        raise ValueError(f"cache of {key_cache.dtype} for {qkv.dtype}, {'no' if key_scales is None else 'with'} scales")
+
+    query = qkv[:, : q_heads * head_dim].view(tokens, q_heads, head_dim)
+    if not tokens:
+        return query
+    # Nothing happens to Q without norm and rotary embedding.
+    first_head = q_heads if cos_sin is None and q_norm is None else 0
+    pairs = triton.next_power_of_2(head_dim // 2)
+    token_multiple, heads, warps = tile or _tile(tokens, math.gcd(q_heads, kv_heads))
+    tile_tokens = max(1, 256 * warps // pairs) * token_multiple
+    groups = (q_heads + 2 * kv_heads - first_head) // heads
+    pdl = pdl and pdl_works(qkv.device)
+    _rope_and_write[(triton.cdiv(tokens, tile_tokens) * groups,)](
+        qkv, positions, cos_sin, blocks, offsets, key_cache, value_cache, key_scales, value_scales, q_norm, k_norm,
+        eps, tokens, qkv.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
+        key_cache.stride(0), key_cache.stride(1), scale_strides[0], scale_strides[1],
+        HQ=q_heads, HKV=kv_heads, D=head_dim, R=rotary_dims, PAIRS=pairs, FIRST_HEAD=first_head,
+        TOKENS=tile_tokens, HEADS=heads, PLUS_ONE=plus_one, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    return query
+
+
+def _tile(tokens: int, common_heads: int) -> Tile:
+    """Few tokens: one head per warp. Many: heads in turn, so that cosines and sines are read once for several."""
+    if tokens <= 512:
+        return 1, 1, 1
+    return 1, max(n for n in range(1, 5) if common_heads % n == 0), 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _normed(  # type: ignore[no-untyped-def]
+    first,
+    second,
+    first_gain,
+    second_gain,
+    eps,
+    dtype: tl.constexpr,
+    D: tl.constexpr,  # noqa: N803
+    PLUS_ONE: tl.constexpr,  # noqa: N803
+):
+    """RMS norm over the pairs of each row; all fp32, rounded to `dtype` as the models do it."""
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+    if PLUS_ONE:
+        first, second = first * scale * (1.0 + first_gain), second * scale * (1.0 + second_gain)
+    else:
+        first = (first * scale).to(dtype).to(tl.float32) * first_gain
+        second = (second * scale).to(dtype).to(tl.float32) * second_gain
+    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+
+
+# Views of a step's packed index arrays begin anywhere; a variant of the kernel for each case would gain nothing.
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "blocks", "offsets"])  # type: ignore[untyped-decorator]
+def _rope_and_write(  # type: ignore[no-untyped-def]
+    qkv,
+    positions,
+    cos_sin,
+    blocks,
+    offsets,
+    key_cache,
+    value_cache,
+    key_scales,
+    value_scales,
+    q_norm,
+    k_norm,
+    eps,
+    tokens,
+    qkv_stride,
+    cos_sin_stride,
+    block_stride,
+    head_stride,
+    scale_block_stride,
+    scale_head_stride,
+    HQ: tl.constexpr,  # noqa: N803
+    HKV: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    PAIRS: tl.constexpr,  # noqa: N803
+    FIRST_HEAD: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+    PLUS_ONE: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    groups: tl.constexpr = (HQ + 2 * HKV - FIRST_HEAD) // HEADS
+    head = FIRST_HEAD + tl.program_id(0) % groups * HEADS
+    is_query = head < HQ
+    is_value = head >= HQ + HKV
+    token = tl.program_id(0) // groups * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+
+    pair = tl.arange(0, PAIRS)[None, :]
+    first = pair
+    second = pair + R // 2
+    if R < D:
+        first = tl.where(pair < R // 2, pair, pair + R // 2)
+        second = tl.where(pair < R // 2, pair + R // 2, pair + D // 2)
+    inside = live[:, None] & (pair < D // 2)
+
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if q_norm is not None:
+        gain = k_norm
+        if is_query:
+            gain = q_norm
+        # As a rectangle, which the L1 cache serves, to have it in the layout of the heads.
+        first_gain = tl.load(gain + first + 0 * token[:, None], mask=inside, other=0.0).to(tl.float32)
+        second_gain = tl.load(gain + second + 0 * token[:, None], mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    if cos_sin is not None:
+        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+        angle = cos_sin + position[:, None] * cos_sin_stride + pair
+        turning = live[:, None] & (pair < R // 2)
+        cos = tl.load(angle, mask=turning, other=1.0)
+        sin = tl.load(angle + R // 2, mask=turning, other=0.0)
+
+    # Where K and V of each token go; not used for Q.
+    block = tl.load(blocks + token, mask=live, other=0).to(tl.int64)
+    offset = tl.load(offsets + token, mask=live, other=0).to(tl.int64)
+    cache = key_cache
+    kv_head = (head - HQ).to(tl.int64)
+    if is_value:
+        cache = value_cache
+        kv_head = (head - HQ - HKV).to(tl.int64)
+    slot = cache + (block * block_stride + offset * D)[:, None]
+    if key_scales is not None:
+        scales = key_scales
+        if is_value:
+            scales = value_scales
+        scale_slot = scales + (block * scale_block_stride + offset)[:, None]
+
+    source = qkv + token.to(tl.int64)[:, None] * qkv_stride + head * D
+    for i in tl.static_range(HEADS):
+        a = tl.load(source + i * D + first, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + i * D + second, mask=inside, other=0.0).to(tl.float32)
+        if not is_value:
+            if q_norm is not None:
+                a, b = _normed(a, b, first_gain, second_gain, eps, dtype, D, PLUS_ONE)
+            if cos_sin is not None:
+                a, b = a * cos - b * sin, b * cos + a * sin
+        a, b = a.to(dtype), b.to(dtype)
+        if is_query:
+            tl.store(source + i * D + first, a, mask=inside)
+            tl.store(source + i * D + second, b, mask=inside)
+        else:
+            place = slot + (kv_head + i) * head_stride
+            if key_scales is None:
+                tl.store(place + first, a, mask=inside)
+                tl.store(place + second, b, mask=inside)
+            else:
+                wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+                amax = tl.maximum(tl.max(tl.abs(wide_a), 1, keep_dims=True), tl.max(tl.abs(wide_b), 1, keep_dims=True))
+                scale, inverse = e4m3_scale(amax)
+                tl.store(scale_slot + (kv_head + i) * scale_head_stride, scale, mask=live[:, None])
+                tl.store(place + first, (wide_a * inverse).to(tl.float8e4nv), mask=inside)
+                tl.store(place + second, (wide_b * inverse).to(tl.float8e4nv), mask=inside)

@@ -1,0 +1,142 @@
+"""A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many; and what goes with a product.
+
+Which of the two, and whether RMSNorm goes into the product or is a launch of its own, follows from the number of rows:
+the limits below. Batch-invariant layers take one kernel for all numbers of rows (`kernels/invariant_gemm.py`).
+Quantized weights: `kernels/fp8_linear.py`. The CPU's layers: `kernels/linear.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.fused_act import act_and_mul
+from kernels.fused_norm import rms_norm
+from kernels.invariant_gemm import invariant_linear
+from kernels.skinny_gemm import Activation, skinny_linear
+
+__all__ = ["FUSED_NORM_ROWS", "GpuLinear", "skinny_rows"]
+
+FUSED_NORM_ROWS = 0
+"""Up to so many rows the skinny kernel norms x itself. Every program norms all of x, so it costs more with every row;
+a launch of its own costs 2 to 3 us, or less where it overlaps the first loads of weights (pdl)."""
+
+
+def skinny_rows(out_features: int, *, gated: bool = False) -> int:
+    """Up to how many rows the skinny kernel is faster than cuBLAS, for a weight of so many rows.
+
+    Measured on an H200 (`python -m benchmarks.kernels skinny_gemm`; microseconds, skinny with dependent launch against
+    cuBLAS): o 11.4 against 13.1 at 32 rows, 13.4 against 12.0 at 64; down 31.2 against 32.8 at 32; qkv 15.9 against
+    15.5 at 8; gate-up with its activation 59.6 against 60.7 at 32 and 64.6 against 72.0 at 128.
+    """
+    if gated:
+        return 128
+    if out_features > 1 << 16:
+        return 64
+    return 32 if out_features <= 4096 else 1
+
+
+class GpuLinear:
+    """A weight [out_features, in_features] and an optional bias [out_features] on a GPU, ready to be applied.
+
+    Methods take x [rows, in_features] (rows may be strided). `out`: where to write, else a new tensor.
+    `pdl`: launch before the predecessor has ended (see `kernels/skinny_gemm.py`); all writers of x and readers of `out`
+    must then be on the same stream.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.device = weight.device
+        self.weight = weight.contiguous()
+        self.bias = bias
+        self._batch_invariant = batch_invariant
+        fits = weight.dtype in (torch.bfloat16, torch.float16) and self.in_features % 8 == 0
+        served = fits and not batch_invariant
+        self._skinny_rows = skinny_rows(self.out_features) if served else 0
+        self._gated_rows = skinny_rows(self.out_features, gated=True) if served else 0
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        pdl: bool = False,
+    ) -> torch.Tensor:
+        """x W^T + bias + residual -> [rows, out_features]; `out` may be the residual."""
+        if self._batch_invariant:
+            return invariant_linear(x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl)
+        if self._is_skinny(x):
+            return skinny_linear(x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl)
+        return self._cublas(x, residual, out)
+
+    def normed(
+        self,
+        x: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        *,
+        plus_one: bool = False,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        pdl: bool = False,
+    ) -> torch.Tensor:
+        """The product of RMSNorm(x); norm_weight [in_features], `plus_one` as in `rms_norm`."""
+        if not (self._is_skinny(x) and len(x) <= FUSED_NORM_ROWS):
+            return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), residual=residual, out=out, pdl=pdl)
+        return skinny_linear(
+            x,
+            self.weight,
+            bias=self.bias,
+            residual=residual,
+            norm_weight=norm_weight,
+            eps=eps,
+            plus_one=plus_one,
+            out=out,
+            pdl=pdl,
+        )
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        act: Activation,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        plus_one: bool = False,
+        out: torch.Tensor | None = None,
+        pdl: bool = False,
+    ) -> torch.Tensor:
+        """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2]; RMSNorm of x before."""
+        skinny = 0 < len(x) <= self._gated_rows
+        if norm_weight is not None and not (skinny and len(x) <= FUSED_NORM_ROWS):
+            x, norm_weight = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), None
+        if not skinny:
+            return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
+        return skinny_linear(
+            x,
+            self.weight,
+            bias=self.bias,
+            norm_weight=norm_weight,
+            eps=eps,
+            plus_one=plus_one,
+            gate=act,
+            out=out,
+            pdl=pdl,
+        )
+
+    def _is_skinny(self, x: torch.Tensor) -> bool:
+        return 0 < len(x) <= self._skinny_rows
+
+    def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        """One launch, and a second one only for bias and residual together."""
+        transposed = self.weight.T
+        if out is None:
+            out = torch.empty(len(x), self.out_features, dtype=x.dtype, device=x.device)
+        if residual is None:
+            if self.bias is None:
+                return torch.mm(x, transposed, out=out)
+            return torch.addmm(self.bias, x, transposed, out=out)
+        torch.addmm(residual, x, transposed, out=out)
+        return out if self.bias is None else out.add_(self.bias)

@@ -1,0 +1,442 @@
+"""Mixture of experts in Triton: routing, two grouped matrix products, and the sum over each token's experts.
+
+T tokens of H features, E experts of I inner features, top_k experts per token. A *place* is (token, choice), numbered
+token * top_k + choice; P = T * top_k of them. The places are sorted by expert, and each expert's are cut into tiles of
+`rows` places, so that a tile meets the weights of one expert. How many tiles there are is known to the device alone:
+grids are for the worst case, and a program of a tile that does not exist ends at once.
+
+Kernels and grids: route (chunks of tokens); arrange (chunks; with one chunk route does it itself); gate-up with the
+activation and down (tiles x column blocks); sum (tokens x column blocks). Every row's sums run over its own k in one
+order and a token's experts are added in the order of its choice, without atomics: equal input gives equal bits. Tile
+shapes follow from T, so a token's bits do not depend on the other tokens in a batch of T.
+
+Torch twin: `kernels/moe.py`. Source of the tiles: Gale et al., "MegaBlocks", 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["Tiling", "moe"]
+
+# Elements of the table [tokens, experts] that one program of `route` holds.
+ROUTE_ELEMENTS = 8192
+MAX_CHUNK = 128
+# Tiles described at a time.
+TILE_BLOCK = tl.constexpr(32)
+# Tiles whose programs run side by side, so that they share an expert's weights in the L2 cache.
+TILE_GROUP = 8
+SUM_COLUMNS = 1024
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Tile shape of a grouped product: columns of the output (of gate and up each), depth along k, launch options."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    tma: bool = False
+    """Weights come by TMA: compute capability 9.0 on, and rows of whole 16 bytes."""
+
+
+def moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    top_k: int,
+    renormalize: bool,
+    act: str = "silu",
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    batch_invariant: bool = False,
+    tilings: tuple[int, Tiling, Tiling] | None = None,
+) -> torch.Tensor:
+    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's dtype.
+
+    x [T, H] bf16 | fp16 (rows may be strided), router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down
+    [E, H, I]. A token's experts are the top_k with the largest logits (of equal ones the lower), weighted by the
+    softmax over all experts, which `renormalize` divides by the sum of the chosen. act: "silu" or "gelu_tanh".
+    residual [T, H] is added; `out` may be the residual. batch_invariant: one tile shape for all T. tilings (rows,
+    gate-up's, down's): for the benchmark's sweep; None takes the tuned ones.
+    """
+    tokens, hidden = x.shape
+    experts, _, inner = down.shape
+    if act not in ("silu", "gelu_tanh"):
+        raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
+    if gate_up.shape != (experts, 2 * inner, hidden) or down.shape[1] != hidden:
+        raise ValueError(f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit x of {hidden}")
+    if router_logits.shape != (tokens, experts) or not 0 < top_k <= experts:
+        raise ValueError(
+            f"router_logits {tuple(router_logits.shape)}, top_k {top_k}: {tokens} tokens, {experts} experts"
+        )
+    if x.dtype not in DTYPES or gate_up.dtype != x.dtype or down.dtype != x.dtype:
+        raise ValueError(f"x {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; all must be fp16 or all bf16")
+    if x.stride(1) != 1 or router_logits.stride(1) != 1 or not (gate_up.is_contiguous() and down.is_contiguous()):
+        raise ValueError("weights must be contiguous, and so must the elements of a row")
+    if out is None:
+        out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if not tokens:
+        return out
+    pdl = pdl and _is_hopper(x.device)
+    if tilings is None:
+        tilings = INVARIANT if batch_invariant else _tilings(tokens * top_k, experts, x.device)
+    rows, first, second = tilings
+    weights, sorted_places = _sort_by_expert(router_logits, top_k, renormalize, rows, pdl)
+    gated = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
+    results = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
+    _product(x, gate_up, gated, sorted_places, rows, first, places_per_row=top_k, act=act, pdl=pdl)
+    _product(gated, down, results, sorted_places, rows, second, places_per_row=1, act=None, pdl=pdl)
+    _sum[(tokens, triton.cdiv(hidden, SUM_COLUMNS))](
+        results, weights, residual, out, 0 if residual is None else residual.stride(0), out.stride(0),
+        H=hidden, TOP_K=top_k, BLOCK=SUM_COLUMNS, PDL=pdl, num_warps=2, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+INVARIANT = 64, Tiling(64, 64, 4, 4), Tiling(128, 64, 4, 4)
+
+SortedPlaces = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""places [tiles * rows] int32, by tile; experts [tiles] int32; counts [tiles] int32, places that the tile has."""
+
+
+def _sort_by_expert(
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, rows: int, pdl: bool
+) -> tuple[torch.Tensor, SortedPlaces]:
+    """Weight of each place, fp32 [P], and the places in tiles."""
+    tokens, experts = router_logits.shape
+    places = tokens * top_k
+    # Each expert that has places at all has one tile that may not be full.
+    tiles = (places + min(experts, places) * (rows - 1)) // rows
+    experts_pad, choices_pad = triton.next_power_of_2(experts), triton.next_power_of_2(top_k)
+    chunk = min(triton.next_power_of_2(tokens), max(1, min(ROUTE_ELEMENTS // experts_pad, MAX_CHUNK)))
+    chunks = triton.cdiv(tokens, chunk)
+    warps = max(1, min(chunk * experts_pad // 1024, 8))
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=router_logits.device)
+
+    weights = torch.empty(places, dtype=torch.float32, device=router_logits.device)
+    sorted_places = ints(tiles * rows), ints(tiles), ints(tiles)
+    # Of each place its expert and its number among the chunk's places of that expert; of each chunk how many each has.
+    chosen, ranks, counts = ints(places), ints(places), ints(chunks, experts)
+    sizes = {"E": experts, "E_PAD": experts_pad, "TOP_K": top_k, "K_PAD": choices_pad, "CHUNK": chunk, "ROWS": rows}
+    _route[(chunks,)](
+        router_logits, weights, chosen, ranks, counts, *sorted_places, tokens, router_logits.stride(0), tiles,
+        **sizes, RENORMALIZE=renormalize, ONE_CHUNK=chunks == 1, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    if chunks > 1:
+        _arrange[(chunks,)](
+            chosen, ranks, counts, *sorted_places, places, tiles, **sizes, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )  # fmt: skip
+    return weights, sorted_places
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    sorted_places: SortedPlaces,
+    rows: int,
+    tiling: Tiling,
+    *,
+    places_per_row: int,
+    act: str | None,
+    pdl: bool,
+) -> None:
+    """Row p of out = row p // places_per_row of x through the weights of p's expert, and with `act` the activation."""
+    depth, columns, tiles = x.shape[1], out.shape[1], sorted_places[1].shape[0]
+    block_k = min(tiling.depth, triton.next_power_of_2(depth))
+    source: torch.Tensor | TensorDescriptor = weight
+    tma = tiling.tma and depth * weight.itemsize % 16 == 0
+    if tma:
+        source = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tiling.columns, block_k])
+    _grouped_product[(tiles * triton.cdiv(columns, tiling.columns),)](
+        x, source, out, *sorted_places, x.stride(0), tiles,
+        K=depth, N=columns, PLACES_PER_ROW=places_per_row, GATED=act is not None, GELU=act == "gelu_tanh",
+        ROWS=rows, COLUMNS=tiling.columns, DEPTH=block_k, GROUP=TILE_GROUP, TMA=tma, PDL=pdl,
+        num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _tilings(places: int, experts: int, device: torch.device) -> tuple[int, Tiling, Tiling]:
+    """Rows of a tile, shapes of gate-up and down: small tiles that stream weights, or large ones that compute."""
+    hopper, per_expert = _is_hopper(device), places / experts
+    if per_expert <= 8:
+        return 16, Tiling(32, 128, 4, 4), Tiling(64, 128, 4, 4)
+    if per_expert <= 24:
+        return 32, Tiling(32, 128, 4, 4), Tiling(64, 128, 4, 4)
+    if per_expert <= 48:
+        return 64, Tiling(64, 64, 4, 4, hopper), Tiling(128, 64, 4, 4, hopper)
+    if hopper:
+        return 128, Tiling(128, 64, 8, 4, tma=True), Tiling(256, 64, 8, 4, tma=True)
+    return 128, Tiling(64, 64, 8, 3), Tiling(128, 64, 8, 3)
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])  # type: ignore[untyped-decorator]
+def _route(  # type: ignore[no-untyped-def]
+    logits,
+    weights,
+    chosen,
+    ranks,
+    counts,
+    tile_places,
+    tile_experts,
+    tile_counts,
+    tokens,
+    logits_stride,
+    tiles,
+    E: tl.constexpr,  # noqa: N803
+    E_PAD: tl.constexpr,  # noqa: N803
+    TOP_K: tl.constexpr,  # noqa: N803
+    K_PAD: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    RENORMALIZE: tl.constexpr,  # noqa: N803
+    ONE_CHUNK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """Choose each token's experts; count each expert's places within the chunk."""
+    line = tl.arange(0, CHUNK)
+    token = tl.program_id(0) * CHUNK + line
+    expert, choice = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
+    live = token < tokens
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    where = logits + token.to(tl.int64)[:, None] * logits_stride + expert[None, :]
+    score = tl.load(where, mask=live[:, None] & (expert < E)[None, :], other=float("-inf")).to(tl.float32)
+    top = tl.max(score, axis=1)
+    denominator = tl.sum(tl.exp(score - top[:, None]), axis=1)
+
+    count = tl.zeros((E_PAD,), tl.int32)
+    best_of = tl.zeros((CHUNK, K_PAD), tl.int32)
+    rank_of = tl.zeros((CHUNK, K_PAD), tl.int32)
+    share_of = tl.zeros((CHUNK, K_PAD), tl.float32)
+    for j in range(TOP_K):
+        best = tl.minimum(tl.argmax(score, axis=1), E - 1)  # within bounds even for NaN
+        share = tl.exp(tl.max(score, axis=1) - top)
+        is_best = expert[None, :] == best[:, None]
+        score = tl.where(is_best, float("-inf"), score)
+        # Its number among this chunk's places: after those of earlier choices and of earlier tokens.
+        earlier = (best[None, :] == best[:, None]) & (line[None, :] < line[:, None])
+        rank = tl.gather(count, best, 0) + tl.sum(earlier.to(tl.int32), axis=1)
+        count += tl.sum((is_best & live[:, None]).to(tl.int32), axis=0)
+        is_j = choice[None, :] == j
+        best_of = tl.where(is_j, best[:, None], best_of)
+        rank_of = tl.where(is_j, rank[:, None], rank_of)
+        share_of = tl.where(is_j, share[:, None], share_of)
+    if RENORMALIZE:
+        denominator = tl.sum(share_of, axis=1)
+
+    place = token[:, None] * TOP_K + choice[None, :]
+    is_place = live[:, None] & (choice < TOP_K)[None, :]
+    tl.store(weights + place, share_of / denominator[:, None], mask=is_place)
+    if ONE_CHUNK:
+        start = _starts(count, ROWS)
+        for j in range(TOP_K):
+            is_j = choice[None, :] == j
+            best = tl.sum(tl.where(is_j, best_of, 0), axis=1)
+            rank = tl.sum(tl.where(is_j, rank_of, 0), axis=1)
+            tl.store(tile_places + tl.gather(start, best, 0) + rank, token * TOP_K + j, mask=live)
+        _describe_tiles(count, start, 0, tiles, tile_experts, tile_counts, E_PAD, ROWS)
+    else:
+        tl.store(chosen + place, best_of, mask=is_place)
+        tl.store(ranks + place, rank_of, mask=is_place)
+        tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
+
+
+@triton.jit(do_not_specialize=["places", "tiles"])  # type: ignore[untyped-decorator]
+def _arrange(  # type: ignore[no-untyped-def]
+    chosen,
+    ranks,
+    counts,
+    tile_places,
+    tile_experts,
+    tile_counts,
+    places,
+    tiles,
+    E: tl.constexpr,  # noqa: N803
+    E_PAD: tl.constexpr,  # noqa: N803
+    TOP_K: tl.constexpr,  # noqa: N803
+    K_PAD: tl.constexpr,  # noqa: N803
+    CHUNK: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    """Put one chunk's places behind those of the chunks before it, expert by expert; describe a share of the tiles."""
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    expert = tl.arange(0, E_PAD)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((E_PAD,), tl.int32)
+    before = tl.zeros((E_PAD,), tl.int32)
+    for first in range(0, chunks, 16):
+        other = first + tl.arange(0, 16)
+        mask = (other < chunks)[:, None] & (expert < E)[None, :]
+        count = tl.load(counts + other[:, None] * E + expert[None, :], mask=mask, other=0)
+        total += tl.sum(count, axis=0)
+        before += tl.sum(tl.where((other < chunk)[:, None], count, 0), axis=0)
+    start = _starts(total, ROWS)
+
+    line = tl.arange(0, CHUNK * K_PAD)
+    place = chunk * CHUNK * TOP_K + line
+    is_place = (line < CHUNK * TOP_K) & (place < places)
+    best = tl.load(chosen + place, mask=is_place, other=0)
+    at = tl.gather(start + before, best, 0) + tl.load(ranks + place, mask=is_place, other=0)
+    tl.store(tile_places + at, place, mask=is_place)
+    share = tl.cdiv(tiles, chunks)
+    last = tl.minimum((chunk + 1) * share, tiles)
+    _describe_tiles(total, start, chunk * share, last, tile_experts, tile_counts, E_PAD, ROWS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _starts(count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """First of each expert's places, in which every expert begins with a tile of its own."""
+    padded = tl.cdiv(count, ROWS) * ROWS
+    return tl.cumsum(padded, axis=0) - padded
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _describe_tiles(  # type: ignore[no-untyped-def]
+    count,
+    start,
+    first,
+    last,
+    tile_experts,
+    tile_counts,
+    E_PAD: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+):
+    """Expert and number of places of the tiles from `first` on, before `last`: zero places where there is no tile."""
+    expert = tl.arange(0, E_PAD)
+    for block in range(first, last, TILE_BLOCK):
+        tile = block + tl.arange(0, TILE_BLOCK)
+        left = count[None, :] - (tile[:, None] * ROWS - start[None, :])  # places of the expert from this tile on
+        is_its = (tile[:, None] * ROWS >= start[None, :]) & (left > 0)
+        tl.store(tile_experts + tile, tl.sum(tl.where(is_its, expert[None, :], 0), axis=1), mask=tile < last)
+        tile_count = tl.sum(tl.where(is_its, tl.minimum(left, ROWS), 0), axis=1)
+        tl.store(tile_counts + tile, tile_count, mask=tile < last)
+
+
+@triton.jit(do_not_specialize=["tiles"])  # type: ignore[untyped-decorator]
+def _grouped_product(  # type: ignore[no-untyped-def]
+    x,
+    weight,  # [E * N, K], with a gate [E * 2 * N, K]; a tensor descriptor with TMA
+    out,  # [P, N]
+    tile_places,
+    tile_experts,
+    tile_counts,
+    x_stride,
+    tiles,
+    K: tl.constexpr,  # noqa: N803
+    N: tl.constexpr,  # noqa: N803
+    PLACES_PER_ROW: tl.constexpr,  # noqa: N803
+    GATED: tl.constexpr,  # noqa: N803
+    GELU: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    TMA: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    blocks: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    group = tl.program_id(0) // (GROUP * blocks)
+    in_group = tl.program_id(0) % (GROUP * blocks)
+    group_size = tl.minimum(tiles - group * GROUP, GROUP)
+    tile = group * GROUP + in_group % group_size
+    column = in_group // group_size * COLUMNS
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    count = tl.load(tile_counts + tile)
+    if count == 0:
+        return
+    sections: tl.constexpr = 2 if GATED else 1
+    first_row = tl.load(tile_experts + tile) * (sections * N) + column
+    line = tl.arange(0, ROWS)
+    # Lines without a place compute what the first one does, and are not stored.
+    place = tl.load(tile_places + tile * ROWS + tl.where(line < count, line, 0)).to(tl.int64)
+    k = tl.arange(0, DEPTH)
+    x_at = x + (place // PLACES_PER_ROW)[:, None] * x_stride + k[None, :]
+    n = tl.arange(0, COLUMNS)
+    # Columns beyond the last are computed from the last one's weights, and are not stored.
+    weight_row = (first_row + tl.minimum(n, N - 1 - column)).to(tl.int64)
+
+    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, K, DEPTH):
+        if K % DEPTH == 0:
+            x_tile = tl.load(x_at + start)
+        else:
+            x_tile = tl.load(x_at + start, mask=(start + k < K)[None, :], other=0.0)
+        if GATED:
+            gate = tl.dot(x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), gate)
+            total = tl.dot(x_tile, _weights(weight, first_row + N, weight_row + N, start, K, DEPTH, TMA), total)
+        else:
+            total = tl.dot(x_tile, _weights(weight, first_row, weight_row, start, K, DEPTH, TMA), total)
+    if GATED:
+        # 0.5 * g * (1 + tanh(z)) is g * sigmoid(2 * z).
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+        total = gate / (1.0 + tl.exp(-z)) * total
+    mask = (line < count)[:, None] & (column + n < N)[None, :]
+    tl.store(out + place[:, None] * N + (column + n)[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(weight, first_row, row, start, K: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """A tile [DEPTH, COLUMNS] of the transposed weights."""
+    if TMA:
+        tile = weight.load([first_row, start]).T
+    else:
+        k = start + tl.arange(0, DEPTH)
+        where = weight + row[None, :] * K + k[:, None]
+        tile = tl.load(where) if K % DEPTH == 0 else tl.load(where, mask=(k < K)[:, None], other=0.0)
+    return tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(  # type: ignore[no-untyped-def]
+    results,  # [P, H]
+    weights,  # [P]
+    residual,
+    out,
+    residual_stride,
+    out_stride,
+    H: tl.constexpr,  # noqa: N803
+    TOP_K: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    PDL: tl.constexpr,  # noqa: N803
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < H
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        place = token * TOP_K + j
+        result = tl.load(results + place * H + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + place) * result
+    if residual is not None:
+        total += tl.load(residual + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)

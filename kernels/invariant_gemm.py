@@ -1,0 +1,139 @@
+"""y = x W^T with bits that do not depend on how many rows x has, nor on which (Triton).
+
+cuBLAS chooses another kernel, hence another order of additions, for other row counts. Here every element of y is one
+chain of tensor-core products over K, 16 columns at a time from the first to the last, into one fp32 accumulator,
+whatever the tile: K is never split, tiles differ in rows and outputs only. Rounded once, after bias and residual.
+
+Grid: one program per tile, at most as many as the GPU holds. Each takes further tiles as it has done one (persistent),
+so that the loads of the next overlap the stores of the last. Tiles go down `_GROUP` tiles of rows before they go to the
+next outputs, so that programs share rows and weights in L2. Source of both: Triton's tutorial 09.
+"""
+
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.fused_norm import pdl_works
+
+__all__ = ["FEW_ROWS", "MANY_ROWS", "InvariantTile", "invariant_linear"]
+
+_BK = 64
+"""Columns at a time. The order of additions does not depend on it; it is one stage of loads."""
+_GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantTile:
+    """block_m rows of x by block_n outputs, `stages` tiles of 64 columns in flight, programs per multiprocessor."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    resident: int
+
+
+FEW_ROWS = InvariantTile(64, 64, warps=4, stages=6, resident=2)
+"""Up to 64 rows: many small tiles, as it is the weights' bytes that count."""
+MANY_ROWS = InvariantTile(128, 256, warps=8, stages=4, resident=1)
+_MANY_ROWS_BEFORE_HOPPER = InvariantTile(128, 128, warps=8, stages=3, resident=1)
+
+
+def invariant_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    tile: InvariantTile | None = None,
+) -> torch.Tensor:
+    """x [M, K] W^T, weight [N, K] -> [M, N], plus bias [N] and residual [M, N] (`out` may be that tensor).
+
+    bf16 or fp16, all of one type, columns contiguous; K is 8 times a number. `tile`: instead of the one for M rows.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        raise ValueError(f"x {x.dtype} and weight {weight.dtype} must be both bfloat16 or both float16")
+    if weight.shape[1] != k or k % 8 or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 * n")
+    if out is None:
+        out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if m == 0:
+        return out
+    hopper = pdl_works(x.device)
+    if tile is None:
+        tile = FEW_ROWS if m <= FEW_ROWS.block_m else MANY_ROWS if hopper else _MANY_ROWS_BEFORE_HOPPER
+    pdl = pdl and hopper
+    x_tiles = weight_tiles = None
+    if hopper and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0:
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.block_m, _BK])
+        weight_tiles = TensorDescriptor.from_tensor(weight, [tile.block_n, _BK])
+    tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    _invariant_kernel[(min(tiles, tile.resident * _processors(x.device)),)](
+        x, x_tiles, weight, weight_tiles, bias, residual, out, m, n,
+        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        K=k, BM=tile.block_m, BN=tile.block_n, BK=_BK, GROUP=_GROUP,
+        PDL=pdl, launch_pdl=pdl, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
+def _invariant_kernel(  # type: ignore[no-untyped-def]
+    x, x_tiles, weight, weight_tiles, bias, residual, out, M, N, x_stride, residual_stride, out_stride,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row_tiles = tl.cdiv(M, BM)
+    tiles = row_tiles * tl.cdiv(N, BN)
+    columns = tl.arange(0, BK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row_tile, output_tile = _place(tile, row_tiles, tiles // row_tiles, GROUP)
+        m = row_tile * BM + tl.arange(0, BM)
+        n = output_tile * BN + tl.arange(0, BN)
+        x_rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride
+        weight_rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k0 in range(0, K, BK):
+            if x_tiles is None:
+                k = (k0 + columns)[None, :]
+                x_tile = tl.load(x_rows + k) if K % BK == 0 else tl.load(x_rows + k, mask=k < K, other=0.0)
+                w = tl.load(weight_rows + k) if K % BK == 0 else tl.load(weight_rows + k, mask=k < K, other=0.0)
+            else:
+                x_tile = x_tiles.load([row_tile * BM, k0])
+                w = weight_tiles.load([output_tile * BN, k0])
+            acc = tl.dot(x_tile, w.T, acc)
+        if bias is not None:
+            acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        rows = m.to(tl.int64)[:, None]
+        if residual is not None:
+            acc += tl.load(residual + rows * residual_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + rows * out_stride + n[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(tile, row_tiles, output_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row tile, output tile) number `tile`: down a group of row tiles, then to the next outputs."""
+    group = tile // (GROUP * output_tiles)
+    within = tile - group * GROUP * output_tiles
+    rows = tl.minimum(row_tiles - group * GROUP, GROUP)
+    return group * GROUP + within % rows, within // rows

@@ -1,0 +1,92 @@
+"""Mixture of experts: each token goes through the few experts that a router chose for it. Torch reference and CPU path.
+
+Batch-invariant, as all of the CPU path: an expert's products are computed for at least as many rows as give a row the
+same bits in any company (kernels/linear.py), and a token's experts are summed in the order of its choice.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn import functional
+
+from kernels.linear import Linear, rows_are_invariant
+from kernels.norm_rope_act import act_and_mul
+
+__all__ = ["Experts", "fewest_invariant_rows", "moe", "route"]
+
+
+def moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    top_k: int,
+    renormalize: bool,
+    act: str = "silu",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """sum over a token's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)) -> [T, H], in x's dtype.
+
+    x [T, H], router_logits [T, E], gate_up [E, 2 * I, H] (gate's rows first), down [E, H, I]. `route` says which
+    experts and weights; `act` is silu or gelu_tanh. Source: Jiang et al., "Mixtral of experts", 2024.
+    """
+    y = Experts(gate_up, down)(x, *route(router_logits, top_k, renormalize), act)
+    return y if out is None else out.copy_(y)
+
+
+def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts [T, top_k] of each token, best first, and their weights [T, top_k] in fp32.
+
+    Weights are softmax probabilities over all E experts; `renormalize` makes a token's weights sum to one. Of equal
+    logits the lower expert comes first.
+    """
+    wide = router_logits.float()
+    chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = wide.softmax(-1).gather(1, chosen)
+    return chosen, weights / weights.sum(-1, keepdim=True) if renormalize else weights
+
+
+class Experts:
+    """The experts of one layer, packed for the CPU: gate_up [E, 2 * I, H], down [E, H, I].
+
+    `min_rows`: what every product is padded to.
+    """
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, min_rows: int = 1) -> None:
+        self._gate_up = [Linear(weight) for weight in gate_up]
+        self._down = [Linear(weight) for weight in down]
+        self._min_rows = min_rows
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, act: str) -> torch.Tensor:
+        """x [T, H], chosen and weights [T, top_k] -> [T, H]."""
+        tokens, top_k = chosen.shape
+        # A place is (token, choice). Those of one expert stand side by side in `by_expert`.
+        by_expert = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self._down)).tolist()
+        results = x.new_empty(tokens * top_k, x.shape[1])
+        for gate_up, down, places in zip(self._gate_up, self._down, torch.split(by_expert, counts), strict=True):
+            if len(places):
+                rows = functional.pad(x[places // top_k], (0, 0, 0, max(0, self._min_rows - len(places))))
+                results[places] = down(act_and_mul(gate_up(rows), act))[: len(places)]
+        weighted = results.view(tokens, top_k, -1).float() * weights[..., None]
+        total = weighted[:, 0]
+        for choice in range(1, top_k):
+            total = total + weighted[:, choice]
+        return total.to(x.dtype)
+
+
+@functools.cache
+def fewest_invariant_rows(out_features: int, in_features: int, dtype: torch.dtype) -> int:
+    """Fewest rows for which a product of this shape gives a row bits that do not depend on the others, by trial.
+
+    Raises ValueError where they always do.
+    """
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    linear = Linear(weight)
+    for rows in (1, 2, 4, 16):
+        if rows_are_invariant(linear, rows, dtype):
+            return rows
+    raise ValueError(f"a product of [{out_features}, {in_features}] in {dtype} gives a row other bits in other batches")

@@ -1,0 +1,611 @@
+"""Attention of decodes over paged KV, Triton: one query token per sequence, bound by the bandwidth of memory.
+
+Owns how the keys of a whole batch are cut among the programs, and the kernel that reads them once. Refuses to own the
+pool, the block tables and prefill. The CPU path and the torch twin is `kernels/paged_attention.py`.
+
+The work is a line of *units* of 64 keys: sequence after sequence, in each KV head after KV head. `plan_decode` cuts the
+line, whatever the mixture of lengths, into equal *shares*, one for each program, as stream-k does for matrix products.
+A program walks its share as *pieces*: the keys of one sequence and KV head, for all query heads of the group at once
+(rows of `tl.dot`, padded to 16). A piece cut over programs leaves one *part* per program in the workspace, and the
+program that arrives last at the piece's counter joins the parts in ascending order (and sets the counter to zero for
+the next launch). So the result does not depend on who is last, and no second kernel is launched.
+
+Batch-invariant mode has no plan: parts lie on a grid of 512 keys from key 0 (of n x 512 keys in a sequence of more than
+16 x 512: its own length alone decides), so a row's bits depend on nothing but its own sequence.
+
+fp8 keys and values are read as pairs, 16 bits wide, because tensor cores and `ldmatrix` want 16-bit elements; a pair
+becomes two fp16 numbers (exactly) and each product two products, over the even and the odd dimensions.
+
+Grids: plan (programs / 16), decode (programs), a multiple of the number of SMs. Sources: Dao et al., "Flash-Decoding",
+2023; Milakov and Gimelshein 2018; Osama et al., "Stream-K", 2023.
+"""
+
+# ruff: noqa: N803, N806
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["DecodeWorkspace", "Tiling", "paged_decode", "plan_decode"]
+
+UNIT = tl.constexpr(64)
+# A finite "minus infinity": a tile without a visible key gets a finite softmax, which the next tile multiplies by zero.
+MASKED = tl.constexpr(-1e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# The largest fp8 number: a scale times it is the largest element of its vector, which is well inside the range of fp16.
+FP8_MAX = tl.constexpr(448.0)
+# Programs planned by one program of the plan's grid.
+PLAN_ROWS = tl.constexpr(16)
+# Elements of parts that a join reads at a time: 32 registers per thread.
+JOIN_ELEMENTS = tl.constexpr(4096)
+# Batch-invariant mode: at most this many parts of a piece, each of a multiple of GRID_KEYS keys.
+GRID_PARTS = tl.constexpr(16)
+GRID_KEYS = tl.constexpr(512)
+
+# Up to this many shares for each program that runs at a time: a slow SM then takes fewer of them.
+MAX_WAVES = 4
+# But not shares of fewer units than this, because each one fills its pipeline anew.
+WAVE_UNITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Launch shape of the decode kernel."""
+
+    keys: int
+    """Keys per tile."""
+    warps: int
+    stages: int
+    """Tiles in shared memory, plus one."""
+    registers: int
+    """Per thread, at most."""
+
+
+class DecodeWorkspace:
+    """What plan and decode keep on the device; allocated once, so its addresses stay valid in CUDA graphs.
+
+    It holds one plan: layers with another window need a workspace of their own. Not to be shared by two streams.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        element_bytes: int = 2,
+    ) -> None:
+        """`element_bytes`: size of a cached element, 2 or, in fp8, 1."""
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+        self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = max_batch, num_heads, num_kv_heads, head_dim
+        self.device = torch.device(device)
+        self.element_bytes = element_bytes
+        self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
+        self.planned: tuple[int, int] | None = None
+        """Batch size and window of the plan."""
+        programs, group = MAX_WAVES * self.resident, num_heads // num_kv_heads
+        self.line = self._zeros(2)  # units per share, units in all
+        self.starts = self._zeros(programs, 4)  # of each share: sequence, its length, KV head, unit within the piece
+        self.arrivals = self._zeros(programs)
+        # Slot p: the part of a piece that began before program p's share. Slot programs + p: of one that begins in it.
+        self.part_mixed = torch.empty(2 * programs, group, head_dim, device=device)
+        self.part_weight = torch.empty(2 * programs, group, device=device)  # log2 of the sum of exponentials
+        self._grid: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def grid(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(arrivals, part_mixed, part_weight) of batch-invariant mode, allocated at its first use."""
+        if self._grid is None:
+            pieces, group = self.max_batch * self.num_kv_heads, self.num_heads // self.num_kv_heads
+            mixed = torch.empty(pieces * GRID_PARTS.value, group, self.head_dim, device=self.device)
+            self._grid = self._zeros(pieces), mixed, torch.empty(mixed.shape[:2], device=self.device)
+        return self._grid
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+
+def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tuple[Tiling, int]:
+    """The tiling, and how many programs the device runs at a time.
+
+    Several programs share the memory of an SM, so that one computes while the others' copies are in flight; fewer where
+    it is too small for two tiles of each. Measured on an H200 (128 dimensions, batch 128 x 1k): four programs of two
+    warps and 32 keys 4.25 TB/s, three of four warps and 64 keys 3.76; fp8 is bound by its conversion, and best in two
+    programs of 128 keys.
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        sms, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
+    else:
+        sms, shared_bytes = 2, 228 << 10
+    dims = triton.next_power_of_2(head_dim)
+    other_bytes = 8 << 10  # the query, reductions, and what the driver takes
+    if dims == 256:
+        keys, warps, per_sm, tiles = 32, 4, 2, 4
+    else:
+        keys, warps, per_sm, tiles = (32, 2, 4, 3) if element_bytes == 2 else (128, 4, 2, 2)
+    tile_bytes = 2 * keys * dims * element_bytes
+    per_sm = max(1, min(per_sm, shared_bytes // (2 * tile_bytes + other_bytes)))
+    tiles = min(tiles, (shared_bytes // per_sm - other_bytes) // tile_bytes)
+    registers = min(255, 65536 // (per_sm * warps * 32) & ~7)
+    return Tiling(keys, warps, stages=tiles + 1, registers=registers), per_sm * sms
+
+
+def _programs(batch: int, workspace: DecodeWorkspace) -> int:
+    """As many waves as the batch's pieces fill, because a program without a share still costs its launch."""
+    waves = batch * workspace.num_kv_heads // workspace.resident
+    return workspace.resident * max(1, min(waves, MAX_WAVES))
+
+
+def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_tokens: int, window: int = 0) -> None:
+    """Cut the keys of a batch into equal shares, for all layers of one step that have this window. No host sync.
+
+    context_lens [B] int32: keys of each sequence, its newest token's included; 0 marks a padding row.
+    """
+    (batch,) = context_lens.shape
+    if batch > workspace.max_batch:
+        raise ValueError(f"{batch} sequences, but the workspace is for {workspace.max_batch}")
+    if block_tokens not in (16, 32, 64):
+        raise ValueError(f"block_tokens must be 16, 32 or 64, got {block_tokens}")
+    programs = _programs(batch, workspace)
+    _plan_kernel[(triton.cdiv(programs, PLAN_ROWS.value),)](
+        context_lens,
+        workspace.line,
+        workspace.starts,
+        batch,
+        programs,
+        workspace.resident,
+        window,
+        KV_HEADS=workspace.num_kv_heads,
+        WAVE_UNITS=WAVE_UNITS,
+        BATCH=triton.next_power_of_2(batch),
+    )
+    workspace.planned = (batch, window)
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    out: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """softmax(scale q k^T) v of the newest token of each sequence over its blocks, which hold that token already.
+
+    query, out [B, heads, head_dim], bf16 or fp16, rows and heads strided as you like. Caches [num_blocks, kv_heads,
+    block_tokens, head_dim], one layer's views of the pool; fp8 caches come with fp32 scales [num_blocks, kv_heads,
+    block_tokens]. block_tables [B, max_blocks] int32. context_lens [B] int32 as given to `plan_decode`, which must have
+    run for this step and this window (batch-invariant mode needs no plan). Rows of length 0 get zeros. `window` w > 0:
+    the last w keys only. `softcap` c > 0: scores become c tanh(scores / c).
+
+    pdl: plan, lengths and tables are read before the wait for the preceding kernel, which must not be the one that
+    writes them; query and caches are read after it.
+    """
+    batch, heads, head_dim = query.shape
+    _, kv_heads, block_tokens, _ = key_cache.shape
+    if (heads, kv_heads, head_dim) != (workspace.num_heads, workspace.num_kv_heads, workspace.head_dim):
+        raise ValueError(f"the workspace is not for {heads} query heads and {kv_heads} KV heads of {head_dim}")
+    if batch_invariant:
+        arrivals, part_mixed, part_weight = workspace.grid()
+    elif workspace.planned == (batch, window):
+        arrivals, part_mixed, part_weight = workspace.arrivals, workspace.part_mixed, workspace.part_weight
+    else:
+        raise ValueError(f"planned for (batch, window) {workspace.planned}, called for {(batch, window)}")
+    tiling = workspace.tiling
+    if key_cache.element_size() != workspace.element_bytes:
+        raise ValueError(f"the workspace is for elements of {workspace.element_bytes} bytes, not {key_cache.dtype}")
+    if key_scales is not None:
+        key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
+    _decode_kernel[(_programs(batch, workspace),)](
+        query,
+        key_cache,
+        value_cache,
+        key_scales,
+        value_scales,
+        block_tables,
+        context_lens,
+        out,
+        workspace.line,
+        workspace.starts,
+        arrivals,
+        part_mixed,
+        part_weight,
+        batch,
+        window,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_scales.stride(0) if key_scales is not None else 0,
+        key_scales.stride(1) if key_scales is not None else 0,
+        block_tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_TOKENS=block_tokens,
+        TILE=tiling.keys,
+        STAGES=tiling.stages,
+        SOFTCAP=softcap,
+        ON_GRID=batch_invariant,
+        FP8_INSTRUCTION=query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 9),
+        PDL=pdl,
+        num_warps=tiling.warps,
+        maxnreg=tiling.registers,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out
+
+
+# Not specialized: one binary serves all batch sizes and windows.
+@triton.jit(do_not_specialize=["batch", "programs", "resident", "window"])  # type: ignore[untyped-decorator]
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    context_lens,  # [batch] int32
+    line,  # [2] int32: units per share, units in all
+    starts,  # [programs, 4] int32: where each share begins: sequence, its length, KV head, unit within the piece
+    batch,
+    programs,
+    resident,
+    window,
+    KV_HEADS: tl.constexpr,
+    WAVE_UNITS: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """Grid (programs / PLAN_ROWS): each finds where PLAN_ROWS shares begin on the line."""
+    sequence = tl.arange(0, BATCH)
+    length = tl.load(context_lens + sequence, mask=sequence < batch, other=0)
+    units = tl.cdiv(length, UNIT) - _first_key(length, window) // UNIT  # [BATCH] of each KV head
+    end = tl.cumsum(units * KV_HEADS, 0)  # where each sequence ends on the line
+    total = tl.sum(units * KV_HEADS, 0)
+    waves = tl.minimum(tl.maximum(total // (resident * WAVE_UNITS), 1), programs // resident)
+    share = tl.maximum(tl.cdiv(total, waves * resident), 1)
+    program = tl.program_id(0) * PLAN_ROWS + tl.arange(0, PLAN_ROWS)
+    begin = program * share
+    passed = end[None, :] <= begin[:, None]  # [PLAN_ROWS, BATCH] the sequences before the one in which a share begins
+    current = tl.sum(passed.to(tl.int32), 1)
+    inside = begin - tl.sum(tl.where(passed, units[None, :] * KV_HEADS, 0), 1)
+    here = current[:, None] == sequence[None, :]
+    piece = tl.sum(tl.where(here, units[None, :], 0), 1)
+    head = inside // tl.maximum(piece, 1)
+    start = starts + program * 4
+    real = begin < total
+    tl.store(start, current, mask=real)
+    tl.store(start + 1, tl.sum(tl.where(here, length[None, :], 0), 1), mask=real)
+    tl.store(start + 2, head, mask=real)
+    tl.store(start + 3, inside - head * piece, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(line, share)
+        tl.store(line + 1, total)
+
+
+@triton.jit
+def _first_key(length, window):  # type: ignore[no-untyped-def]
+    """The oldest key that the newest token sees."""
+    return tl.where(window > 0, tl.maximum(length - window, 0), 0)
+
+
+@triton.jit(do_not_specialize=["batch", "window"])  # type: ignore[untyped-decorator]
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    query,  # [batch, heads, head_dim]
+    key_cache,  # [num_blocks, kv_heads, block_tokens, head_dim], or int16 pairs of fp8 [..., head_dim / 2]
+    value_cache,
+    key_scales,  # [num_blocks, kv_heads, block_tokens] fp32, or None
+    value_scales,
+    block_tables,  # [batch, max_blocks]
+    context_lens,  # [batch]
+    out,  # [batch, heads, head_dim]
+    line,
+    starts,
+    arrivals,  # [programs], on the grid [batch * kv_heads]; zeros between two launches
+    part_mixed,  # [slots, GROUP, HEAD_DIM] fp32; slots 2 * programs, on the grid batch * kv_heads * GRID_PARTS
+    part_weight,  # [slots, GROUP] fp32
+    batch,
+    window,
+    scale,
+    query_row_stride,
+    query_head_stride,
+    block_stride,
+    head_stride,
+    scale_block_stride,
+    scale_head_stride,
+    table_stride,
+    out_row_stride,
+    out_head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ON_GRID: tl.constexpr,
+    FP8_INSTRUCTION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (programs). Program p walks the units [p * share, (p + 1) * share) of the line, piece by piece.
+
+    ON_GRID (batch-invariant): it takes entries p, p + programs, ... of the list of parts [GRID_PARTS, batch, kv_heads].
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if ON_GRID:
+        position = program
+        end = GRID_PARTS * batch * KV_HEADS
+    else:
+        share = tl.load(line)
+        position = program * share
+        end = tl.minimum(position + share, tl.load(line + 1))
+        sequence = tl.load(starts + program * 4)
+        length = tl.load(starts + program * 4 + 1)
+        head = tl.load(starts + program * 4 + 2)
+        unit = tl.load(starts + program * 4 + 3)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    while position < end:
+        if ON_GRID:
+            piece = position % (batch * KV_HEADS)
+            sequence = piece // KV_HEADS
+            head = piece % KV_HEADS
+            length = tl.load(context_lens + sequence)
+        first_key = _first_key(length, window)
+        if ON_GRID:
+            part_keys = tl.maximum(tl.cdiv(length, GRID_KEYS * GRID_PARTS), 1) * GRID_KEYS
+            first_part = first_key // part_keys
+            part = position // (batch * KV_HEADS)
+            begin_key = (first_part + part) * part_keys
+            end_key = tl.minimum(begin_key + part_keys, length)
+            parts = tl.cdiv(length, part_keys) - first_part
+            arrival = arrivals + piece
+            first_slot = piece * GRID_PARTS
+            next_slot = first_slot
+            slot = first_slot + part
+            position += programs
+        else:
+            first_unit = first_key // UNIT
+            units = tl.cdiv(length, UNIT) - first_unit  # of this piece; 0 in a padding row
+            taken = tl.minimum(units - unit, end - position)
+            begin_key = (first_unit + unit) * UNIT
+            end_key = tl.minimum(begin_key + taken * UNIT, length)
+            piece = position - unit  # where the piece begins on the line
+            first_program = piece // share
+            parts = (piece + units - 1) // share - first_program + 1
+            arrival = arrivals + first_program
+            first_slot = programs + first_program
+            next_slot = first_program
+            slot = tl.where(program == first_program, first_slot, program)
+            position += taken
+            unit = 0
+        if begin_key < end_key:
+            group_query = query + sequence * query_row_stride + head * GROUP * query_head_stride
+            group_out = out + sequence * out_row_stride + head * GROUP * out_head_stride
+            mixed, weight = _attend(
+                group_query, query_head_stride, key_cache + head * head_stride, value_cache + head * head_stride,
+                block_stride, key_scales, value_scales, head * scale_head_stride, scale_block_stride,
+                block_tables + sequence * table_stride, first_key, begin_key, end_key, scale,
+                GROUP, HEAD_DIM, BLOCK_TOKENS, TILE, STAGES, SOFTCAP, FP8_INSTRUCTION,
+            )  # fmt: skip
+            _finish(mixed, weight, group_out, out_head_stride, arrival, part_mixed, part_weight, slot, first_slot,
+                    next_slot, parts, GROUP, HEAD_DIM)  # fmt: skip
+        if not ON_GRID:
+            head += 1
+            if head == KV_HEADS:
+                head = 0
+                sequence += 1
+                length = tl.load(context_lens + sequence, mask=position < end, other=0)
+    # Programs without a share are the last ones: they have the time to write the zeros of padding rows.
+    for row in range(programs - 1 - program, batch, programs):
+        if tl.load(context_lens + row) == 0:
+            _store_zeros(out + row * out_row_stride, out_head_stride, KV_HEADS * GROUP, HEAD_DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    query,  # [GROUP, HEAD_DIM] of one sequence and KV head
+    query_head_stride,
+    key_head,  # [num_blocks, BLOCK_TOKENS, words] of one KV head; a word is one element or a pair of fp8
+    value_head,
+    block_stride,
+    key_scales,
+    value_scales,
+    scale_offset,
+    scale_block_stride,
+    table,  # [max_blocks]
+    first_key,
+    begin_key,
+    end_key,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FP8_INSTRUCTION: tl.constexpr,
+):
+    """Keys [begin_key, end_key): the mean of their values by softmax weight, and log2 of the sum of exponentials."""
+    ROWS: tl.constexpr = triton.next_power_of_2(GROUP) if GROUP > 16 else 16  # the least that `tl.dot` takes
+    DIMS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    PAIRS: tl.constexpr = key_scales is not None
+    WORDS: tl.constexpr = DIMS // 2 if PAIRS else DIMS
+    KEY_WORDS: tl.constexpr = HEAD_DIM // 2 if PAIRS else HEAD_DIM
+    row = tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, DIMS)[None, :]
+    queries = tl.load(query + row * query_head_stride + dim, mask=(row < GROUP) & (dim < HEAD_DIM), other=0.0)
+    if PAIRS:
+        even_queries, odd_queries = tl.split(tl.reshape(queries.to(tl.float16), [ROWS, WORDS, 2]))
+    word = tl.arange(0, WORDS)[None, :]
+    top = tl.full([ROWS], MASKED, tl.float32)
+    total = tl.zeros([ROWS, TILE], tl.float32)  # summed over the tile only at the end: two barriers less per tile
+    mixed = tl.zeros([ROWS, WORDS], tl.float32)
+    odd_mixed = tl.zeros([ROWS, WORDS], tl.float32)
+    next_blocks = _blocks_of_tile(table, begin_key, end_key, BLOCK_TOKENS, TILE)
+    for tile in tl.range(begin_key, end_key, TILE, num_stages=STAGES):
+        key_index = tile + tl.arange(0, TILE)
+        # Memory beyond the sequence's end may hold anything, NaN too, so it is not read.
+        visible = (key_index >= first_key) & (key_index < end_key)
+        token = key_index % BLOCK_TOKENS
+        block = next_blocks.to(tl.int64)
+        # One tile ahead, so that the copies of a tile do not wait for its block ids.
+        next_blocks = _blocks_of_tile(table, tile + TILE, end_key, BLOCK_TOKENS, TILE)
+        offsets = (block * block_stride + token * KEY_WORDS)[:, None] + word
+        loaded = visible[:, None] & (word < KEY_WORDS)
+        key = tl.load(key_head + offsets, mask=loaded, other=0)
+        value = tl.load(value_head + offsets, mask=loaded, other=0)
+        if PAIRS:
+            scale_offsets = block * scale_block_stride + scale_offset + token
+            even, odd = _halves(key, FP8_INSTRUCTION)
+            scores = tl.dot(odd_queries, tl.trans(odd), tl.dot(even_queries, tl.trans(even)))  # [ROWS, TILE]
+            scores *= tl.load(key_scales + scale_offsets, mask=visible, other=0.0)[None, :]
+        else:
+            scores = tl.dot(queries, tl.trans(key))
+        if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            scores = SOFTCAP * LOG2_E * (1 - 2 / (tl.exp2(scores * (2 * LOG2_E / SOFTCAP * scale)) + 1))
+        else:
+            scores *= scale * LOG2_E
+        scores = tl.where(visible[None, :], scores, MASKED)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new_top)[:, None]
+        weights = tl.exp2(scores - new_top[:, None])
+        total = total * fade + weights
+        if PAIRS:
+            weights *= tl.load(value_scales + scale_offsets, mask=visible, other=0.0)[None, :] * FP8_MAX
+            weights = weights.to(tl.float16)
+            even, odd = _halves(value, FP8_INSTRUCTION)
+            mixed = tl.dot(weights, even, mixed * fade)
+            odd_mixed = tl.dot(weights, odd, odd_mixed * fade)
+        else:
+            mixed = tl.dot(weights.to(value.dtype), value, mixed * fade)
+        top = new_top
+    denominator = tl.sum(total, 1)
+    if PAIRS:
+        mixed = tl.interleave(mixed, odd_mixed) / FP8_MAX
+    return mixed / denominator[:, None], top + tl.log2(denominator)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _blocks_of_tile(table, tile, end_key, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The block of each key [TILE], or the one block that holds them all."""
+    if TILE <= BLOCK_TOKENS:
+        blocks = tl.load(table + tile // BLOCK_TOKENS, mask=tile < end_key, other=0)
+    else:
+        key_index = tile + tl.arange(0, TILE)
+        blocks = tl.load(table + key_index // BLOCK_TOKENS, mask=key_index < end_key, other=0)
+    return blocks
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _halves(pairs, FP8_INSTRUCTION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int16 pairs of fp8 (e4m3) -> the low and the high bytes as fp16, exactly."""
+    if FP8_INSTRUCTION:  # two pairs at a time: pick their low (high) bytes, convert both
+        low = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4420; mov.b32 {s, _}, t; cvt.rn.f16x2.e4m3x2 $0, s; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        high = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 s; prmt.b32 t, $1, 0, 0x4431; mov.b32 {s, _}, t; cvt.rn.f16x2.e4m3x2 $0, s; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # the bits in their places of fp16, whose exponent's bias is greater by 8
+        low = (((pairs << 8) & -0x8000) | ((pairs << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256
+        high = ((pairs & -0x8000) | ((pairs >> 1) & 0x3F80)).to(tl.float16, bitcast=True) * 256
+    return low, high
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    mixed,
+    weight,
+    out,  # [GROUP, HEAD_DIM]
+    out_head_stride,
+    arrival,  # counts the parts of this piece that are done
+    part_mixed,
+    part_weight,
+    slot,  # of this part
+    first_slot,  # of part 0
+    next_slot,  # part i > 0 has slot next_slot + i
+    parts,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Write the output of a whole piece; or leave a part, and join all of them if this is the last to arrive."""
+    row = tl.arange(0, mixed.shape[0])
+    dim = tl.arange(0, mixed.shape[1])[None, :]
+    real = (row < GROUP)[:, None] & (dim < HEAD_DIM)
+    if parts == 1:
+        tl.store(out + row[:, None] * out_head_stride + dim, mixed.to(out.dtype.element_ty), mask=real)
+    else:
+        tl.store(part_mixed + slot * (GROUP * HEAD_DIM) + row[:, None] * HEAD_DIM + dim, mixed, mask=real)
+        tl.store(part_weight + slot * GROUP + row, weight, mask=row < GROUP)
+        # All threads have stored before one of them releases; it acquires before any of them loads.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            tl.store(arrival, 0)
+            _join(out, out_head_stride, part_mixed, part_weight, first_slot, next_slot, parts, GROUP, HEAD_DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    out,
+    out_head_stride,
+    part_mixed,
+    part_weight,
+    first_slot,
+    next_slot,
+    parts,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """The mean of all parts of a piece by weight, in ascending order."""
+    ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
+    DIMS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    JOIN_PARTS: tl.constexpr = JOIN_ELEMENTS // (ROWS * DIMS) if ROWS * DIMS < JOIN_ELEMENTS else 1
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIMS)[None, :]
+    real = (row < GROUP)[:, None] & (dim < HEAD_DIM)
+    top = tl.full([ROWS], MASKED, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    joined = tl.zeros([ROWS, DIMS], tl.float32)
+    for first in range(0, parts, JOIN_PARTS):
+        part = first + tl.arange(0, JOIN_PARTS)
+        slot = tl.where(part == 0, first_slot, next_slot + part)
+        there = (part < parts)[:, None]
+        # .cg: from the L2 cache, where the other programs' stores are.
+        weight_at = part_weight + slot[:, None] * GROUP + row[None, :]
+        weight = tl.load(weight_at, mask=there & (row < GROUP)[None, :], other=MASKED, cache_modifier=".cg")
+        mixed_at = part_mixed + slot[:, None, None] * (GROUP * HEAD_DIM) + (row[:, None] * HEAD_DIM + dim)[None]
+        mixed = tl.load(mixed_at, mask=there[:, :, None] & real[None], other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(weight, 0))
+        fade = tl.exp2(top - new_top)
+        share = tl.exp2(weight - new_top[None, :])
+        total = total * fade + tl.sum(share, 0)
+        joined = joined * fade[:, None] + tl.sum(share[:, :, None] * mixed, 0)
+        top = new_top
+    joined /= total[:, None]
+    tl.store(out + row[:, None] * out_head_stride + dim, joined.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_zeros(out, out_head_stride, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
+    zeros = tl.zeros([head.shape[0], dim.shape[1]], out.dtype.element_ty)
+    tl.store(out + head * out_head_stride + dim, zeros, mask=(head < HEADS) & (dim < HEAD_DIM))

@@ -1,0 +1,318 @@
+"""Attention of prefill chunks over paged KV: variable length, cached prefixes, causal, sliding window, grouped heads.
+
+Owns the choice of the kernel, and the one that runs on every device. The torch twin is `kernels/paged_attention.py`;
+Hopper has a faster kernel for 16-bit KV, `kernels/paged_prefill_hopper.py`. Both compute a tile of queries
+(`kernels/prefill_tiles.py`) at a time and walk its keys in *strips*.
+
+Shapes: T rows of queries, Hq query heads, Hkv KV heads, D head dim, S sequences. Grid: (tiles * Hq / heads of a tile),
+tiles with many keys first.
+
+Always batch-invariant: strips lie on a fixed grid from position 0, every product has one shape, and a strip of which a
+row sees no key multiplies that row by one and adds zero. So a row's bits depend on its own sequence only, not on the
+batch, the chunk, the cached prefix or how many rows its tile holds: a decode row (one query token) has the bits that it
+would have had within a prefill.
+
+fp8 (e4m3) keys and values are widened by bit operations, which needs no fp8 instructions: the bits moved to where fp16
+has them are the number divided by 256, exactly; that factor goes into the scales.
+
+Algorithm: Dao, "FlashAttention-2", 2023.
+"""
+
+# ruff: noqa: N803
+# Names of compile-time values are capitals.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.prefill_tiles import tile_heads, tile_tokens
+
+__all__ = ["paged_prefill"]
+
+PREFILL_PATH = "auto"
+"""`auto`: the Hopper kernel where it serves the call. `portable`: never that one. `hopper`: that one or an error."""
+
+LOG2_E = 1 / math.log(2)
+# Where the running maximum starts: finite, so that a row which has seen no key yet gets no NaN from -inf minus it.
+LOWEST = tl.constexpr(-1e30)
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    tiles: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """softmax(scale * q k^T) v of each query over the keys of its sequence at its own and earlier positions.
+
+    query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_tokens, D]: one layer's views of the
+    pool, which must hold this step's keys already; fp8 caches with scales [num_blocks, Hkv, block_tokens] fp32. All
+    int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`), context_lens [S] (all tokens, this
+    step's included), tiles [tiles, 2] of `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays.
+
+    `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: leaves it). `batch_invariant`
+    changes nothing: a row's bits never depend on other rows. Returns `out`.
+    """
+    del batch_invariant
+    _check(query, key_cache, value_cache, out, key_scales, value_scales)
+    if len(tiles) == 0:
+        return out
+    if _takes_hopper_path(query, key_cache, out):
+        # Here, because not every build of Triton has Gluon.
+        from kernels.paged_prefill_hopper import hopper_prefill
+
+        return hopper_prefill(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            query_starts,
+            context_lens,
+            tiles,
+            out=out,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+    heads, head_dim = query.shape[1:]
+    kv_heads, block_tokens = key_cache.shape[1:3]
+    group = heads // kv_heads
+    shape = launch_shape(query, key_cache)
+    if key_scales is not None and value_scales is not None:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+        scale_strides = key_scales.stride()[:2]
+    else:
+        scale_strides = (0, 0)
+    _prefill_kernel[(len(tiles) * (heads // tile_heads(group)),)](
+        query,
+        key_cache,
+        value_cache,
+        key_scales,
+        value_scales,
+        block_tables,
+        query_starts,
+        context_lens,
+        tiles,
+        out,
+        *query.stride()[:2],
+        *key_cache.stride()[:2],
+        *scale_strides,
+        block_tables.stride(0),
+        *out.stride()[:2],
+        2 * LOG2_E * scale / softcap if softcap else LOG2_E * scale,
+        LOG2_E * softcap,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEADS=tile_heads(group),
+        TOKENS=tile_tokens(group),
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+        STRIP=shape.strip,
+        BLOCK_TOKENS=block_tokens,
+        WINDOW=window,
+        SOFTCAP=softcap > 0,
+        FP8=key_scales is not None,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """Keys per strip, warps, strips in flight plus one."""
+
+    strip: int
+    warps: int
+    stages: int
+
+
+def launch_shape(query: torch.Tensor, key_cache: torch.Tensor) -> LaunchShape:
+    """Of the portable kernel. Device, head dim and KV format alone decide: a row's bits depend on the strip."""
+    hopper = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (9, 0)
+    # Else registers spill: wide accumulators, or widened fp8 in registers where products take operands from them.
+    if query.shape[2] > 128 or (not hopper and key_cache.dtype != query.dtype):
+        return LaunchShape(strip=32, warps=8, stages=2)
+    return LaunchShape(strip=64, warps=8, stages=3 if hopper else 2)
+
+
+def _takes_hopper_path(query: torch.Tensor, key_cache: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether device, dtypes and the layout of the views are those of the Hopper kernel."""
+    if PREFILL_PATH == "portable":
+        return False
+    head_dim = query.shape[2]
+    serves = (
+        query.is_cuda
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and key_cache.dtype == query.dtype
+        # TMA sees the pool as rows of one size, and all its strides are multiples of 16 bytes.
+        and all(stride % head_dim == 0 for stride in key_cache.stride()[:2])
+        and all(stride % 8 == 0 for stride in (head_dim, *query.stride()[:2], *out.stride()[:2]))
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (query, key_cache, out))
+    )
+    if PREFILL_PATH == "hopper" and not serves:
+        raise ValueError("the Hopper kernel does not serve this call")
+    return serves
+
+
+def _check(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+) -> None:
+    _, heads, head_dim = query.shape
+    _, kv_heads, block_tokens, cache_dim = key_cache.shape
+    if heads % kv_heads or head_dim != cache_dim:
+        raise ValueError(f"queries {tuple(query.shape)} do not fit a cache of {tuple(key_cache.shape)}")
+    if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
+        raise ValueError("value_cache must have the shape and the strides of key_cache")
+    if block_tokens not in (16, 32, 64) or key_cache.stride()[2:] != (head_dim, 1):
+        raise ValueError("a block must hold 16, 32 or 64 tokens, one after the other")
+    if out.shape != query.shape or query.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError("query and out must have one shape and a contiguous last dim")
+    if (key_scales is None) != (value_scales is None) or (key_scales is None) != (key_cache.dtype == query.dtype):
+        raise ValueError(f"KV in {key_cache.dtype} for queries in {query.dtype}: fp8 needs both scales, 16 bits none")
+    if key_scales is not None and value_scales is not None and key_scales.stride() != value_scales.stride():
+        raise ValueError("key_scales and value_scales must have the same strides")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    block_tables,
+    query_starts,
+    context_lens,
+    tiles,
+    out,
+    query_token_stride,
+    query_head_stride,
+    block_stride,
+    kv_head_stride,
+    scale_block_stride,
+    scale_head_stride,
+    table_stride,
+    out_token_stride,
+    out_head_stride,
+    to_exponent,  # makes a product an exponent of two, or the argument of the tanh of a soft cap
+    cap,  # the soft cap as an exponent of two
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    STRIP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Grid (tiles * KV_HEADS * GROUP / HEADS): a tile of TOKENS tokens x HEADS query heads, rows token-major."""
+    head_tiles: tl.constexpr = KV_HEADS * GROUP // HEADS
+    tile = tl.program_id(0) // head_tiles
+    first_head = tl.program_id(0) % head_tiles * HEADS
+    kv_head = (first_head // GROUP).to(tl.int64)
+    sequence = tl.load(tiles + 2 * tile).to(tl.int64)
+    first = tl.load(tiles + 2 * tile + 1)
+    start = tl.load(query_starts + sequence)
+    tokens = tl.load(query_starts + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
+    oldest = context - tokens + first  # position of the tile's first token
+
+    rows = tl.arange(0, TOKENS * HEADS)
+    dims = tl.arange(0, DIM)
+    token = first + rows // HEADS
+    token_row = (start + token).to(tl.int64)
+    head = first_head + rows % HEADS
+    position = oldest + rows // HEADS
+    valid = (token < tokens)[:, None] & (dims < HEAD_DIM)[None, :]
+    at_query = query + (token_row * query_token_stride + head * query_head_stride)[:, None] + dims[None, :]
+    q = tl.load(at_query, mask=valid, other=0.0)
+
+    # The rows see keys in the strips [begin, end); every row sees all keys of the strips [whole, ragged).
+    end = tl.cdiv(tl.minimum(oldest + TOKENS, context), STRIP)
+    begin, whole = 0, 0
+    if WINDOW > 0:
+        begin = tl.maximum(oldest - WINDOW + 1, 0) // STRIP
+        whole = tl.minimum(tl.cdiv(tl.maximum(oldest + TOKENS - WINDOW, 0), STRIP), end)
+    ragged = tl.maximum((oldest + 1) // STRIP, whole)
+
+    table = block_tables + sequence * table_stride
+    keys += kv_head * kv_head_stride
+    values += kv_head * kv_head_stride
+    if FP8:
+        key_scales += kv_head * scale_head_stride
+        value_scales += kv_head * scale_head_stride
+    mixed = tl.zeros([TOKENS * HEADS, DIM], tl.float32)
+    top = tl.full([TOKENS * HEADS], LOWEST, tl.float32)
+    total = tl.zeros([TOKENS * HEADS], tl.float32)
+    for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+        # Strips cut by the edge of the window, whole strips, strips cut by the diagonal or by the end of the sequence.
+        low, high = (begin, whole) if part == 0 else ((whole, ragged) if part == 1 else (ragged, end))
+        for strip in range(low, high):
+            key_position = strip * STRIP + tl.arange(0, STRIP)
+            exists = key_position < context
+            block = tl.load(table + key_position // BLOCK_TOKENS, mask=exists, other=0).to(tl.int64)
+            slot = key_position % BLOCK_TOKENS
+            at = (block * block_stride + slot * HEAD_DIM)[:, None] + dims[None, :]
+            # Values that do not exist must be zeros: a weight of zero times a NaN is a NaN.
+            here = exists[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(keys + at, mask=here, other=0)
+            v = tl.load(values + at, mask=here, other=0)
+            if FP8:
+                k, v = _widen(k).to(q.dtype), _widen(v).to(q.dtype)
+            scores = tl.dot(q, tl.trans(k))
+            at_scale = block * scale_block_stride + slot
+            if FP8:
+                scores *= 256.0 * tl.load(key_scales + at_scale, mask=exists, other=0.0)[None, :]
+            factor = to_exponent
+            if SOFTCAP:
+                scores = cap - 2 * cap / (tl.exp2(scores * to_exponent) + 1)  # cap * tanh
+                factor = 1.0
+            if part != 1:
+                seen = key_position[None, :] <= position[:, None]
+                if WINDOW > 0:
+                    seen &= key_position[None, :] > position[:, None] - WINDOW
+                scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1) * factor)
+            # Spelled out as multiply-adds, because masked and whole strips must round alike.
+            weights = tl.exp2(tl.fma(scores, factor, -higher[:, None]))
+            shrink = tl.exp2(top - higher)
+            total = tl.fma(total, shrink, tl.sum(weights, 1))
+            if FP8:
+                weights *= 256.0 * tl.load(value_scales + at_scale, mask=exists, other=0.0)[None, :]
+            mixed = tl.dot(weights.to(q.dtype), v, mixed * shrink[:, None])
+            top = higher
+
+    at_out = out + (token_row * out_token_stride + head * out_head_stride)[:, None] + dims[None, :]
+    tl.store(at_out, (mixed / total[:, None]).to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _widen(fp8):  # type: ignore[no-untyped-def]
+    """The bits of e4m3 numbers as fp16 numbers, divided by 256."""
+    bits = fp8.to(tl.uint16)
+    return ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)

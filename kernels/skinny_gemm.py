@@ -1,0 +1,215 @@
+"""y = x W^T for few rows of x, as fast as the weights can be read (Triton; kernels in `kernels/skinny_kernels.py`).
+
+A decode step reads every weight once, and at 1 to 128 rows that is what it costs: 436 MB a layer of the 8B shape. Two
+kernels; both add in fp32 and round once:
+
+- `vector_kernel`, one row of x. Grid: one program per `block_n` weight rows; multiply-adds on weights in registers.
+- `tile_kernel`, any number of rows. Grid: weight tiles x split. The weight is the left operand of the tensor core,
+  acc[block_n, BM] = W[block_n, block_k] x^T[block_k, BM], so that 64 of its rows fill a wgmma whatever BM is (16, 32,
+  64 or 128; rows beyond M are zeros). Where the tiles are too few for the GPU, programs share the K of a tile: each
+  leaves its sums in a workspace; the one that arrives last adds all of them in the order of K and resets the counter.
+
+Around the product, in the same launch: RMSNorm of x before it (sums of (x g) W^T and of x^2 over the same K, scaled at
+the end); bias, gated activation or residual after it.
+
+Between launches, with `pdl=True` (programmatic dependent launch, Hopper and later): a kernel of 8 to 55 us loses 2 to
+4 us to its launch, its first loads and its last programs, while the memory idles. So every program here first says that
+the next kernel may start (`gdc_launch_dependents`). Once all programs of this kernel run, the next kernel's take the
+places of those that end. They must wait for what this kernel writes (`gdc_wait`), but weights never change: before they
+wait, they fetch their first weights, into registers (vector) or into L2 (tile: `prefetch` bytes of each row), and the
+memory stays busy over the seam. This works best with programs so small that two or three share an SM.
+
+Bits: equal inputs give equal bits, and a row's bits do not depend on the other rows. They depend on how many rows there
+are only where that number chooses the kernel, `block_k` or `split`.
+
+The workspace is one per GPU: calls on one GPU must be ordered (one stream). The first call makes it, so it must not be
+under graph capture.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.fused_norm import pdl_works
+from kernels.skinny_kernels import PREFETCH_PIECE, tile_kernel, vector_kernel
+
+__all__ = ["MAX_ROWS", "Activation", "TensorTile", "Tile", "VectorTile", "default_tile", "skinny_linear"]
+
+Activation = Literal["silu", "gelu_tanh"]
+
+MAX_ROWS = 128
+"""The most rows of x. Where cuBLAS is faster, `kernels/gpu_linear.py` takes that."""
+
+_PARTIAL_SUMS = 8 << 20
+"""fp32 numbers in the workspace (32 MiB): split x (N + tiles) x BM."""
+_MOST_TILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTile:
+    """What a program of the vector kernel works on. With a gate: block_n gate rows and as many up rows."""
+
+    block_n: int
+    block_k: int
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTile:
+    """What a program of the tile kernel works on. With a gate: block_n gate rows and as many up rows."""
+
+    block_n: int
+    block_k: int
+    warps: int = 4
+    stages: int = 5
+    """Depth of the software pipeline: about stages x (weight tile + x tile) bytes of shared memory."""
+    split: int = 1
+    """Programs that share the K of one tile; 1 with a gate."""
+    tma: bool = False
+    """Loads through the tensor memory accelerator (Hopper and later)."""
+    prefetch: int = 1024
+    """Bytes of each weight row that are fetched into L2 before `gdc_wait`; 0 or a power of two from 512 on."""
+
+
+Tile = VectorTile | TensorTile
+
+
+def default_tile(rows: int, n: int, k: int, *, gated: bool, device: torch.device) -> Tile:
+    """The tile for x [rows, k] and n outputs, the best of a sweep on an H200 over the weights of Llama-3.1-8B.
+
+    One row: 2 weight rows at a time. More: a pipeline of about 100 KB, so that two programs share an SM, and a split
+    that gives each SM two. Above 32 rows of x it is 128 weight rows for one x tile, because every program reads all of
+    x from L2; and less split, because the sums to be left and read again grow with the rows.
+    """
+    if rows == 1:
+        return VectorTile(2, min(2048, max(1024, triton.next_power_of_2(k) // 2)), warps=4 if k > 8192 else 8)
+    tma = pdl_works(device)
+    if gated:
+        if rows <= 16:
+            return TensorTile(32, 128, stages=5, tma=tma, prefetch=0)
+        if rows <= 32:
+            return TensorTile(64, 128, stages=3, tma=tma)
+        return TensorTile(128, 64, warps=8, stages=4, tma=tma)
+    if rows > 64:
+        return TensorTile(64, 64, stages=4, split=_split(n, k, 64, 64, 4, device), tma=tma)
+    if rows > 32:
+        return TensorTile(64, 64, stages=5, split=_split(n, k, 64, 64, 4, device))
+    if rows > 16:
+        return TensorTile(64, 128, stages=4, split=_split(n, k, 64, 128, 4, device))
+    return TensorTile(64, 256, stages=3, split=_split(n, k, 64, 256, 2, device), tma=tma)
+
+
+def _split(n: int, k: int, block_n: int, block_k: int, most: int, device: torch.device) -> int:
+    """Programs for one tile: as many as give each SM two or three, if each still has a pipeline to fill."""
+    return max(1, min(3 * _processors(device) // triton.cdiv(n, block_n), k // (4 * block_k), most))
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    gate: Activation | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x W^T and what goes with it: x [M, K], weight [N, K] -> [M, N], for 1 to MAX_ROWS rows.
+
+    In this order: RMSNorm of x with norm_weight [K] (with `plus_one`: 1 + norm_weight, Gemma's); the product; times
+    weight_scale [N] fp32, of an fp8 weight; plus bias [N]; plus residual [M, N] (`out` may be that tensor). With a
+    `gate`, weight [2 N, K], weight_scale and bias have the gate's rows first, and the result is act(gate) * up.
+    Rounded once, at the end; but the tile kernel rounds x * norm_weight to x's type (in fp16 it must stay below 65504).
+
+    x, residual, out: bf16 or fp16, columns contiguous. weight: of x's type or float8_e4m3fn, contiguous. K is 8 times a
+    number. `tile`: instead of `default_tile`.
+    """
+    rows, k = x.shape
+    n = weight.shape[0] // (1 if gate is None else 2)
+    if tile is None:
+        tile = default_tile(rows, n, k, gated=gate is not None, device=x.device)
+    _check(x, weight, residual, gate, tile)
+    if out is None:
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    around = (weight_scale, norm_weight, bias, residual, out)
+    shape = {"K": k, "BN": tile.block_n, "BK": tile.block_k, "PLUS_ONE": plus_one, "GATE": gate}
+    pdl = pdl and pdl_works(x.device)
+    options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": tile.warps}
+    programs = triton.cdiv(n, tile.block_n)
+    if isinstance(tile, VectorTile):
+        vector_kernel[(programs,)](x, weight, *around, n, eps, **shape, **options)
+        return out
+    block_m = max(16, triton.next_power_of_2(rows))
+    x_tiles, weight_tiles = _descriptors(x, weight, block_m, tile)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0))
+    shape |= {"BM": block_m, "SPLIT": tile.split, "PREFETCH": _prefetch_bytes(tile, weight)}
+    tile_kernel[(programs * tile.split,)](
+        x, x_tiles, weight, weight_tiles, *around, *_workspace(x.device), rows, n, *strides, eps,
+        num_stages=tile.stages, **shape, **options,
+    )  # fmt: skip
+    return out
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gate: Activation | None, tile: Tile
+) -> None:
+    rows, k = x.shape
+    most = 1 if isinstance(tile, VectorTile) else MAX_ROWS
+    if not 1 <= rows <= most:
+        raise ValueError(f"a skinny product with {tile} takes 1 to {most} rows, not {rows}")
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype not in (x.dtype, torch.float8_e4m3fn):
+        raise ValueError(f"x is {x.dtype}, must be bfloat16 or float16; weight {weight.dtype}, must be as x or fp8")
+    if weight.shape[1] != k or k % 8 or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: K must be equal, contiguous, 8 * n")
+    if gate is not None and residual is not None:
+        raise ValueError("a gated product takes no residual")
+    if isinstance(tile, TensorTile) and tile.split > 1:
+        tiles = triton.cdiv(weight.shape[0], tile.block_n)
+        sums = tiles * tile.split * (tile.block_n + 1) * max(16, triton.next_power_of_2(rows))
+        if gate is not None or tiles > _MOST_TILES or sums > _PARTIAL_SUMS:
+            raise ValueError(f"{tile} is not for a gate, or too large for {rows} rows and {weight.shape[0]} outputs")
+
+
+def _descriptors(
+    x: torch.Tensor, weight: torch.Tensor, block_m: int, tile: TensorTile
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """x and weight for the TMA, or None where the tile or the tensors' alignment asks for plain loads."""
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, weight))
+    if not tile.tma or not aligned:
+        return None, None
+    return (
+        TensorDescriptor.from_tensor(x, [block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+    )
+
+
+def _prefetch_bytes(tile: TensorTile, weight: torch.Tensor) -> int:
+    """`tile.prefetch`, or as much as the last of the programs that share K has of a row."""
+    k = weight.shape[1]
+    chunk = triton.cdiv(triton.cdiv(k, tile.block_k), tile.split) * tile.block_k
+    last = (k - chunk * (tile.split - 1)) * weight.element_size()
+    size = min(tile.prefetch, last)
+    return 1 << (size.bit_length() - 1) if size >= PREFETCH_PIECE.value else 0
+
+
+@functools.cache
+def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of programs that share K; and how many of each tile's programs have arrived, 0 between launches."""
+    sums = torch.empty(_PARTIAL_SUMS, dtype=torch.float32, device=device)
+    return sums, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -1,0 +1,264 @@
+"""The decoder's operations on an NVIDIA GPU: Triton kernels and cuBLAS, all of them fit for a CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.fp8_linear import Fp8Linear
+from kernels.fused_act import relu
+from kernels.fused_embed import embed
+from kernels.fused_norm import layer_norm, pdl_works, rms_norm
+from kernels.fused_rope_write import rope_and_write
+from kernels.gpu_linear import GpuLinear
+from kernels.grouped_gemm import moe
+from kernels.paged_decode import DecodeWorkspace, paged_decode, plan_decode
+from kernels.paged_prefill import paged_prefill
+from paged_engine.model_config import ModelConfig
+from paged_engine.operations import LayerCache, Norm, QkNorm
+from paged_engine.ranks import Ranks
+from paged_engine.sharding import vocab_shard
+
+__all__ = ["GpuOperations", "GpuStep"]
+
+Linear = GpuLinear | Fp8Linear
+
+_LEAST_QUANTIZED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStep:
+    """One step's tokens. Rows of one-token sequences come first, then those of the prefill chunks.
+
+    T tokens, S sequences of which the first D have one token. All tensors are int32 on the device.
+    """
+
+    decodes: int  # D
+    token_ids: torch.Tensor  # [T]
+    source: torch.Tensor  # [T] slot whose newest sampled token is the row's token, or -1
+    positions: torch.Tensor  # [T]
+    blocks: torch.Tensor  # [T] block that takes the token's KV; padding rows name the null block
+    offsets: torch.Tensor  # [T] place in that block
+    context_lens: torch.Tensor  # [S] tokens of the sequence, this step's included; 0 for padding
+    tables: torch.Tensor  # [S, max_blocks]
+    query_starts: torch.Tensor | None  # [S - D + 1] first row of each prefill chunk, counted from row D on
+    tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks; None if there is none
+    sampled_rows: torch.Tensor | None  # [R] rows whose logits are wanted; None for all
+
+
+class GpuOperations:
+    """See paged_engine/operations.py for what each of them means.
+
+    `sampled` int64 [slots] holds the newest token of every slot, as the sampler leaves it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ranks: Ranks,
+        *,
+        sampled: torch.Tensor,
+        max_rows: int,
+        kv_dtype: torch.dtype,
+        batch_invariant: bool,
+        quantize: bool,
+    ) -> None:
+        self._config, self._ranks = config, ranks
+        self._sampled = sampled
+        self._batch_invariant, self._quantize = batch_invariant, quantize
+        # Programmatic dependent launch: a kernel's start overlaps the end of the one before (kernels/skinny_gemm.py).
+        self._pdl = pdl_works(sampled.device)
+        self._max_sampled = max_rows
+        self._workspaces = {
+            window: DecodeWorkspace(
+                max_batch=max_rows,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                device=sampled.device,
+                element_bytes=kv_dtype.itemsize,
+            )
+            for window in config.windows
+        }
+        self._logits: torch.Tensor | None = None
+
+    def plan(self, step: GpuStep, block_tokens: int) -> None:
+        """What all layers share: how the decodes' keys are cut among the multiprocessors."""
+        if step.decodes:
+            for window, workspace in self._workspaces.items():
+                plan_decode(step.context_lens[: step.decodes], workspace, block_tokens=block_tokens, window=window)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Linear:
+        if scale is not None:
+            return Fp8Linear(weight, scale, bias)
+        # Small ones, a mixture's router above all, decide more than they cost.
+        if self._quantize and min(weight.shape) >= _LEAST_QUANTIZED:
+            return Fp8Linear.quantized(weight, bias)
+        return GpuLinear(weight, bias, batch_invariant=self._batch_invariant)
+
+    def output_layer(self, weight: torch.Tensor) -> Linear:
+        # Never quantized: it decides the tokens.
+        rows = vocab_shard(len(weight), self._ranks.rank, self._ranks.size)
+        return GpuLinear(weight[rows], batch_invariant=self._batch_invariant)
+
+    def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_up, down
+
+    def folds(self, dtype: torch.dtype) -> bool:
+        return False  # in 16 bits the rounding of W * g would show
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def embed(self, step: GpuStep, table: torch.Tensor) -> torch.Tensor:
+        scale = self._config.embedding_scale
+        return embed(step.token_ids, self._sampled, step.source, table, scale=scale, pdl=self._pdl)
+
+    def add_positions(self, step: GpuStep, hidden: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return hidden + table[step.positions]
+
+    def rotary(self, step: GpuStep, cos_sin: torch.Tensor) -> torch.Tensor:
+        return cos_sin
+
+    def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return self._norm_rows(hidden, norm, None)
+
+    def _norm_rows(self, hidden: torch.Tensor, norm: Norm | None, rows: torch.Tensor | None) -> torch.Tensor:
+        if norm is None:
+            return hidden if rows is None else hidden[rows]
+        if norm.bias is not None:
+            assert norm.weight is not None
+            return layer_norm(hidden, norm.weight, norm.bias, norm.eps, rows=rows, pdl=self._pdl)
+        return rms_norm(hidden, norm.weight, norm.eps, rows=rows, plus_one=norm.plus_one, pdl=self._pdl)
+
+    def normed_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        if norm is None or norm.bias is not None or norm.weight is None:
+            return linear(self.norm(hidden, norm), pdl=self._pdl)
+        return linear.normed(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
+
+    def rotate_and_write(
+        self,
+        step: GpuStep,
+        qkv: torch.Tensor,
+        rotary: torch.Tensor | None,
+        qk_norm: QkNorm | None,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        config = self._config
+        keys, values, *scales = cache
+        key_scales, value_scales = scales or (None, None)
+        return rope_and_write(
+            qkv,
+            step.positions,
+            rotary,
+            step.blocks,
+            step.offsets,
+            keys,
+            values,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            q_norm=None if qk_norm is None else qk_norm.query,
+            k_norm=None if qk_norm is None else qk_norm.key,
+            eps=0.0 if qk_norm is None else qk_norm.eps,
+            plus_one=qk_norm is not None and qk_norm.plus_one,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            pdl=self._pdl,
+        )
+
+    def attend(self, step: GpuStep, query: torch.Tensor, cache: LayerCache, window: int) -> torch.Tensor:
+        keys, values, *scales = cache
+        key_scales, value_scales = scales or (None, None)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        decodes = step.decodes
+        scale, softcap = self._config.attention_scale, self._config.attention_softcap or 0.0
+        if decodes:
+            paged_decode(
+                query[:decodes],
+                keys,
+                values,
+                step.tables[:decodes],
+                step.context_lens[:decodes],
+                self._workspaces[window],
+                out=out[:decodes],
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                pdl=self._pdl,
+            )
+        if step.tiles is not None:
+            assert step.query_starts is not None
+            paged_prefill(
+                query[decodes:],
+                keys,
+                values,
+                step.tables[decodes:],
+                step.query_starts,
+                step.context_lens[decodes:],
+                step.tiles,
+                out=out[decodes:],
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                batch_invariant=self._batch_invariant,
+            )
+        return out.view(len(query), -1)
+
+    def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        if self._ranks.size == 1:
+            return linear(x, residual=hidden, out=hidden, pdl=self._pdl)
+        # The hidden state is a term of the sum over the ranks: of rank 0's.
+        added = hidden if self._ranks.rank == 0 else None
+        return self._ranks.all_reduce(linear(x, residual=added, out=hidden, pdl=self._pdl))
+
+    def add_normed_linear(self, hidden: torch.Tensor, x: torch.Tensor, linear: Linear, norm: Norm) -> torch.Tensor:
+        return hidden.add_(self.norm(self._ranks.all_reduce(linear(x, pdl=self._pdl)), norm))
+
+    def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        act = self._config.activation
+        if norm is None or norm.bias is not None or norm.weight is None:
+            return linear.gated(self.norm(hidden, norm), act, pdl=self._pdl)
+        return linear.gated(hidden, act, norm_weight=norm.weight, eps=norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
+
+    def relu_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
+        return relu(self.normed_linear(hidden, norm, linear), pdl=self._pdl)
+
+    def add_experts(
+        self, hidden: torch.Tensor, norm: Norm, router: Linear, experts: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        mixture, ranks = self._config.moe, self._ranks
+        assert mixture is not None
+        x = self.norm(hidden, norm)
+        summed = moe(
+            x,
+            router(x, pdl=self._pdl),
+            *experts,
+            top_k=mixture.per_token,
+            renormalize=mixture.renormalize,
+            act=self._config.activation,
+            residual=hidden if ranks.rank == 0 else None,
+            out=hidden,
+            batch_invariant=self._batch_invariant,
+            pdl=self._pdl,
+        )
+        return ranks.all_reduce(summed)
+
+    def final_norm(self, step: GpuStep, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return self._norm_rows(hidden, norm, step.sampled_rows)
+
+    def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        if self._ranks.size > 1:
+            logits = self._ranks.gather_columns(linear(x, pdl=self._pdl), self._config.vocab_size)
+        else:
+            if self._logits is None:
+                self._logits = torch.empty(self._max_sampled, linear.out_features, dtype=x.dtype, device=x.device)
+            logits = linear(x, out=self._logits[: len(x)], pdl=self._pdl)
+        cap = self._config.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

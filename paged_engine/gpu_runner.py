@@ -1,0 +1,405 @@
+"""The GPU's runner: steps are launched ahead of the host, decode steps as CUDA graphs over persistent buffers.
+
+A step is three things in the stream: one upload of a few integers per row, the forward pass, the sampler. Nothing of it
+waits for the host: a decode's token is read on the device from where the sampler of the step before has left it. The
+host synchronizes once a step, when it takes the tokens of the step before the one it has just launched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import msgspec
+import numpy as np
+import torch
+
+from kernels.block_tables import append_blocks, step_tables
+from kernels.prefill_tiles import prefill_tiles
+from paged_engine.blocks import NULL_BLOCK
+from paged_engine.decoder import Decoder
+from paged_engine.gpu_memory import GpuBudget
+from paged_engine.gpu_operations import GpuOperations, GpuStep
+from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan
+from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, longest_context
+from paged_engine.model_config import ModelConfig
+from paged_engine.ranks import Ranks
+from paged_engine.request import Request
+from paged_engine.scheduler import Chunk
+from paged_engine.step_values import ROW_FIELDS, SEQUENCE_FIELDS, PlannedStep, Slots, StepValues
+from wire.config import EngineConfig
+from wire.engine_messages import Submit
+from wire.errors import ConfigError
+from wire.outputs import TokenLogprobs
+
+__all__ = ["GpuRunner"]
+
+log = logging.getLogger("kvrelay.engine")
+
+_STEP_TOKENS = 8192
+_MAX_RUNNING = 256
+_BLOCK_TOKENS = 64
+# Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
+_UPLOADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that the device is running."""
+
+    requests: Sequence[Request]
+    sampled: Sampled
+
+    def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        return self.sampled.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """Of one batch size. The sampler is a graph of its own, so that something can be done to the logits before it."""
+
+    forward: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [rows, vocab]
+    samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]  # by whether rows are cut; tokens int64 [rows]
+
+
+class _RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 tells the others of a step."""
+
+    arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
+    admitted: list[tuple[int, Submit]]
+
+    @classmethod
+    def of(cls, planned: PlannedStep) -> _RankStep:
+        arrays = [getattr(planned.values, field.name) for field in fields(StepValues)]
+        return cls([(a.shape, a.tobytes()) for a in arrays], [(s, _submit(r)) for s, r in planned.admitted])
+
+    def values(self) -> StepValues:
+        return StepValues(*(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays))
+
+
+def _submit(request: Request) -> Submit:
+    prompt, generated = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
+    return Submit(request.request_id, prompt, request.params, generated=generated)
+
+
+class GpuRunner:
+    """One rank on one GPU. See paged_engine/runner.py for the interface."""
+
+    runs_ahead = True
+
+    @classmethod
+    def open(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        device: torch.device,
+        ranks: Ranks,
+    ) -> GpuRunner:
+        """Load the weights, measure what a step needs, give the rest to the KV pool, capture the graphs.
+
+        Raises ConfigError when the configuration cannot work on this GPU.
+        """
+        torch.cuda.set_device(device)
+        budget = GpuBudget.of(device, config.gpu_memory_utilization)
+        return cls(config, model, weights, device, ranks, budget)
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        device: torch.device,
+        ranks: Ranks,
+        budget: GpuBudget,
+    ) -> None:
+        dtype = _compute_dtype(config, model)
+        kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
+        self._device, self._ranks = device, ranks
+        self._block_tokens = config.block_tokens or _BLOCK_TOKENS
+        self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
+        self.max_running = min(config.max_running or _MAX_RUNNING, self.max_batched_tokens)
+        self._sampler = GpuSampler(
+            max_slots=self.max_running, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, device=device
+        )
+        self._operations = GpuOperations(
+            model,
+            ranks,
+            sampled=self._sampler.sampled,
+            max_rows=self.max_running,
+            kv_dtype=kv_dtype,
+            batch_invariant=config.batch_invariant,
+            quantize=config.quantization == "fp8",
+        )
+        self._decoder = Decoder(
+            model,
+            weights,
+            self._operations,
+            device=device,
+            dtype=dtype,
+            max_positions=config.max_model_len or model.max_position,
+        )
+        self._chunks_only = config.batch_invariant  # decodes are computed as chunks of one token
+        # A step is measured over a pool of two blocks; then the pool takes what is left.
+        self.pool = KVPool(model, num_blocks=2, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
+        longest = min(config.max_model_len or model.max_position, self.max_batched_tokens)
+        self._make_buffers(longest)
+        self._run_largest_step(longest)
+        pool_bytes = config.kv_cache_memory or budget.left_for_kv()
+        num_blocks = ranks.least(
+            blocks_in(model, pool_bytes=pool_bytes, block_tokens=self._block_tokens, dtype=kv_dtype)
+        )
+        budget.check(num_blocks * block_bytes(model, self._block_tokens, kv_dtype))
+        self.max_model_len = longest_context(
+            config.max_model_len, model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_dtype
+        )
+        self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
+        self._make_buffers(self.max_model_len)
+        self._slots = Slots(self.max_running, max_blocks=self._max_blocks, block_tokens=self._block_tokens)
+        self._graphs: dict[int, _Graphs] = {}
+        self._followed: dict[int, Request] = {}
+        self._warm_up()
+        self._capture()
+        log.info("%s", budget.report(num_blocks * self._block_tokens))
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
+        """Queue the step on the device; returns at once."""
+        planned = self._slots.step(chunks)
+        if self._ranks.size > 1:
+            self._ranks.tell(msgspec.msgpack.encode(_RankStep.of(planned)))
+        for slot, request in planned.admitted:
+            self._sampler.admit(slot, request)
+        sampled = self._execute(planned.values, planned.sampling)
+        sampled.start_copy()
+        return _InFlight(planned.sampling, sampled)
+
+    def follow(self, message: bytes) -> None:
+        """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
+        step = msgspec.msgpack.decode(message, type=_RankStep)
+        for slot, submit in step.admitted:
+            request = self._followed[slot] = Request.of(submit, 0.0)
+            self._sampler.admit(slot, request)
+        values = step.values()
+        self._execute(values, [self._followed[slot] for slot in values.sampled_slots.tolist()])
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._ranks.tell(b"")
+
+    @torch.inference_mode()
+    def _execute(self, values: StepValues, sampling: Sequence[Request]) -> Sampled:
+        plan = self._sampler.prepare(values.sampled_slots.tolist(), sampling)
+        if values.is_decode:
+            graphs = self._graphs[self._bucket(plan.rows)]
+            self._upload_decodes(values)
+            graphs.forward.replay()
+            logits, slots = graphs.logits[: plan.rows], self._sequences[0, : plan.rows]
+            if not plan.adjusted:
+                sampler, tokens = graphs.samplers[plan.cut]
+                sampler.replay()
+                return self._sampler.read(logits, tokens[: plan.rows], plan)
+        else:
+            step, slots = self._upload_chunks(values)
+            logits = self._forward(step)
+        return self._sampler.launch(logits, slots, plan)
+
+    def _forward(self, step: GpuStep) -> torch.Tensor:
+        self._operations.plan(step, self._block_tokens)
+        return self._decoder.forward(step, self.pool)
+
+    # --- what goes up to the device ------------------------------------------------------------------------------
+
+    def _make_buffers(self, max_model_len: int) -> None:
+        self._max_blocks = -(-max_model_len // self._block_tokens)
+        rows = self.max_running
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+        self._slot_tables = zeros(rows, self._max_blocks)
+        self._tables = zeros(rows, self._max_blocks)
+        # What decode graphs read: at fixed addresses, one upload for all.
+        decodes = zeros(ROW_FIELDS + SEQUENCE_FIELDS, rows)
+        self._rows, self._sequences, self._decodes = decodes[:ROW_FIELDS], decodes[ROW_FIELDS:], decodes
+        self._pinned_decodes = [torch.zeros(decodes.shape, dtype=torch.int32).pin_memory() for _ in range(_UPLOADS)]
+        self._one_row_each = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
+        self._one_tile_each = torch.stack((self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1)
+        self._turn = 0
+
+    def _upload_decodes(self, values: StepValues) -> None:
+        """Into the graphs' buffers; rows beyond the step's are padding, which touches nothing but the null block."""
+        count = values.rows.shape[1]
+        self._turn = (self._turn + 1) % _UPLOADS
+        pinned = self._pinned_decodes[self._turn]
+        host = pinned.numpy()
+        host[:ROW_FIELDS, :count] = values.rows
+        host[ROW_FIELDS:, :count] = values.sequences
+        host[:, count:] = _PADDING[:, None]
+        self._decodes.copy_(pinned, non_blocking=True)
+        if values.new_blocks.size:
+            self._append(self._send(values.new_blocks)[0])
+
+    def _upload_chunks(self, values: StepValues) -> tuple[GpuStep, torch.Tensor]:
+        """The tensors of a step that is not one of the graphs', and the slots of its sampled rows."""
+        decodes = 0 if self._chunks_only else int((values.counts == 1).sum())
+        counts = values.counts[decodes:]
+        starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+        contexts = values.sequences[1, decodes:]
+        config = self._decoder.config
+        tiles = prefill_tiles(
+            counts.tolist(),
+            contexts.tolist(),
+            group=config.num_heads // config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        rows, sequences, starts_, tiles_, new_blocks, sampled_rows, slots = self._send(
+            values.rows, values.sequences, starts, tiles, values.new_blocks, values.sampled_rows, values.sampled_slots
+        )
+        if values.new_blocks.size:
+            self._append(new_blocks)
+        tables = self._tables[: sequences.shape[1]]
+        step_tables(*sequences, self._slot_tables, tables, block_tokens=self._block_tokens)
+        return (
+            GpuStep(
+                decodes=decodes,
+                token_ids=rows[0],
+                source=rows[1],
+                positions=rows[2],
+                blocks=rows[3],
+                offsets=rows[4],
+                context_lens=sequences[1],
+                tables=tables,
+                query_starts=starts_ if len(counts) else None,
+                tiles=tiles_ if len(counts) else None,
+                sampled_rows=sampled_rows,
+            ),
+            slots,
+        )
+
+    def _append(self, new_blocks: torch.Tensor) -> None:
+        append_blocks(self._slot_tables, new_blocks[0], new_blocks[1])
+
+    def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """All arrays in one upload. The pinned memory returns to torch's cache when the copy is done."""
+        flat = torch.empty(sum(_padded(a.size) for a in arrays), dtype=torch.int32, pin_memory=True)
+        host, end, places = flat.numpy(), 0, []
+        for array in arrays:
+            host[end : end + array.size] = array.reshape(-1)
+            places.append((end, array.shape))
+            end += _padded(array.size)
+        device = flat.to(self._device, non_blocking=True)
+        return [device[start : start + int(np.prod(shape))].view(shape) for start, shape in places]
+
+    # --- graphs --------------------------------------------------------------------------------------------------
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
+
+    def _decode_step(self, rows: int) -> GpuStep:
+        """The persistent buffers of the graph for `rows` decodes."""
+        return GpuStep(
+            decodes=0 if self._chunks_only else rows,
+            token_ids=self._rows[0, :rows],
+            source=self._rows[1, :rows],
+            positions=self._rows[2, :rows],
+            blocks=self._rows[3, :rows],
+            offsets=self._rows[4, :rows],
+            context_lens=self._sequences[1, :rows],
+            tables=self._tables[:rows],
+            query_starts=self._one_row_each[: rows + 1] if self._chunks_only else None,
+            tiles=self._one_tile_each[:rows] if self._chunks_only else None,
+            sampled_rows=None,
+        )
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        """A graph for every batch size: all up to 8, then steps of 8; the largest first, as all share one memory."""
+        top = self.max_running
+        self._sizes = sorted({*(n for n in (1, 2, 3, 4, 5, 6, 7) if n < top), *range(8, top, 8), top})
+        memory = torch.cuda.graph_pool_handle()
+        for rows in reversed(self._sizes):
+            step = self._decode_step(rows)
+            self._decode_pass(step)  # compiles what is not compiled yet
+            torch.cuda.synchronize()
+            forward = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(forward, pool=memory):
+                logits = self._decode_pass(step)
+            self._graphs[rows] = _Graphs(
+                forward, logits, {cut: self._capture_sampler(logits, rows, cut, memory) for cut in (False, True)}
+            )
+
+    def _capture_sampler(
+        self, logits: torch.Tensor, rows: int, cut: bool, memory: object
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        plan, slots = SamplePlan(rows, cut=cut), self._sequences[0, :rows]
+        self._sampler.draw(logits, slots, plan)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            tokens = self._sampler.draw(logits, slots, plan)
+        return graph, tokens
+
+    def _decode_pass(self, step: GpuStep) -> torch.Tensor:
+        rows = len(step.token_ids)
+        step_tables(*self._sequences[:, :rows], self._slot_tables, self._tables[:rows], block_tokens=self._block_tokens)
+        return self._forward(step)
+
+    # --- before the first request --------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _run_largest_step(self, longest: int) -> None:
+        """As many tokens as a step may have, and as many sampled rows, over the null block."""
+        for tokens in (self.max_batched_tokens, self.max_running):
+            whole, rest = divmod(tokens, longest if tokens > self.max_running else 1)
+            self._run_dummy([longest if tokens > self.max_running else 1] * whole + [rest] * (rest > 0))
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Every kernel variant is compiled and every library handle made before the node says that it is ready."""
+        largest = min(self.max_batched_tokens, self.max_model_len)
+        for counts in ([1], [2], [17], [16, 1], [300, 5, 1, 1], [largest]):
+            if max(counts) <= largest and sum(counts) <= self.max_batched_tokens and len(counts) <= self.max_running:
+                self._run_dummy(counts)
+        self._sampler.warm_up(self._decoder.dtype)
+        torch.cuda.synchronize()
+
+    def _run_dummy(self, counts: Sequence[int]) -> None:
+        counts = sorted(counts, key=lambda count: count > 1)
+        total, sequences = sum(counts), len(counts)
+        rows = np.zeros((ROW_FIELDS, total), np.int32)
+        rows[1] = -1
+        rows[2] = np.concatenate([np.arange(count) for count in counts])
+        rows[3], rows[4] = NULL_BLOCK, rows[2] % self._block_tokens
+        values = StepValues(
+            rows=rows,
+            sequences=np.stack((np.arange(sequences), np.array(counts), np.zeros(sequences))).astype(np.int32),
+            counts=np.array(counts, np.int32),
+            new_blocks=np.zeros((2, 0), np.int32),
+            sampled_rows=(np.cumsum(counts) - 1).astype(np.int32),
+            sampled_slots=np.arange(sequences, dtype=np.int32),
+        )
+        step, slots = self._upload_chunks(values)
+        self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))
+
+
+# token id, source, position, block, offset; slot, context length, newest block
+_PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, 0, NULL_BLOCK], np.int32)
+
+
+def _padded(size: int) -> int:
+    """Every piece of an upload starts on 16 bytes, so that kernels are compiled for one alignment only."""
+    return -(-size // 4) * 4
+
+
+def _compute_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
+    wanted = config.dtype if config.dtype != "auto" else model.dtype
+    if wanted == "float32":
+        if config.dtype == "float32":
+            raise ConfigError("dtype float32 is not served on a GPU; use bfloat16, float16 or auto, or device cpu")
+        wanted = "bfloat16"
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype

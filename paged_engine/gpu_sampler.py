@@ -1,0 +1,285 @@
+"""Chooses the next tokens on the GPU. What a request asks for lies in its *slot*; a launch reads nothing of the host.
+
+The next step can be launched before anybody has seen the tokens of this one: `sampled` holds them for the embedding,
+and token indices, output counts and min_tokens move on where they lie. Twin on the CPU: `paged_engine/sampler.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.fused_sampling import MAX_BIASES, SlotTables, TokenMask, note_of, record_of, sample
+from paged_engine.request import Request
+from wire.outputs import TokenLogprobs
+
+__all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask"]
+
+_Ints = npt.NDArray[np.int32]
+
+# Features of a slot's request.
+_CUT, _ADJUSTED, _MINIMUM, _LOGPROBS = 1, 2, 4, 8
+# 16 rows of 128,256 in fp32, twice: 16 MB beside the step's own memory.
+_LOGPROB_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """What the rows of a step need together. Launches of equal `cut` and `adjusted` run the same kernels."""
+
+    rows: int
+    cut: bool = False  # top-k, top-p or min-p
+    adjusted: bool = False  # bias, min_tokens or penalties
+    logprobs: dict[int, int] = field(default_factory=dict)  # row -> how many of the likeliest
+    logprob_rows: torch.Tensor | None = None  # int64 [len(logprobs)], on the device
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """What one slot is told: its record, the tokens that have a note, the tokens that have a bias."""
+
+    record: bytes
+    newest: int
+    notes: _Ints | None  # [2, tokens]: token ids, notes; None: the slot's notes are not read
+    biases: _Ints  # [2, tokens]: ascending token ids, fp32 bits
+
+
+class GpuSampler:
+    """Owns the tables of the slots. Everything is queued on the current stream; nothing waits for the device."""
+
+    def __init__(
+        self, *, max_slots: int, vocab_size: int, eos_token_ids: Collection[int], device: torch.device
+    ) -> None:
+        self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
+        self._vocab, self._device = vocab_size, device
+        self._tables = SlotTables.empty(max_slots, vocab_size, device)
+        self._features = [0] * max_slots
+        self._staged: dict[int, _Admission] = {}
+
+    @property
+    def sampled(self) -> torch.Tensor:
+        """int64 [max_slots]: the newest token of each slot's request, also before the host knows it."""
+        return self._tables.sampled
+
+    def admit(self, slot: int, request: Request) -> None:
+        """Give the slot to a request all of whose tokens are known; the device is told at the next prepare()."""
+        assert not request.num_pending, f"request {request.request_id} has tokens that the host has not seen"
+        params, outputs = request.params, request.output_tokens
+        biases = dict(params.logit_bias)
+        assert len(biases) <= MAX_BIASES, f"{len(biases)} tokens with a bias; the tables hold {MAX_BIASES}"
+        penalized = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+        cut = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        self._features[slot] = (
+            cut * _CUT
+            | (penalized or bool(biases)) * _ADJUSTED
+            | (outputs < params.min_tokens) * _MINIMUM
+            | (params.logprobs is not None) * _LOGPROBS
+        )
+        record = record_of(
+            seed=params.seed,
+            choice=params.choice,
+            token_index=outputs,
+            temperature=params.temperature,
+            top_k=params.top_k if params.top_k < self._vocab else 0,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            min_tokens=params.min_tokens,
+            biases=len(biases),
+        )
+        adjusted = self._features[slot] & (_ADJUSTED | _MINIMUM)
+        self._staged[slot] = _Admission(
+            record,
+            request.token_ids[-1],
+            self._notes(request, penalized, sorted(biases)) if adjusted else None,
+            _pairs(np.array(sorted(biases), np.int32), np.array([biases[t] for t in sorted(biases)], np.float32)),
+        )
+
+    def prepare(self, slots: Sequence[int], requests: Sequence[Request]) -> SamplePlan:
+        """Upload what admit() has staged, and say what the rows of a launch need; row i is requests[i] in slots[i]."""
+        self._upload()
+        needs = 0
+        logprobs: dict[int, int] = {}
+        for row, slot in enumerate(slots):
+            features = self._features[slot]
+            if features & _MINIMUM and requests[row].output_tokens >= requests[row].params.min_tokens:
+                features = self._features[slot] = features & ~_MINIMUM
+            if features & _LOGPROBS:
+                logprobs[row] = requests[row].params.logprobs or 0
+            needs |= features
+        rows = self._send(np.array(list(logprobs), np.int32)).long() if logprobs else None
+        return SamplePlan(len(slots), bool(needs & _CUT), bool(needs & (_ADJUSTED | _MINIMUM)), logprobs, rows)
+
+    def launch(
+        self, logits: torch.Tensor, slots: torch.Tensor, plan: SamplePlan, mask: TokenMask | None = None
+    ) -> Sampled:
+        """Queue the choice of a token per row. logits [rows or more, vocab]; slots int32 [rows], -1 is padding."""
+        return self.read(logits, self.draw(logits, slots, plan, mask), plan)
+
+    @torch.inference_mode()
+    def draw(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        plan: SamplePlan,
+        mask: TokenMask | None = None,
+        *,
+        pdl: bool = False,
+    ) -> torch.Tensor:
+        """The tokens int64 [rows], on the device. Can be captured in a CUDA graph, of which they are then an output."""
+        return sample(logits, slots, self._tables, cut=plan.cut, adjusted=plan.adjusted, mask=mask, pdl=pdl)
+
+    @torch.inference_mode()
+    def read(self, logits: torch.Tensor, tokens: torch.Tensor, plan: SamplePlan) -> Sampled:
+        """What the host is to be told of tokens that draw() has chosen from these logits. Not for CUDA graphs."""
+        if plan.logprob_rows is None:
+            return Sampled(tokens, plan, None)
+        most = max(plan.logprobs.values())
+        parts = [_logprobs(logits, tokens, rows, most) for rows in torch.split(plan.logprob_rows, _LOGPROB_ROWS)]
+        chosen, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Sampled(tokens, plan, (chosen, ids, values))
+
+    def warm_up(self, dtype: torch.dtype, *, masked: bool = False) -> None:
+        """Compile every kernel there is for logits of this dtype, with grammars' masks too if `masked`."""
+        logits = torch.zeros(1, self._vocab, dtype=dtype, device=self._device)
+        padding = torch.full((1,), -1, dtype=torch.int32, device=self._device)
+        allowed = torch.zeros(1, -(-self._vocab // 32), dtype=torch.int32, device=self._device)
+        masks = [None, TokenMask(allowed, padding)] if masked else [None]
+        row = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for mask in masks:
+            for cut in (False, True):
+                for adjusted in (False, True):
+                    plan = SamplePlan(1, cut, adjusted, {0: 1}, row)
+                    self.launch(logits, padding, plan, mask)
+
+    # --- from the host to the device -----------------------------------------------------------------------------
+
+    def _notes(self, request: Request, penalized: bool, biased: list[int]) -> _Ints:
+        params = request.params
+        notes = np.zeros(self._vocab, np.int32)
+        if penalized:
+            tokens = np.asarray(request.token_ids)
+            notes += note_of(count=np.bincount(tokens[request.prompt_tokens :], minlength=self._vocab)).astype(np.int32)
+            notes[tokens[: request.prompt_tokens]] |= note_of(in_prompt=1)
+        if request.output_tokens < params.min_tokens:
+            notes[[*self._eos, *params.stop_token_ids]] |= note_of(ends=1)
+        notes[biased] |= note_of(has_bias=1)
+        tokens = notes.nonzero()[0].astype(np.int32)
+        return np.stack((tokens, notes[tokens]))
+
+    @torch.inference_mode()
+    def _upload(self) -> None:
+        """One copy for all admissions, then one scatter per table."""
+        if not self._staged:
+            return
+        slots = np.array(list(self._staged), np.int32)
+        staged, self._staged = list(self._staged.values()), {}
+        with_notes = [(slot, a.notes) for slot, a in zip(slots, staged, strict=True) if a.notes is not None]
+        pieces = [
+            np.stack((slots, np.array([a.newest for a in staged], np.int32))),
+            np.frombuffer(b"".join(a.record for a in staged), np.int32).reshape(len(staged), -1),
+            np.array([slot for slot, _ in with_notes], np.int32),
+            _by_slot(with_notes),
+            _by_slot([(slot, a.biases) for slot, a in zip(slots, staged, strict=True)]),
+        ]
+        flat = self._send(np.concatenate([piece.reshape(-1) for piece in pieces]))
+        sections = torch.split(flat, [piece.size for piece in pieces])
+        newest, records, noted, notes, biases = (
+            section.view(piece.shape) for section, piece in zip(sections, pieces, strict=True)
+        )
+        tables, places = self._tables, newest[0].long()
+        tables.sampled.index_copy_(0, places, newest[1].long())
+        tables.parameters.index_copy_(0, places, records)
+        if notes.numel():
+            tables.notes.index_fill_(0, noted.long(), 0)
+            tables.notes.view(-1).index_copy_(0, notes[0].long() * self._vocab + notes[2], notes[3])
+        if biases.numel():
+            pairs = biases[2:].T.contiguous()
+            tables.biases.view(-1, 2).index_copy_(0, biases[0].long() * MAX_BIASES + biases[1], pairs)
+
+    def _send(self, array: _Ints) -> torch.Tensor:
+        """The array on the device. torch takes the pinned memory back when the copy is done."""
+        host = torch.from_numpy(array)
+        if self._device.type != "cuda":
+            return host.to(self._device)
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+
+class Sampled:
+    """The tokens of one launch on their way to the host."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        plan: SamplePlan,
+        logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        self.tokens = tokens
+        """int64 [rows], on the device."""
+        self.logprobs = logprobs
+        """Of the rows that want any: the chosen tokens' [n], the likeliest ids [n, most] and theirs; on the device."""
+        self._plan = plan
+        self._on_host: list[torch.Tensor] | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def start_copy(self) -> None:
+        """Queue the copy to the host behind the launch."""
+        self._on_host = [_to_host(tensor) for tensor in (self.tokens, *(self.logprobs or ()))]
+        if self.tokens.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Tokens and log-probabilities of the plan's rows, once they are on the host."""
+        if self._on_host is None:
+            self.start_copy()
+        assert self._on_host is not None
+        if self._copied is not None:
+            self._copied.synchronize()
+        plan = self._plan
+        tokens: list[int] = self._on_host[0].tolist()[: plan.rows]
+        logprobs: list[TokenLogprobs | None] = [None] * plan.rows
+        if self.logprobs is not None:
+            columns = (tensor.tolist() for tensor in self._on_host[1:])
+            for (row, count), chosen, ids, values in zip(plan.logprobs.items(), *columns, strict=True):
+                logprobs[row] = TokenLogprobs(tokens[row], chosen, tuple(ids[:count]), tuple(values[:count]))
+        return tokens, logprobs
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of some rows: log-probability of the chosen token [n], ids and log-probabilities of the likeliest [n, most]."""
+    raw = logits.index_select(0, rows).float().log_softmax(-1)
+    chosen = raw.gather(1, tokens.index_select(0, rows)[:, None])[:, 0]
+    if not most:
+        return chosen, tokens.new_empty(len(rows), 0), chosen.new_empty(len(rows), 0)
+    top = raw.topk(most)
+    return chosen, top.indices, top.values
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _pairs(tokens: _Ints, values: npt.NDArray[np.float32]) -> _Ints:
+    return np.stack((tokens, values.view(np.int32)))
+
+
+def _by_slot(columns: Sequence[tuple[int, _Ints]]) -> _Ints:
+    """Columns [2, n] of several slots as one [4, all]: slot, place in the slot's own list, and the two."""
+    if not columns:
+        return np.zeros((4, 0), np.int32)
+    of_each = [
+        np.stack((np.full(c.shape[1], slot, np.int32), np.arange(c.shape[1], dtype=np.int32), *c))
+        for slot, c in columns
+    ]
+    return np.concatenate(of_each, axis=1)

@@ -1,0 +1,215 @@
+"""fp8 checkpoints: what config.json says of them, how their scales are stored, and the way back to plain weights.
+
+Two layouts are read: compressed-tensors (llm-compressor) and fp8 (AutoFP8, vLLM; with blocks: DeepSeek and Qwen). In
+both the real weight is fp8 * scale, also where the scale is called weight_scale_inv. Scales of activations are passed
+over: activations are scaled per token, which is never coarser. So are scales of the KV cache, whose tokens are scaled
+as they are written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from kernels.fp8_reference import dequantize, quantize_weight
+from paged_engine.model_config import Fields, ModelConfig, Quantization, quantized_weights, tensor_shapes
+from wire.errors import ConfigError
+
+__all__ = [
+    "canonical_name",
+    "dequantized",
+    "is_passed_over",
+    "quantization_of",
+    "quantized",
+    "unpacked",
+]
+
+FP8 = torch.float8_e4m3fn
+_FORMATS = ("float-quantized", "naive-quantized")
+_PASSED_OVER = re.compile(
+    r"\.(input_scale|activation_scale)$"
+    r"|\.self_attn\.([qkv]_proj\.)?(([qkv]|kv|prob_output|output)_scale)$"
+)
+
+
+def quantization_of(fields: Fields) -> Quantization | None:
+    """What a config.json says of fp8 weights; None if it says nothing.
+
+    Raises ConfigError, naming it, for every quantization that is not fp8 in one of the two layouts.
+    """
+    key = "compression_config" if fields.has("compression_config") else "quantization_config"
+    said = fields.section(key)
+    if not said.values:
+        return None
+    method = said.text("quant_method", "unknown")
+    if method == "compressed-tensors":
+        return _compressed_tensors(said)
+    if method == "fp8":
+        return _fp8(said)
+    raise ConfigError(
+        f"{fields.where}: {key} ({method}) is not supported; compressed-tensors with fp8 weights and fp8 are. "
+        "Use the model's unquantized safetensors, an FP8 checkpoint or a GGUF file"
+    )
+
+
+def _fp8(said: Fields) -> Quantization:
+    blocks = said.integers("weight_block_size")
+    if len(blocks) not in (0, 2) or any(size < 1 for size in blocks):
+        raise ConfigError(f"{said.where}: weight_block_size must be two sizes, got {list(blocks)}")
+    activations = said.text("activation_scheme", "dynamic")
+    if activations not in ("dynamic", "static"):
+        raise ConfigError(f"{said.where}: activation_scheme {activations!r} is not supported; dynamic and static are")
+    return Quantization(
+        scales="block" if blocks else "tensor",
+        activations=activations,
+        targets=("Linear",),
+        # The output layer is never quantized in this layout, whether or not it is named.
+        ignored=(*said.texts("ignored_layers"), *said.texts("modules_to_not_convert"), "lm_head"),
+        block=(blocks[0], blocks[1]) if blocks else (0, 0),
+    )
+
+
+def _compressed_tensors(said: Fields) -> Quantization:
+    if said.section("sparsity_config").text("format", "dense") != "dense" or said.section("transform_config").values:
+        raise ConfigError(f"{said.where}: sparsity_config and transform_config are not supported")
+    groups = said.section("config_groups")
+    found = [_group(groups.section(name), said.text("format", "unknown")) for name in groups.values]
+    if not found:
+        raise ConfigError(f"{said.where} has no config_groups")
+    targets = tuple(target for group in found for target in group.targets)
+    if len({replace(group, targets=()) for group in found}) > 1:
+        raise ConfigError(f"{said.where}: config_groups that differ are not supported; one kind of fp8 weights is")
+    return replace(found[0], targets=targets, ignored=said.texts("ignore"))
+
+
+def _group(group: Fields, form: str) -> Quantization:
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    form = group.text("format", form)
+    kind = f"{form} {weights.text('type', 'int')}{weights.integer('num_bits', 8)}"
+    if kind not in [f"{known} float8" for known in _FORMATS]:
+        raise ConfigError(f"{group.where}: {kind} weights are not supported; {_FORMATS[0]} float8 is")
+    strategy = weights.text("strategy", "tensor")
+    if strategy not in ("tensor", "channel", "block"):
+        raise ConfigError(f"{weights.where}: strategy {strategy!r} is not supported; tensor, channel and block are")
+    if not weights.flag("symmetric", True) or weights.flag("dynamic", False):
+        raise ConfigError(f"{weights.where}: only symmetric, static scales of weights are supported")
+    blocks = weights.integers("block_structure") if strategy == "block" else (0, 0)
+    if len(blocks) != 2 or (strategy == "block" and min(blocks) < 1):
+        raise ConfigError(f"{weights.where}: block_structure must be two sizes, got {list(blocks)}")
+    return Quantization(
+        scales=strategy,
+        activations=("dynamic" if inputs.flag("dynamic", False) else "static") if inputs.values else "none",
+        targets=group.texts("targets"),
+        ignored=(),
+        block=(blocks[0], blocks[1]),
+    )
+
+
+def canonical_name(name: str) -> str:
+    """A checkpoint's name of a tensor, with the one spelling of weight scales that we use."""
+    return name.removesuffix("_inv") if name.endswith(".weight_scale_inv") else name
+
+
+def is_passed_over(name: str) -> bool:
+    """Whether an fp8 checkpoint's tensor is a scale of activations or of the KV cache."""
+    return _PASSED_OVER.search(name) is not None
+
+
+def unpacked(stored: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """A checkpoint's tensors as tensor_shapes(config) has them.
+
+    Where weights are kept in fp8, weight_scale becomes fp32 [out]: one number for a whole tensor is repeated, so that
+    scales of fused projections can be joined. All other fp8 weights get the config's dtype. Raises ConfigError if a
+    weight is not fp8 or its scale has another shape than the config says.
+    """
+    quantization = config.quantization
+    assert quantization is not None
+    shapes = tensor_shapes(replace(config, quantization=None))
+    fp8 = quantized_weights(config)
+
+    def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        weight = name.removesuffix("_scale")
+        if weight not in fp8:
+            return tensor
+        if name == weight:
+            if tensor.dtype != FP8:
+                raise ConfigError(f"model {config.name}: tensor {name} is {_dtype(tensor)}, the config says {FP8}")
+            return tensor
+        return _scale(name, tensor, shapes[weight], quantization)
+
+    plain = {name for name in fp8 if not quantization.keeps(name)}
+    tensors = ((name, checked(name, tensor)) for name, tensor in stored)
+    return _joined(tensors, plain, getattr(torch, config.dtype), quantization.block)
+
+
+def _scale(name: str, scale: torch.Tensor, shape: tuple[int, ...], quantization: Quantization) -> torch.Tensor:
+    rows, columns = shape
+    scale = scale.float()
+    if quantization.scales == "block":
+        wanted = tuple(-(-size // step) for size, step in zip(shape, quantization.block, strict=True))
+        if tuple(scale.shape) == wanted:
+            return scale
+    elif scale.numel() == 1:
+        return scale.reshape(1).repeat(rows)
+    elif scale.numel() == rows:
+        return scale.reshape(rows)
+    raise ConfigError(
+        f"tensor {name} is {tuple(scale.shape)}, which is no scale per {quantization.scales} of a weight "
+        f"[{rows}, {columns}]"
+    )
+
+
+def dequantized(
+    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype
+) -> tuple[Iterator[tuple[str, torch.Tensor]], ModelConfig]:
+    """Tensors and config of the same model without fp8: for devices that do not compute with it.
+
+    One weight is in memory at a time. A model that has no fp8 weights is given back as it is.
+    """
+    if config.quantization is None:
+        return iter(tensors), config
+    kept = {name for name in quantized_weights(config) if config.quantization.keeps(name)}
+    return _joined(tensors, kept, dtype, (0, 0)), replace(config, quantization=None)
+
+
+def _joined(
+    tensors: Iterable[tuple[str, torch.Tensor]], fp8: Collection[str], dtype: torch.dtype, block: tuple[int, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """These fp8 weights and their scales, in any order, made plain weights of `dtype`. All other tensors pass."""
+    waiting: dict[str, torch.Tensor] = {}  # by the weight's name: it, or its scale
+    for name, tensor in tensors:
+        weight = name.removesuffix("_scale")
+        if weight not in fp8:
+            yield name, tensor
+        elif weight not in waiting:
+            waiting[weight] = tensor
+        else:
+            pair = (waiting.pop(weight), tensor) if name.endswith("_scale") else (tensor, waiting.pop(weight))
+            yield weight, _plain(*pair, dtype, block)
+
+
+def _plain(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> torch.Tensor:
+    if not block[0]:
+        return dequantize(weight, scale, dtype)
+    rows, columns = weight.shape
+    scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * scale).to(dtype)
+
+
+def quantized(tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Plain tensors as tensor_shapes(config) has them: fp8 with scales per row where the config keeps that."""
+    fp8, quantization = quantized_weights(config), config.quantization
+    for name, tensor in tensors:
+        if name in fp8 and quantization is not None and quantization.keeps(name):
+            weight, scale = quantize_weight(tensor)
+            yield name, weight
+            yield f"{name}_scale", scale.reshape(-1)
+        else:
+            yield name, tensor
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

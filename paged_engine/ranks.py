@@ -1,0 +1,169 @@
+"""The ranks of a tensor-parallel group: who they are, and what they say to each other.
+
+One process per rank. Rank 0 runs the engine and tells the others each step; all of them compute it, and sum up what
+their parts add to the hidden state. Collectives are torch.distributed's: gloo between CPUs, NCCL between GPUs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed
+
+from wire.errors import ConfigError
+
+__all__ = ["Alone", "Ranks", "TorchRanks"]
+
+# How long a step may take on a rank before the others give it up; also how long all ranks have to find each other.
+_DEADLINE = timedelta(seconds=300)
+# Most messages fit into the first frame, so that a step costs one broadcast.
+_FRAME_BYTES = 16 << 10
+_LENGTH_BYTES = 8
+
+
+class Ranks(Protocol):
+    """A tensor-parallel group as one of its ranks sees it."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x; may be written into x."""
+
+    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        """[rows, columns]: all ranks' x [rows, shard] side by side, cut to `columns`."""
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+
+    def tell(self, message: bytes) -> None:
+        """Rank 0: give every other rank this message; an empty one ends them."""
+
+
+class Alone:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        return x
+
+    def least(self, value: int) -> int:
+        return value
+
+    def tell(self, message: bytes) -> None:
+        """Nobody to tell."""
+
+
+class TorchRanks:
+    """A group over torch.distributed. Every method must be called by all ranks in the same order."""
+
+    def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
+        """Meet the other ranks at rank 0's `host:port`. Raises ConfigError if they do not all come in time."""
+        self.rank, self.size = rank, size
+        interface = _interface_towards(address)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
+        on_gpu = device.type == "cuda"
+        try:
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                init_method=f"tcp://{address}",
+                rank=rank,
+                world_size=size,
+                timeout=_DEADLINE,
+                device_id=device if on_gpu else None,
+            )
+            # A message may be long in coming: nobody may want anything. A rank that dies closes its connections.
+            self._messages = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=365))
+        except RuntimeError as why:
+            raise ConfigError(
+                f"rank {rank} did not meet the other {size - 1} ranks at {address} within "
+                f"{_DEADLINE.total_seconds():g} s: {why}"
+            ) from why
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x)
+        return x
+
+    def gather_columns(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        rows, shard = x.shape[0], -(-columns // self.size)
+        if x.shape[1] < shard:  # the last rank's share
+            x = torch.nn.functional.pad(x, (0, shard - x.shape[1]))
+        gathered = torch.empty(self.size * rows, shard, dtype=x.dtype, device=x.device)
+        _all_gather(gathered, x.contiguous())
+        return gathered.view(self.size, rows, shard).transpose(0, 1).reshape(rows, -1)[:, :columns]
+
+    def least(self, value: int) -> int:
+        least = torch.tensor(value)
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=self._messages)
+        return int(least)
+
+    def tell(self, message: bytes) -> None:
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        first = bytearray(_FRAME_BYTES)
+        head = length + message[: _FRAME_BYTES - _LENGTH_BYTES]
+        first[: len(head)] = head
+        self._broadcast(torch.frombuffer(first, dtype=torch.uint8))
+        rest = bytearray(message[_FRAME_BYTES - _LENGTH_BYTES :])
+        if rest:
+            self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
+
+    def hear(self) -> bytes:
+        """Other ranks: the next message of rank 0."""
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        self._broadcast(frame)
+        first = frame.numpy().tobytes()
+        length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+        message = first[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if len(message) < length:
+            rest = torch.empty(length - len(message), dtype=torch.uint8)
+            self._broadcast(rest)
+            message += rest.numpy().tobytes()
+        return message
+
+    def _broadcast(self, x: torch.Tensor) -> None:
+        torch.distributed.broadcast(x, src=0, group=self._messages)
+
+    def close(self) -> None:
+        """Leave the group."""
+        torch.distributed.destroy_process_group()
+
+
+# torch 2.13 has renamed it.
+_all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
+_SIOCGIFADDR = 0x8915
+
+
+def _interface_towards(address: str) -> str:
+    """Name of the network interface whose address this host uses to reach `host:port`.
+
+    Left to themselves, gloo and NCCL take the interface of the host's name, which may be one that others cannot reach.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing
+            mine = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode())
+                try:
+                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                except OSError:
+                    continue  # an interface without an address
+                if socket.inet_ntoa(reply[20:24]) == mine:
+                    return name
+    except (OSError, ValueError) as why:
+        raise ConfigError(
+            f"tensor_parallel_address {address!r} cannot be reached: {why}; give rank 0's host:port"
+        ) from why
+    raise ConfigError(f"no network interface of this host has the address {mine}, which leads to {address}")

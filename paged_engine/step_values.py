@@ -1,0 +1,144 @@
+"""A scheduled step as plain arrays: what a GPU is told of it, and what every rank of a tensor-parallel group is told.
+
+Pure numpy. A *slot* is a running request's row in tables that live on the device from step to step: its block table
+and its sampling state. So a step carries only what is new: one token, one position and one block per decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged_engine.request import Request, State
+from paged_engine.scheduler import Chunk
+
+__all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "Slots", "StepValues"]
+
+ROW_FIELDS = 5  # token id, source slot, position, block, offset
+SEQUENCE_FIELDS = 3  # slot, context length, block of the newest token
+
+
+@dataclass(frozen=True, slots=True)
+class StepValues:
+    """T rows (tokens) of S sequences; sequences of one token come first. All arrays are int32."""
+
+    rows: (
+        np.ndarray
+    )  # [ROW_FIELDS, T]; a source slot >= 0 says: the row's token is the newest one sampled for that slot
+    sequences: np.ndarray  # [SEQUENCE_FIELDS, S]
+    counts: np.ndarray  # [S] rows of each sequence
+    new_blocks: np.ndarray  # [2, N] index into the flattened block tables of the slots, block id
+    sampled_rows: np.ndarray  # [R]
+    sampled_slots: np.ndarray  # [R]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one row, and samples: what CUDA graphs are captured for."""
+        return len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step's arrays and the requests behind them."""
+
+    values: StepValues
+    admitted: list[tuple[int, Request]]
+    """Slots that were given to requests just now."""
+    sampling: list[Request]
+    """The requests of `values.sampled_rows`."""
+
+
+@dataclass(slots=True)
+class _Seat:
+    slot: int
+    blocks: list[int]  # the request's own list: a preempted request comes back with another one
+    known: int = 0  # how many of them the device's table holds
+
+
+class Slots:
+    """Gives running requests their slots and remembers what the device knows of them.
+
+    A slot may go to another request while a step that used it is still running: whatever overwrites its tables is
+    queued behind that step.
+    """
+
+    def __init__(self, count: int, *, max_blocks: int, block_tokens: int) -> None:
+        self._free = list(reversed(range(count)))
+        self._max_blocks, self._block_tokens = max_blocks, block_tokens
+        self._seats: dict[Request, _Seat] = {}
+
+    def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
+        """Seat the requests of a step and write its arrays."""
+        chunks = sorted(chunks, key=lambda chunk: chunk.count > 1)
+        seated = [self._seat(chunk.request) for chunk in chunks]
+        rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
+        sequences, new_blocks, sampled_rows, sampled_slots, end = [], [], [], [], 0
+        for chunk, (seat, _) in zip(chunks, seated, strict=True):
+            start, end = end, end + chunk.count
+            self._fill(rows[:, start:end], chunk, seat.slot)
+            context_len = chunk.start + chunk.count
+            newest = (context_len - 1) // self._block_tokens
+            first = seat.slot * self._max_blocks
+            new_blocks += [(first + index, seat.blocks[index]) for index in range(seat.known, newest)]
+            seat.known = newest + 1
+            sequences.append((seat.slot, context_len, seat.blocks[newest]))
+            if chunk.samples:
+                sampled_rows.append(end - 1)
+                sampled_slots.append(seat.slot)
+        values = StepValues(
+            rows=rows,
+            sequences=_int32(sequences, SEQUENCE_FIELDS).T,
+            counts=_int32([chunk.count for chunk in chunks]),
+            new_blocks=_int32(new_blocks, 2).T,
+            sampled_rows=_int32(sampled_rows),
+            sampled_slots=_int32(sampled_slots),
+        )
+        return PlannedStep(
+            values,
+            admitted=[(seat.slot, c.request) for c, (seat, new) in zip(chunks, seated, strict=True) if new],
+            sampling=[chunk.request for chunk in chunks if chunk.samples],
+        )
+
+    def _fill(self, rows: np.ndarray, chunk: Chunk, slot: int) -> None:
+        request, block_tokens = chunk.request, self._block_tokens
+        if chunk.count == 1:
+            position = chunk.start
+            pending = position >= len(request.token_ids)
+            rows[:, 0] = (
+                0 if pending else request.token_ids[position],
+                slot if pending else -1,
+                position,
+                request.blocks[position // block_tokens],
+                position % block_tokens,
+            )
+            return
+        known = request.token_ids[chunk.start : chunk.start + chunk.count]
+        rows[0, : len(known)] = known
+        rows[1] = -1
+        rows[1, len(known) :] = slot
+        places = np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int32)
+        rows[2] = places
+        rows[3] = np.asarray(request.blocks, np.int32)[places // block_tokens]
+        rows[4] = places % block_tokens
+
+    def _seat(self, request: Request) -> tuple[_Seat, bool]:
+        seat = self._seats.get(request)
+        if seat is not None and seat.blocks is request.blocks:
+            return seat, False
+        if seat is not None:
+            self._leave(request)
+        if not self._free:
+            for other in [r for r in self._seats if r.state is not State.RUNNING]:
+                self._leave(other)
+        seat = self._seats[request] = _Seat(self._free.pop(), request.blocks)
+        return seat, True
+
+    def _leave(self, request: Request) -> None:
+        self._free.append(self._seats.pop(request).slot)
+
+
+def _int32(values: Sequence[object], columns: int = 0) -> np.ndarray:
+    array = np.array(values, np.int32)
+    return array.reshape(-1, columns) if columns else array.reshape(-1)

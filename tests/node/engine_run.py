@@ -1,0 +1,45 @@
+"""A script: an engine with `tensor_parallel` ranks runs a few requests and prints their tokens and log-probabilities.
+
+Takes EngineConfig as JSON on stdin and prints one JSON object. With --forever it prints "running" and goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import msgspec
+
+from node.ranks import join_as_rank_0
+from paged_engine.engine import Engine
+from paged_engine.request import Request
+from wire.config import EngineConfig
+from wire.engine_messages import Submit
+from wire.sampling import SamplingParams
+
+
+def main() -> None:
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    engine = Engine(config, join_as_rank_0(config))
+    rng = random.Random(0)
+    forever = "--forever" in sys.argv
+    requests = []
+    for index, length in enumerate((1, 17, 60)):
+        tokens = [rng.randrange(3, 200) for _ in range(length)]
+        params = SamplingParams(12 if not forever else 10**6, seed=index, temperature=0.7 * (index == 2), logprobs=4, ignore_eos=True)
+        requests.append(Request.of(Submit(f"r{index}", tokens, params), 0.0))
+        engine.scheduler.add(requests[-1])
+    logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
+    while engine.has_work:
+        if forever and engine.counters.steps == 3:
+            print("running", flush=True)
+        for request in engine.step():
+            logprobs[request.request_id] += [entry.logprob for entry in request.new_logprobs]
+            request.new_logprobs = []
+    engine.close()
+    print(json.dumps({"tokens": [r.token_ids[r.prompt_tokens :] for r in requests], "logprobs": logprobs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""An engine whose model is shared by several rank processes gives the tokens and logits of one alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
+from tiny_models import make_tiny
+
+SCRIPT = Path(__file__).with_name("engine_run.py")
+
+
+def start(command: list[str], config: dict[str, Any], repository: Path) -> subprocess.Popen[str]:
+    defaults = {"device": "cpu", "kv_cache_memory": 4 << 20, "threads": 1}
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(repository)},
+    )
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(defaults | config))
+    child.stdin.close()
+    child.stdin = None
+    return child
+
+
+def result(child: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def equal(ours: dict[str, Any], alone: dict[str, Any]) -> bool:
+    for name, values in alone["logprobs"].items():
+        assert ours["logprobs"][name] == pytest.approx(values, abs=1e-4)
+    return bool(ours["tokens"] == alone["tokens"])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """Four query heads share two KV heads, so that four ranks hold each KV head twice."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("Qwen2ForCausalLM", folder, vocab_size=255)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, repository) -> dict[str, Any]:
+    return result(start([sys.executable, str(SCRIPT)], {"model": str(tiny)}, repository))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_one_host_equal_one_alone(ranks, tiny, alone, repository):
+    config = {"model": str(tiny), "tensor_parallel": ranks}
+    assert equal(result(start([sys.executable, str(SCRIPT)], config, repository)), alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_on_gpus_equal_one_alone(ranks, tiny, repository):
+    import torch
+
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    config = {"model": str(tiny), "device": "cuda", "kv_cache_memory": 64 << 20, "gpu_memory_utilization": 0.3}
+    one = result(start([sys.executable, str(SCRIPT)], config, repository))
+    many = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel": ranks}, repository))
+    for name, values in one["logprobs"].items():
+        assert many["logprobs"][name][0] == pytest.approx(values[0], abs=0.05)  # bf16; later tokens may be near-ties
+
+
+def test_a_lost_rank_ends_the_engine(tiny, repository):
+    config = {"model": str(tiny), "tensor_parallel": 2}
+    child = start([sys.executable, str(SCRIPT), "--forever"], config, repository)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "running\n"
+    (rank,) = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(int(rank), signal.SIGKILL)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 1, err
+    assert "rank 1 ended" in err
+
+
+def flags(config: dict[str, Any], model: Path) -> list[str]:
+    values = {
+        "model": str(model),
+        "device": "cpu",
+        "kv-cache-memory": str(4 << 20),
+        "threads": "1",
+        "tensor-parallel": "2",
+        "tensor-parallel-local": "1",
+        "tensor-parallel-address": config["tensor_parallel_address"],
+        "first-rank": "1",
+    }
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
+    """Two network namespaces joined by a cable: nothing but the address of rank 0 leads from one to the other."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("making network namespaces needs root and the ip command")
+    name = f"kvr{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", f"{name}a"], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no network namespaces here: {made.stderr.decode().strip()}")
+    try:
+        for words in (
+            f"netns add {name}b",
+            f"link add {name}0 netns {name}a type veth peer name {name}1 netns {name}b",
+            f"-n {name}a addr add 10.77.0.1/24 dev {name}0",
+            f"-n {name}b addr add 10.77.0.2/24 dev {name}1",
+            f"-n {name}a link set lo up",
+            f"-n {name}b link set lo up",
+            f"-n {name}a link set {name}0 up",
+            f"-n {name}b link set {name}1 up",
+        ):
+            subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+        config = {"model": str(tiny), "tensor_parallel": 2, "tensor_parallel_address": "10.77.0.1:29517"}
+
+        def inside(which: str, *command: str) -> list[str]:
+            return ["ip", "netns", "exec", f"{name}{which}", sys.executable, *command]
+
+        first = start(inside("a", str(SCRIPT)), config | {"tensor_parallel_local": 1}, repository)
+        second = start(inside("b", "-m", "kvrelay.cli", "rank", *flags(config, tiny)), {}, repository)
+        assert equal(result(first), alone)
+        second.communicate(timeout=20)
+        assert second.returncode == 0
+    finally:
+        for which in "ab":
+            subprocess.run(["ip", "netns", "del", f"{name}{which}"], check=False, capture_output=True)

@@ -1,0 +1,305 @@
+"""The GPU's sampler chooses what the CPU's does, for all parameters, one step ahead of the host."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+# Triton reads the switch when it is imported. Without a GPU its interpreter runs the kernels on small shapes.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from paged_engine.gpu_sampler import GpuSampler, SamplePlan
+from paged_engine.request import Request
+from paged_engine.sampler import Sampler
+from wire.engine_messages import Submit
+from wire.outputs import TokenLogprobs
+from wire.sampling import MAX_LOGPROBS, SamplingParams
+
+EOS = (3, 7)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run in this test session."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass
+class Pair:
+    """A request as the CPU's engine knows it, and as the GPU's, whose newest token is still pending."""
+
+    known: Request
+    behind: Request
+    slot: int
+
+    def append(self, token: int) -> None:
+        if self.behind.num_pending:
+            self.behind.token_ids.append(self.known.token_ids[-1])
+            self.behind.num_pending = 0
+        self.known.token_ids.append(token)
+        self.behind.num_pending = 1
+
+
+def pair(slot: int, prompt: list[int], generated: list[int] | None = None, **params) -> Pair:
+    own = SamplingParams(**({"max_tokens": 64, "seed": slot, "temperature": 0.0} | params)).check(100_000)
+    submit = Submit(f"r{slot}", prompt, own, generated=generated or [])
+    return Pair(Request.of(submit, 0.0), Request.of(submit, 0.0), slot)
+
+
+def everything(rng: random.Random, vocab: int) -> dict[str, object]:
+    """Random parameters of every kind."""
+
+    def sometimes(value: object, off: object) -> object:
+        return value if rng.random() < 0.4 else off
+
+    return {
+        "seed": rng.choice([rng.randrange(-(2**63), 2**63), 2**63 - 1, -1]),
+        "choice": rng.randrange(4),
+        "temperature": rng.choice([0.0, 0.3, 1.0, 1.0, 2.5]),
+        "top_k": sometimes(rng.choice([1, 5, 60, vocab, vocab + 9, 2**40]), 0),
+        "top_p": sometimes(rng.choice([0.1, 0.8, 0.95]), 1.0),
+        "min_p": sometimes(rng.choice([0.02, 0.3, 1.0]), 0.0),
+        "presence_penalty": sometimes(rng.uniform(-2, 2), 0.0),
+        "frequency_penalty": sometimes(rng.uniform(-2, 2), 0.0),
+        "repetition_penalty": sometimes(rng.choice([0.5, 1.3, 10.0]), 1.0),
+        "min_tokens": sometimes(rng.randrange(1, 8), 0),
+        "stop_token_ids": sometimes(tuple(rng.sample(range(vocab), 3)), ()),
+        "logit_bias": sometimes(tuple((t, rng.uniform(-9, 9)) for t in rng.sample(range(vocab), 40)), ()),
+        "logprobs": sometimes(rng.choice([0, 1, 4, MAX_LOGPROBS]), None),
+    }
+
+
+def make_sampler(slots: int, vocab: int, device: torch.device) -> GpuSampler:
+    return GpuSampler(max_slots=slots, vocab_size=vocab, eos_token_ids=EOS, device=device)
+
+
+def on(device: torch.device, slots: list[int]) -> torch.Tensor:
+    return torch.tensor(slots, dtype=torch.int32, device=device)
+
+
+def assert_close(ours: TokenLogprobs | None, theirs: TokenLogprobs | None) -> None:
+    if ours is None or theirs is None:
+        assert ours is theirs
+        return
+    assert ours.token_id == theirs.token_id
+    assert ours.top_ids == theirs.top_ids
+    assert (ours.logprob, *ours.top_logprobs) == pytest.approx((theirs.logprob, *theirs.top_logprobs), abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_equals_the_cpu_through_steps_that_the_host_has_not_seen(seed, device):
+    """Requests come and go; rows change places; tokens reach the requests one step late."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    vocab, slots, steps = 1200, 6, 5
+    ours, theirs = make_sampler(slots, vocab, device), Sampler(EOS)
+    likely = rng.sample(range(vocab), 40)  # few, so that penalties and stop tokens meet what is drawn
+
+    def fresh(slot: int) -> Pair:
+        prompt, generated = rng.choices(likely, k=12), rng.choices(likely, k=rng.choice([0, 0, 5]))
+        new = pair(slot, prompt, generated, **everything(rng, vocab))
+        ours.admit(slot, new.behind)
+        return new
+
+    pairs = [fresh(slot) for slot in range(slots)]
+    for _ in range(steps):
+        leaving = rng.randrange(slots)
+        pairs = [fresh(p.slot) if p.slot == leaving else p for p in pairs]
+        rng.shuffle(pairs)
+        logits = torch.randn(slots, vocab, generator=generator)
+        logits[:, [*likely, *EOS]] += 5
+        rows = [p.slot for p in pairs]
+        plan = ours.prepare(rows, [p.behind for p in pairs])
+        sampled = ours.launch(logits.to(device), on(device, rows), plan)
+        sampled.start_copy()
+        tokens, logprobs = sampled.wait()
+        expected, expected_logprobs = theirs.sample(logits.clone(), [p.known for p in pairs])
+        assert tokens == expected, [p.known.params for p, a, b in zip(pairs, tokens, expected, strict=True) if a != b]
+        for a, b in zip(logprobs, expected_logprobs, strict=True):
+            assert_close(a, b)
+        for p, token in zip(pairs, tokens, strict=True):
+            p.append(token)
+            assert int(ours.sampled[p.slot]) == token
+
+
+def test_min_tokens_ends_by_itself(device):
+    """The only likely tokens end the text: they are forbidden exactly as long as asked for."""
+    vocab = 1100
+    ours = make_sampler(2, vocab, device)
+    short = pair(1, [1], [5, 5], min_tokens=4, stop_token_ids=(9, 1099)).behind
+    ours.admit(1, short)
+    logits = torch.zeros(1, vocab)
+    logits[0, 50], logits[0, 9], logits[0, 1099], logits[0, 3], logits[0, 7] = 1.0, 5.0, 4.0, 3.0, 2.0
+    plan = ours.prepare([1], [short])
+    tokens = [ours.launch(logits.to(device), on(device, [1]), plan).wait()[0][0] for _ in range(4)]
+    assert tokens == [50, 50, 9, 9]
+    short.token_ids += tokens
+    assert not ours.prepare([1], [short]).adjusted
+
+
+def test_counts_of_the_output_grow_on_the_device(device):
+    """Frequency and presence penalties wander from token to token, none of which the host is told."""
+    vocab = 1100
+    ours = make_sampler(1, vocab, device)
+    request = pair(0, [10, 11], frequency_penalty=1.0, presence_penalty=0.5).behind
+    ours.admit(0, request)
+    logits = torch.zeros(1, vocab)
+    logits[0, 10], logits[0, 11], logits[0, 12] = 9.0, 8.25, 7.0
+    plan = ours.prepare([0], [request])
+    tokens = [ours.launch(logits.to(device), on(device, [0]), plan).wait()[0][0] for _ in range(6)]
+    # 10 falls to 7.5, 11 to 6.75; 10 falls to 6.5, 12 to 5.5, ...
+    assert tokens == [10, 11, 10, 12, 11, 10]
+
+
+def test_a_slot_forgets_its_last_request(device):
+    vocab = 1100
+    ours = make_sampler(1, vocab, device)
+    first = pair(0, [40] * 5, [41], repetition_penalty=50.0, logit_bias=((42, 90.0),), min_tokens=3).behind
+    ours.admit(0, first)
+    logits = torch.zeros(1, vocab)
+    logits[0, 3], logits[0, 40], logits[0, 41] = 3.0, 2.0, 1.0
+    assert ours.launch(logits.to(device), on(device, [0]), ours.prepare([0], [first])).wait()[0] == [42]
+    second = pair(0, [1], presence_penalty=1.5).behind
+    ours.admit(0, second)
+    plan = ours.prepare([0], [second])
+    tokens = [ours.launch(logits.to(device), on(device, [0]), plan).wait()[0][0] for _ in range(3)]
+    assert tokens == [3, 40, 3]
+
+
+def test_only_the_latest_of_two_admissions_counts(device):
+    ours = make_sampler(1, 1100, device)
+    ours.admit(0, pair(0, [1], logit_bias=((8, 50.0),)).behind)
+    latest = pair(0, [1], logit_bias=((9, 50.0),)).behind
+    ours.admit(0, latest)
+    plan = ours.prepare([0], [latest])
+    assert ours.launch(torch.zeros(1, 1100, device=device), on(device, [0]), plan).wait()[0] == [9]
+
+
+def test_the_longest_lists_are_searched(device):
+    """1024 tokens with a bias, at both ends of the vocabulary and of the list."""
+    vocab = 2500
+    rng = random.Random(1)
+    biased = sorted({0, vocab - 1, *rng.sample(range(vocab), 1023)})[:1024]
+    bias = tuple((token, rng.uniform(-5, 5)) for token in biased)
+    both = pair(0, [1], logit_bias=bias[::-1], logprobs=0)
+    ours, theirs = make_sampler(1, vocab, device), Sampler(())
+    ours.admit(0, both.behind)
+    plan = ours.prepare([0], [both.behind])
+    for seed in range(3):
+        logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed))
+        expected, _ = theirs.sample(logits.clone(), [both.known])
+        assert ours.launch(logits.to(device), on(device, [0]), plan).wait()[0] == expected
+
+
+def test_a_plan_says_what_its_rows_need(device):
+    ours = make_sampler(5, 1100, device)
+    kinds = [{}, {"temperature": 1.0, "top_p": 0.5}, {"top_p": 0.5}, {"min_tokens": 1}, {"logprobs": 2}]
+    requests = [pair(slot, [1], **kind).behind for slot, kind in enumerate(kinds)]
+    for slot, request in enumerate(requests):
+        ours.admit(slot, request)
+    assert ours.prepare([0], requests[:1]) == SamplePlan(1)
+    assert ours.prepare([1], requests[1:2]) == SamplePlan(1, cut=True)
+    assert ours.prepare([2], requests[2:3]) == SamplePlan(1), "greedy rows are not cut"
+    assert ours.prepare([3], requests[3:4]) == SamplePlan(1, adjusted=True)
+    assert ours.prepare([0, 4], [requests[0], requests[4]]).logprobs == {1: 2}
+
+
+def test_padding_rows_and_rows_beyond_the_plan_are_left_out(device):
+    ours = make_sampler(3, 1100, device)
+    request = pair(2, [1], temperature=1.0).behind
+    ours.admit(2, request)
+    plan = ours.prepare([2], [request])
+    logits = torch.randn(4, 1100, generator=torch.Generator().manual_seed(1)).to(device)
+    tokens, logprobs = ours.launch(logits, on(device, [2, -1, -1]), plan).wait()
+    assert tokens == [int(ours.sampled[2])]
+    assert logprobs == [None]
+    assert ours.sampled[:2].tolist() == [0, 0]
+
+
+def test_the_same_request_draws_the_same_tokens_in_any_row_and_batch(device):
+    vocab = 1500
+    params = {"temperature": 0.9, "top_k": 60, "top_p": 0.9, "frequency_penalty": 0.3, "seed": -5}
+
+    def run(slot: int, others: int) -> list[int]:
+        ours = make_sampler(6, vocab, device)
+        pairs = [pair(s, [2, 3], **everything(random.Random(s), vocab)) for s in range(others)]
+        mine = pair(slot, [1, 2], **params)
+        pairs = [*pairs[: others // 2], mine, *pairs[others // 2 :]]
+        for p in pairs:
+            ours.admit(p.slot, p.behind)
+        rows, tokens = [p.slot for p in pairs], []
+        plan = ours.prepare(rows, [p.behind for p in pairs])
+        for step in range(3):
+            logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(50)) * 2
+            logits[rows.index(slot)] = torch.randn(vocab, generator=torch.Generator().manual_seed(step)) * 2
+            tokens.append(ours.launch(logits.to(device), on(device, rows), plan).wait()[0][rows.index(slot)])
+        return tokens
+
+    assert run(5, 4) == run(4, 3) == run(0, 0)
+
+
+def test_every_variant_is_compiled_and_padding_leaves_the_slots_alone(device):
+    ours = make_sampler(2, 1100, device)
+    ours.warm_up(torch.bfloat16, masked=True)
+    assert ours.sampled.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+def test_a_crowd_equals_the_cpu_over_a_full_vocabulary(device):
+    """100 requests of every kind for 8 steps, bf16. The CPU's draw may differ where a sum is rounded otherwise."""
+    rng, generator = random.Random(7), torch.Generator().manual_seed(7)
+    vocab, slots, steps = 128256, 100, 8
+    ours, theirs = make_sampler(256, vocab, device), Sampler(EOS)
+    likely = rng.sample(range(vocab), 60)
+    pairs = [pair(s, rng.choices(likely, k=30), **everything(rng, vocab)) for s in rng.sample(range(256), slots)]
+    for p in pairs:
+        ours.admit(p.slot, p.behind)
+    rows = [p.slot for p in pairs]
+    different = 0
+    for _ in range(steps):
+        logits = (torch.randn(slots, vocab, generator=generator) * 2).bfloat16()
+        logits[:, [*likely, *EOS]] += 9
+        plan = ours.prepare(rows, [p.behind for p in pairs])
+        tokens, _logprobs = ours.launch(logits.to(device), on(device, rows), plan).wait()
+        expected, _theirs = theirs.sample(logits.float(), [p.known for p in pairs])
+        different += sum(a != b for a, b in zip(tokens, expected, strict=True))
+        for p, token in zip(pairs, tokens, strict=True):
+            p.append(token)
+    assert different <= 2, f"{different} of {slots * steps} tokens differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", [{}, {"top_k": 50, "top_p": 0.95}, {"presence_penalty": 0.5, "min_tokens": 3}])
+def test_launches_wait_for_nothing_and_can_be_captured(extra, device):
+    """A captured draw continues where eager ones have left the slots, and follows later admissions."""
+    vocab, rows = 128256, 33
+    captured, eager = make_sampler(40, vocab, device), make_sampler(40, vocab, device)
+    captured.warm_up(torch.bfloat16)
+    requests = [pair(s, [1, 2, 3], temperature=0.8, **extra).behind for s in range(rows)]
+    logits = (torch.randn(40, vocab, device=device) * 2).bfloat16()
+    slots = on(device, [*range(rows), *[-1] * 7])
+    for sampler in (captured, eager):
+        for slot, request in enumerate(requests):
+            sampler.admit(slot, request)
+        plan = sampler.prepare(range(rows), requests)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = captured.draw(logits, slots, plan)
+    for step in range(4):
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected = eager.launch(logits, slots, plan)
+            expected.start_copy()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert captured.read(logits, tokens, plan).wait() == expected.wait()
+        if step == 1:
+            for sampler in (captured, eager):
+                sampler.admit(0, pair(0, [9], temperature=0.8, seed=77, **extra).behind)
+                sampler.prepare([], [])

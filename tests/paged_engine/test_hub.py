@@ -1,0 +1,419 @@
+"""Models from the Hub: what is downloaded, what is not, what breaks, and what each error says. Over real HTTP."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import huggingface_hub.constants
+import huggingface_hub.utils
+import pytest
+from fake_hub import FakeHub, Repository, fake_hub
+from tiny_models import make_tiny
+
+from paged_engine.hub import resolve_model
+from paged_engine.model_files import read_model_config, read_tensors
+from wire.errors import ConfigError
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a tiny model, one shard, with all that repositories of the field hold beside it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("Qwen3ForCausalLM", folder)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    beside = {
+        "tokenizer.json": b"{}",
+        "chat_template.jinja": b"hello",
+        "generation_config.json": b'{"eos_token_id": 2}',
+    }
+    never = dict.fromkeys(("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "README.md"), b"x")
+    return files | beside | never
+
+
+@pytest.fixture(scope="module")
+def sharded(tiny: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The same model in shards."""
+    folder = tmp_path_factory.mktemp("sharded")
+    make_tiny("Qwen3ForCausalLM", folder / "whole").save_pretrained(folder / "shards", max_shard_size="150KB")
+    shards = {file.name: file.read_bytes() for file in (folder / "shards").iterdir()}
+    return {name: content for name, content in tiny.items() if name != "model.safetensors"} | shards
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    """A Hub of our own for this process, with an empty cache in tmp_path."""
+    with fake_hub() as server:
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield server
+        huggingface_hub.utils.enable_progress_bars()
+
+
+def environment(hub: FakeHub, home: Path) -> dict[str, str]:
+    """The same Hub for another process."""
+    here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    return {**os.environ, **here, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+
+
+RESOLVE = "import sys; from paged_engine.hub import resolve_model; print(resolve_model(sys.argv[1]))"
+
+
+def refused(model: str, **given: Any) -> str:
+    """The message with which a model is refused: one line."""
+    with pytest.raises(ConfigError) as caught:
+        resolve_model(model, **given)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+# --- what is downloaded
+
+
+def test_a_model_is_downloaded_and_can_be_read(hub: FakeHub, tiny: dict[str, bytes]) -> None:
+    hub.repositories["org/Tiny-1B"] = Repository(tiny)
+    folder = resolve_model("org/Tiny-1B")
+    assert set(hub.downloaded()) == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    }
+    assert {file.name: file.read_bytes() for file in folder.iterdir()}.items() <= tiny.items()
+    config = read_model_config(str(folder))
+    assert config.name == "Tiny-1B"
+    assert len(list(read_tensors(str(folder), config))) > 20
+
+
+def test_of_a_sharded_model_the_shards_of_its_index_are_downloaded(hub: FakeHub, sharded: dict[str, bytes]) -> None:
+    other = {"model-00001-of-00099.safetensors": b"of another index"}
+    hub.repositories["org/sharded"] = Repository(sharded | other)
+    folder = resolve_model("org/sharded")
+    weights = {file for file in hub.downloaded() if file.endswith(".safetensors")}
+    assert len(weights) > 2
+    assert weights == {name for name in sharded if name.startswith("model-")}
+    assert len(list(read_tensors(str(folder), read_model_config(str(folder))))) > 20
+
+
+def test_without_weights_only_config_and_tokenizer_are_downloaded(hub: FakeHub, tiny: dict[str, bytes]) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny)
+    folder = resolve_model("org/tiny", weights=False)
+    assert not any(name.endswith(".safetensors") for name in hub.downloaded())
+    assert dict(read_tensors(str(folder), read_model_config(str(folder), "dummy"), "dummy"))
+    assert resolve_model("org/tiny") == folder
+    assert "model.safetensors" in hub.downloaded()
+
+
+def test_one_gguf_file_is_downloaded_alone(hub: FakeHub) -> None:
+    files = {"a.Q4_K_M.gguf": b"GGUF four", "sub/b.Q8_0.gguf": b"GGUF eight", "model.safetensors": b"x"}
+    hub.repositories["org/tiny-GGUF"] = Repository(files, {"v2": {"a.Q4_K_M.gguf": b"GGUF new"}})
+    path = resolve_model("org/tiny-GGUF/a.Q4_K_M.gguf")
+    assert (path.name, path.suffix, path.read_bytes()) == ("a.Q4_K_M.gguf", ".gguf", b"GGUF four")
+    assert resolve_model("org/tiny-GGUF/sub/b.Q8_0.gguf").read_bytes() == b"GGUF eight"
+    assert resolve_model("org/tiny-GGUF/a.Q4_K_M.gguf@v2").read_bytes() == b"GGUF new"
+    assert len(hub.downloaded()) == 3
+    assert "holds no c.gguf; it holds GGUF files, for example --model org/tiny-GGUF/a.Q4" in refused(
+        "org/tiny-GGUF/c.gguf"
+    )
+
+
+def test_a_revision_stands_behind_the_id_or_in_its_own_setting(hub: FakeHub, tiny: dict[str, bytes]) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny, {"v2": tiny | {"tokenizer.json": b'{"v": 2}'}, "pr/1": tiny})
+    main, second = resolve_model("org/tiny"), resolve_model("org/tiny@v2")
+    assert main != second
+    assert (second / "tokenizer.json").read_bytes() == b'{"v": 2}'
+    assert resolve_model("org/tiny", revision="v2") == second
+    assert resolve_model("org/tiny@v2", revision="v2") == second
+    assert resolve_model(f"org/tiny@{second.name}") == second
+    assert resolve_model("org/tiny@pr/1").exists()
+    assert "name two revisions" in refused("org/tiny@v2", revision="main")
+    assert refused("org/tiny@v3") == "org/tiny on the Hub has no revision 'v3'"
+
+
+def test_a_token_is_sent_from_the_argument_or_from_the_environment(
+    hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["org/private"] = Repository(tiny, token="secret")
+    assert "no folder 'org/private' here and no such model on the Hub; if it is private, give a token" in refused(
+        "org/private"
+    )
+    assert resolve_model("org/private", token="secret").exists()
+    shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert resolve_model("org/private").exists()
+
+
+# --- what is on this machine already
+
+
+def test_a_path_is_left_as_it_is_and_the_hub_is_not_asked(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    hub.broken = 500
+    assert resolve_model("org/tiny") == Path("org/tiny")
+    assert resolve_model(str(tmp_path)) == tmp_path
+    assert resolve_model("~/org/tiny") == tmp_path / "org" / "tiny"
+    for missing in ("./org/other", "org/tiny/sub", "/nowhere", "name", "~/x", "org/tiny/x.bin", "../org", ".org/x"):
+        assert refused(missing).startswith(f"model {missing!r} does not exist; pass a folder")
+    assert hub.asked == []
+
+
+def test_a_path_costs_no_import() -> None:
+    code = (
+        "import sys; from paged_engine.hub import resolve_model; resolve_model('.'); "
+        "assert not {'huggingface_hub', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
+
+
+def test_what_is_cached_is_not_downloaded_again_and_works_without_network(
+    hub: FakeHub, sharded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["org/tiny"] = Repository(sharded)
+    hub.repositories["org/gguf"] = Repository({"a.gguf": b"GGUF"})
+    folder, file = resolve_model("org/tiny"), resolve_model("org/gguf/a.gguf")
+    hub.asked.clear()
+
+    def all_is_there() -> None:
+        assert resolve_model("org/tiny") == folder
+        assert resolve_model(f"org/tiny@{folder.name}") == folder
+        assert resolve_model("org/gguf/a.gguf") == file
+        assert hub.downloaded() == []
+
+    all_is_there()
+    hub.broken = 503
+    all_is_there()
+    hub.broken = 0
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    all_is_there()
+    assert "HF_HUB_OFFLINE forbids" in refused("org/other")
+    assert "HF_HUB_OFFLINE forbids" in refused("org/gguf/b.gguf")
+    next(folder.glob("*.safetensors")).unlink()
+    assert "org/tiny is not, or not wholly, in the cache" in refused("org/tiny")
+
+
+def test_a_branch_that_has_moved_is_downloaded_anew(hub: FakeHub, tiny: dict[str, bytes]) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny)
+    before = resolve_model("org/tiny")
+    hub.repositories["org/tiny"] = Repository(tiny | {"new": b""})
+    hub.asked.clear()
+    after = resolve_model("org/tiny")
+    assert before != after
+    assert hub.downloaded() == [], "files that are equal are shared between revisions"
+
+
+# --- what breaks
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(
+    hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library writes in pieces of 10 MiB; smaller ones here, so that a small file breaks in the middle."""
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    hub.repositories["org/tiny"] = Repository(tiny)
+    hub.cut_after["model.safetensors"] = 25_000
+    folder = resolve_model("org/tiny")
+    ranges = [span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")]
+    assert ranges == ["", "bytes=20000-"]
+    assert (folder / "model.safetensors").read_bytes() == tiny["model.safetensors"]
+
+
+def test_after_a_kill_a_download_goes_on_where_it_was(hub: FakeHub, sharded: dict[str, bytes], tmp_path: Path) -> None:
+    hub.repositories["org/tiny"] = Repository(sharded)
+    hub.stall = threading.Event()
+    shards = {name: content for name, content in sharded.items() if name.startswith("model-0")}
+    last = max(shards)
+    hub.cut_after[last] = 25_000
+    small_pieces = "import huggingface_hub.constants as c; c.DOWNLOAD_CHUNK_SIZE = 1000; "
+    command = [sys.executable, "-c", small_pieces + RESOLVE, "org/tiny"]
+    first = subprocess.Popen(command, env=environment(hub, tmp_path), stdout=subprocess.DEVNULL)
+    blobs = tmp_path / "hub" / "models--org--tiny" / "blobs"
+    finished = [blobs / sha256(content).hexdigest() for name, content in shards.items() if name != last]
+    part = blobs / f"{sha256(shards[last]).hexdigest()}.part"
+    try:
+        deadline = time.monotonic() + 60
+        while not (all(blob.exists() for blob in finished) and part.exists() and part.stat().st_size > 16_000):
+            assert time.monotonic() < deadline, "the other shards never arrived"
+            assert first.poll() is None
+            time.sleep(0.02)
+    finally:
+        first.kill()
+        first.wait()
+        hub.stall.set()
+    there = part.stat().st_size
+    hub.asked.clear()
+    done = subprocess.run(command, env=environment(hub, tmp_path), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [asked for asked in hub.asked if asked[0] == "GET"] == [("GET", last, f"bytes={there}-")]
+    folder = Path(done.stdout.strip())
+    assert {name: (folder / name).read_bytes() for name in shards} == shards
+    assert not list(blobs.glob("*.part"))
+
+
+def test_what_is_there_is_checked_before_it_is_used(hub: FakeHub, tiny: dict[str, bytes]) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny)
+    content = tiny["model.safetensors"]
+    part = (
+        Path(huggingface_hub.constants.HF_HUB_CACHE)
+        / "models--org--tiny"
+        / "blobs"
+        / f"{sha256(content).hexdigest()}.part"
+    )
+    part.parent.mkdir(parents=True)
+    part.write_bytes(bytes(20_000))
+    assert "what was there of model.safetensors was damaged, and is deleted; start again" in refused("org/tiny")
+    assert (resolve_model("org/tiny") / "model.safetensors").read_bytes() == content
+    ranges = [span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")]
+    assert ranges == ["bytes=20000-", ""]
+
+
+def test_only_what_is_left_must_fit_on_the_disk(
+    hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny)
+    content = tiny["model.safetensors"]
+    part = (
+        Path(huggingface_hub.constants.HF_HUB_CACHE)
+        / "models--org--tiny"
+        / "blobs"
+        / f"{sha256(content).hexdigest()}.part"
+    )
+    part.parent.mkdir(parents=True)
+    part.write_bytes(content[:-200_000])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 200_000))
+    monkeypatch.setattr("paged_engine.hub.PROGRESS_INTERVAL_S", 0.001)
+    with caplog.at_level("INFO", logger="kvrelay.engine"):
+        folder = resolve_model("org/tiny")
+    assert (folder / "model.safetensors").read_bytes() == content
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == f"org/tiny: downloading 0.2 MB to {huggingface_hub.constants.HF_HUB_CACHE}"
+    assert lines[-1] == f"org/tiny is in {folder}"
+    assert set(lines[1:-1]) <= {"org/tiny: 0.2 MB of 0.2 MB are still to come"}
+
+
+def test_errors_of_the_hub_are_told_in_one_sentence(hub: FakeHub, tiny: dict[str, bytes]) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny)
+    hub.repositories["org/gated"] = Repository(tiny, gated=True, token="secret")
+    assert "no folder 'org/missing' here and no such model on the Hub" in refused("org/missing")
+    gated = refused("org/gated")
+    assert "org/gated is gated; accept its terms on https://huggingface.co/org/gated" in gated
+    assert "--hub-token or in HF_TOKEN" in gated
+    assert resolve_model("org/gated", token="secret").exists()
+    assert "does not accept the token" in refused("org/tiny", token="broken-token")
+    assert "neither a path that exists nor a Hub id" in refused("org/a--b")
+    hub.broken = 500
+    assert "the Hub cannot be reached" in refused("org/tiny")
+
+
+def test_without_network_and_cache_it_says_so(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "org/tiny is not, or not wholly, in the cache" in refused("org/tiny")
+    assert "and the Hub cannot be reached" in refused("org/tiny")
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
+    hub: FakeHub, tiny: dict[str, bytes]
+) -> None:
+    def refused_with(changes: dict[str, bytes | None]) -> str:
+        files = {name: content for name, content in (tiny | changes).items() if content is not None}
+        hub.repositories["org/tiny"] = Repository(files)
+        return refused("org/tiny")
+
+    only_bin = refused_with({"model.safetensors": None, "consolidated.safetensors": None})
+    assert "holds no model.safetensors; it holds pickled weights, which are programs" in only_bin
+    gguf = refused_with({"config.json": None, "tiny.Q4.gguf": b""})
+    assert "holds no config.json; it holds GGUF files, for example --model org/tiny/tiny.Q4.gguf" in gguf
+    assert "holds no tokenizer.json" in refused_with({"tokenizer.json": None})
+    unknown = json.loads(tiny["config.json"]) | {"architectures": ["OddForCausalLM"]}
+    assert "architecture 'OddForCausalLM' is not supported" in refused_with(
+        {"config.json": json.dumps(unknown).encode()}
+    )
+    assert "not a readable safetensors index" in refused_with({"model.safetensors.index.json": b"{}"})
+    bins = json.dumps({"weight_map": {"a": "pytorch_model.bin"}}).encode()
+    assert "files that are no safetensors: pytorch_model.bin" in refused_with({"model.safetensors.index.json": bins})
+    lost = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
+    assert "holds no model-1.safetensors" in refused_with({"model.safetensors.index.json": lost})
+    assert not any(name.endswith((".safetensors", ".bin", ".gguf")) for name in hub.downloaded())
+
+
+@pytest.mark.filterwarnings("ignore:Not enough free disk space")
+def test_a_disk_that_is_too_small_is_told_before_and_while_it_fills(
+    hub: FakeHub, tiny: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny | {"a.gguf": b"GGUF"})
+    with monkeypatch.context() as small:
+        small.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 7, 3))
+        assert "org/tiny needs 0.5 MB, and" in (message := refused("org/tiny"))
+        assert "has 0.0 MB free; make room, or set HF_HOME to a larger disk" in message
+        assert "org/tiny needs 0.0 MB" in refused("org/tiny/a.gguf")
+    assert not any(name.endswith((".safetensors", ".gguf")) for name in hub.downloaded())
+
+    def full(*given: Any, **options: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    assert "is full; make room, or set HF_HOME to a larger one" in refused("org/tiny")
+
+
+# --- what is seen meanwhile
+
+
+def on_a_terminal(command: list[str], env: dict[str, str]) -> str:
+    """What a command shows on a terminal of its own."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+    os.close(theirs)
+    shown = b""
+    try:
+        while select.select([ours], [], [], 60)[0] and (piece := os.read(ours, 65536)):
+            shown += piece
+    except OSError:
+        pass  # how a terminal says that its last writer is gone
+    finally:
+        process.wait(10)
+        os.close(ours)
+    assert process.returncode == 0, shown
+    return shown.decode()
+
+
+def test_a_terminal_shows_a_progress_bar_and_a_log_does_not(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repositories["org/gguf"] = Repository({"a.gguf": bytes(3 * MEBIBYTE)})
+    command = [sys.executable, "-c", "import logging; logging.basicConfig(level='INFO'); " + RESOLVE, "org/gguf/a.gguf"]
+    shown = on_a_terminal(command, environment(hub, tmp_path / "first"))
+    assert "a.gguf: 100%" in shown
+    assert "3.15M/3.15M" in shown
+    done = subprocess.run(
+        command, env=environment(hub, tmp_path / "second"), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.splitlines() == [
+        f"INFO:kvrelay.engine:org/gguf: downloading 3.1 MB to {tmp_path / 'second' / 'hub'}"
+    ]
