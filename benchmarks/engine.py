@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
+from node.ranks import join_as_rank_0
 from paged_engine.engine import Engine
 from paged_engine.request import Request
 from paged_engine.scheduler import Fetch
@@ -47,7 +49,7 @@ class Bench:
         self._rng = random.Random(seed)
         self._made = 0
         view = engine.pool.view
-        for blocks in view.split(256):  # in pieces, as random numbers are made in a wider type first
+        for blocks in torch.split(view, 256):  # in pieces, as random numbers are made in a wider type first
             blocks.copy_(torch.randn(blocks.shape, device=blocks.device, dtype=torch.bfloat16))
 
     def submit(self, prompt_tokens: int, max_tokens: int, *, filled: bool = False) -> Request:
@@ -138,7 +140,7 @@ def idle_share(work: Callable[[], object]) -> float:
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return 1 - busy / (end - spans[0][0])
+    return float(1 - busy / (end - spans[0][0]))
 
 
 def kernel_times(work: Callable[[], object], steps: int) -> str:
@@ -201,11 +203,14 @@ def main() -> None:
         options[field] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
     began = time.perf_counter()
     defaults: dict[str, Any] = {"max_model_len": 8192, "prefix_cache": False}
-    engine = Engine(EngineConfig(arguments.model, arguments.load_format, **(defaults | options)))
+    config = EngineConfig(model=arguments.model, load_format=arguments.load_format, **(defaults | options))
+    engine = Engine(config, join_as_rank_0(config))
     took = time.perf_counter() - began
     print(f"ready after {took:.1f} s; {engine.pool.num_blocks} blocks of {engine.pool.block_tokens} tokens")
     gc.collect()
     gc.freeze()
+    compiled: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(str(about["repr"])[:100])
     figures = {}
     for row, result, compare in run(engine, arguments.rows, arguments.profile):
         figures[row] = result
@@ -213,6 +218,8 @@ def main() -> None:
             f"{row:<18}" + "".join(f" {name} {value:10.3f}" for name, value in result.items()) + f"   ({compare})",
             flush=True,
         )
+    print(f"kernels compiled after the engine was ready: {compiled or 'none'}")
+    engine.close()
     print(json.dumps({"device": torch.cuda.get_device_name(), "options": options, "figures": figures}))
 
 

@@ -36,8 +36,9 @@ class Row:
 def median_us(calls: Sequence[Callable[[], object]], *, replays: int = 7, min_ms: float = 2.0) -> float:
     """Median time of one call in microseconds.
 
-    `calls` do equal work on different inputs; together these should exceed the L2 cache several times. They are run once
-    to compile, captured one after the other (repeated until a graph takes about `min_ms`), and the graph is replayed.
+    `calls` do equal work on different inputs; together these should exceed the L2 cache several times. They are run
+    once to compile, captured one after the other (repeated until a graph takes about `min_ms`), and the graph is
+    replayed.
     """
     for call in calls:
         call()
@@ -58,7 +59,7 @@ def median_us(calls: Sequence[Callable[[], object]], *, replays: int = 7, min_ms
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     graph.replay()
     end.record()

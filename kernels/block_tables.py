@@ -4,6 +4,8 @@ A slot is a running request's row in tables that outlive a step. `slot_tables` [
 ids of each slot's sequence; a step's attention kernels read `tables` [sequences, max_blocks], rows in the step's order.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
 from __future__ import annotations
 
 import torch
@@ -13,8 +15,9 @@ import triton.language as tl
 __all__ = ["append_blocks", "step_tables"]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _append_blocks(slot_tables, index, block, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+# Not specialized: one binary for all counts and places.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["index", "block"])
+def _append_blocks(slot_tables, index, block, count, BLOCK: tl.constexpr):
     # grid: (cdiv(count, BLOCK),)
     item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = item < count
@@ -28,9 +31,17 @@ def append_blocks(slot_tables: torch.Tensor, index: torch.Tensor, block: torch.T
     _append_blocks[(triton.cdiv(count, 256),)](slot_tables, index, block, count, BLOCK=256)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _step_tables(slots, context_lens, last_blocks, slot_tables, tables, max_blocks, BLOCK_TOKENS: tl.constexpr,
-                 BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=["slots", "context_lens", "last_blocks"])
+def _step_tables(
+    slots,
+    context_lens,
+    last_blocks,
+    slot_tables,
+    tables,
+    max_blocks,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     # grid: (sequences,)
     row = tl.program_id(0)
     slot = tl.load(slots + row)

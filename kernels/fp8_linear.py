@@ -1,8 +1,10 @@
 """Linear layers with fp8 (e4m3) weights on a GPU: half the bytes in a decode step, twice the arithmetic in a prefill.
 
-Few rows: the skinny kernel reads fp8 weights, widens them in registers and multiplies with x as it is (weights only are
-quantized). More: x is quantized too, each row with its own scale, and `torch._scaled_mm` multiplies fp8 by fp8 with a
-scale per row and per output channel (compute capability 8.9 and later). The format: `kernels/fp8_reference.py`.
+One row: the skinny kernel widens the weights in registers and multiplies with x as it is (weights only are quantized).
+More rows: x is quantized too, each row with its own scale, by RMSNorm's launch or one of its own. Then fp8 meets fp8,
+in the skinny kernel for few rows and in `torch._scaled_mm` for many (compute capability 8.9 and later).
+
+The format: `kernels/fp8_reference.py`.
 
 Grid of `quantize_rows`: one program per row, which stays in registers.
 """
@@ -17,31 +19,31 @@ import triton.language as tl
 
 from kernels.fp8_reference import quantize_weight
 from kernels.fused_act import act_and_mul
-from kernels.fused_norm import e4m3_scale, pdl_works, rms_norm
-from kernels.gpu_linear import FUSED_NORM_ROWS
+from kernels.fused_norm import e4m3_scale, pdl_works, rms_norm, warps_for
 from kernels.skinny_gemm import Activation, skinny_linear
 
 __all__ = ["SKINNY_ROWS", "Fp8Linear", "quantize_rows", "quantize_weight"]
 
 SKINNY_ROWS = 64
-"""Up to so many rows the skinny kernel; above, quantized rows and `torch._scaled_mm`. To be measured."""
+"""Up to so many rows the skinny kernel; above, `torch._scaled_mm`. To be measured."""
+FAST_ACCUMULATION = False
+"""Whether `torch._scaled_mm` leaves all additions to Hopper's tensor core, which keeps 14 bits of the sum and cuts off
+the rest, instead of adding to fp32 in registers every so many columns. That is 2 to 10 % faster from 128 rows on (H200,
+4096 rows: gate-up 715 us against 789, down 351 against 357). But cuts go one way and grow with K: DeepSeek-V3's report
+(2024, 3.3.2) finds errors up to 2 % at K = 4096, where rounding to fp8 costs 3 to 4 %; and the K of down is 14336.
+"""
+
+Rows = tuple[torch.Tensor, torch.Tensor | None]
+"""One row as it is; or float8_e4m3fn rows [M, K] and their fp32 scales [M, 1]."""
 
 
 class Fp8Linear:
     """A float8_e4m3fn weight [out_features, in_features] with its scales, an optional bias. Methods as `GpuLinear`'s.
 
     scale: fp32, one per output channel ([out_features, 1] or [out_features]) or one number for all.
-    fast_accumulation: `torch._scaled_mm` then adds with the tensor core's 14 bits instead of in fp32 registers.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        fast_accumulation: bool = False,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         if weight.dtype != torch.float8_e4m3fn:
             raise ValueError(f"the weight must be float8_e4m3fn, is {weight.dtype}")
@@ -53,7 +55,6 @@ class Fp8Linear:
         self.weight = weight.contiguous()
         self.scale = scale.float().reshape(-1).expand(self.out_features).contiguous()
         self.bias = bias
-        self._fast_accumulation = fast_accumulation
 
     @classmethod
     def quantized(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Fp8Linear:
@@ -69,9 +70,7 @@ class Fp8Linear:
         pdl: bool = False,
     ) -> torch.Tensor:
         """x W^T + bias + residual -> [rows, out_features]; `out` may be the residual."""
-        if 0 < len(x) <= SKINNY_ROWS:
-            return self._skinny(x, residual=residual, out=out, pdl=pdl)
-        return self._scaled(*quantize_rows(x, pdl=pdl), x.dtype, residual, out)
+        return self._product(_rows(x, pdl), x.dtype, residual=residual, out=out, pdl=pdl)
 
     def normed(
         self,
@@ -85,14 +84,8 @@ class Fp8Linear:
         pdl: bool = False,
     ) -> torch.Tensor:
         """The product of RMSNorm(x); norm_weight [in_features], `plus_one` as in `rms_norm`."""
-        if 0 < len(x) <= FUSED_NORM_ROWS:
-            norm = {"norm_weight": norm_weight, "eps": eps, "plus_one": plus_one}
-            return self._skinny(x, residual=residual, out=out, pdl=pdl, **norm)
-        if len(x) <= SKINNY_ROWS:
-            return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), residual=residual, out=out, pdl=pdl)
-        scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-        rows = rms_norm(x, norm_weight, eps, plus_one=plus_one, scales_out=scales, pdl=pdl)
-        return self._scaled(rows, scales, x.dtype, residual, out)
+        rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
+        return self._product(rows, x.dtype, residual=residual, out=out, pdl=pdl)
 
     def gated(
         self,
@@ -106,43 +99,71 @@ class Fp8Linear:
         pdl: bool = False,
     ) -> torch.Tensor:
         """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2]; RMSNorm of x before."""
+        rows = _rows(x, pdl) if norm_weight is None else _normed_rows(x, norm_weight, eps, plus_one, pdl)
         if 0 < len(x) <= SKINNY_ROWS:
-            if norm_weight is not None and len(x) > FUSED_NORM_ROWS:
-                x, norm_weight = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), None
-            norm = {"norm_weight": norm_weight, "eps": eps, "plus_one": plus_one}
-            return self._skinny(x, gate=act, out=out, pdl=pdl, **norm)
-        if norm_weight is None:
-            gate_up = self(x, pdl=pdl)
-        else:
-            gate_up = self.normed(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
-        return act_and_mul(gate_up, act, out=out, pdl=pdl)
+            return self._product(rows, x.dtype, gate=act, out=out, pdl=pdl)
+        return act_and_mul(self._product(rows, x.dtype, pdl=pdl), act, out=out, pdl=pdl)
 
-    def _skinny(self, x: torch.Tensor, **around: object) -> torch.Tensor:
-        return skinny_linear(x, self.weight, weight_scale=self.scale, bias=self.bias, **around)  # type: ignore[arg-type]
-
-    def _scaled(
+    def _product(
         self,
-        rows: torch.Tensor,
-        scales: torch.Tensor,
+        rows: Rows,
+        dtype: torch.dtype,
+        *,
+        residual: torch.Tensor | None = None,
+        gate: Activation | None = None,
+        out: torch.Tensor | None = None,
+        pdl: bool,
+    ) -> torch.Tensor:
+        """-> [M, N] of `dtype`, or [M, N / 2] with a gate, which is for the skinny kernel."""
+        x, x_scale = rows
+        if not 0 < len(x) <= SKINNY_ROWS:
+            assert x_scale is not None
+            return self._many_rows(x, x_scale, dtype, residual, out)
+        if out is None:
+            out = torch.empty(len(x), self.out_features // (1 if gate is None else 2), dtype=dtype, device=x.device)
+        return skinny_linear(
+            x,
+            self.weight,
+            x_scale=x_scale,
+            weight_scale=self.scale,
+            bias=self.bias,
+            residual=residual,
+            gate=gate,
+            out=out,
+            pdl=pdl,
+        )
+
+    def _many_rows(
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
         dtype: torch.dtype,
         residual: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """float8_e4m3fn rows [M, K] and their scales [M, 1] -> [M, N] of `dtype` (by way of bf16, the only choice)."""
         y = torch._scaled_mm(
-            rows,
+            x,
             self.weight.T,
-            scale_a=scales,
+            scale_a=x_scale,
             scale_b=self.scale[None, :],
             bias=None if self.bias is None else self.bias.to(torch.bfloat16),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=self._fast_accumulation,
+            out_dtype=torch.bfloat16,  # the only one with a scale per row and channel
+            use_fast_accum=FAST_ACCUMULATION,
         )
         if residual is not None:
             return torch.add(y, residual, out=out) if out is not None else (y + residual).to(dtype)
         if out is not None:
             return out.copy_(y)
         return y.to(dtype)
+
+
+def _rows(x: torch.Tensor, pdl: bool) -> Rows:
+    return (x, None) if len(x) == 1 else quantize_rows(x, pdl=pdl)
+
+
+def _normed_rows(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, pdl: bool) -> Rows:
+    scales = None if len(x) == 1 else torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    return rms_norm(x, weight, eps, plus_one=plus_one, scales_out=scales, pdl=pdl), scales
 
 
 def quantize_rows(
@@ -164,7 +185,7 @@ def quantize_rows(
             K=k,
             BLOCK=block,
             PDL=pdl,
-            num_warps=min(max(block // 1024, 1), 16),
+            num_warps=warps_for(block),
             launch_pdl=pdl,
         )
     return out, scales

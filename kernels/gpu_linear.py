@@ -1,7 +1,8 @@
 """A decoder's linear layers on a GPU: our skinny kernels for few rows, cuBLAS for many; and what goes with a product.
 
-Which of the two, and whether RMSNorm goes into the product or is a launch of its own, follows from the number of rows:
-the limits below. Batch-invariant layers take one kernel for all numbers of rows (`kernels/invariant_gemm.py`).
+Which of the two follows from the number of rows, see `skinny_rows`. RMSNorm before a product is a launch of its own
+(`kernels/skinny_gemm.py` says why). Batch-invariant layers add in one order for all numbers of rows
+(`kernels/invariant_gemm.py`).
 Quantized weights: `kernels/fp8_linear.py`. The CPU's layers: `kernels/linear.py`.
 """
 
@@ -14,11 +15,7 @@ from kernels.fused_norm import rms_norm
 from kernels.invariant_gemm import invariant_linear
 from kernels.skinny_gemm import Activation, skinny_linear
 
-__all__ = ["FUSED_NORM_ROWS", "GpuLinear", "skinny_rows"]
-
-FUSED_NORM_ROWS = 0
-"""Up to so many rows the skinny kernel norms x itself. Every program norms all of x, so it costs more with every row;
-a launch of its own costs 2 to 3 us, or less where it overlaps the first loads of weights (pdl)."""
+__all__ = ["GpuLinear", "skinny_rows"]
 
 
 def skinny_rows(out_features: int, *, gated: bool = False) -> int:
@@ -67,7 +64,7 @@ class GpuLinear:
         """x W^T + bias + residual -> [rows, out_features]; `out` may be the residual."""
         if self._batch_invariant:
             return invariant_linear(x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl)
-        if self._is_skinny(x):
+        if 0 < len(x) <= self._skinny_rows:
             return skinny_linear(x, self.weight, bias=self.bias, residual=residual, out=out, pdl=pdl)
         return self._cublas(x, residual, out)
 
@@ -83,19 +80,7 @@ class GpuLinear:
         pdl: bool = False,
     ) -> torch.Tensor:
         """The product of RMSNorm(x); norm_weight [in_features], `plus_one` as in `rms_norm`."""
-        if not (self._is_skinny(x) and len(x) <= FUSED_NORM_ROWS):
-            return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), residual=residual, out=out, pdl=pdl)
-        return skinny_linear(
-            x,
-            self.weight,
-            bias=self.bias,
-            residual=residual,
-            norm_weight=norm_weight,
-            eps=eps,
-            plus_one=plus_one,
-            out=out,
-            pdl=pdl,
-        )
+        return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), residual=residual, out=out, pdl=pdl)
 
     def gated(
         self,
@@ -109,25 +94,11 @@ class GpuLinear:
         pdl: bool = False,
     ) -> torch.Tensor:
         """act(gate) * up, a weight's first half being the gate's -> [rows, out_features / 2]; RMSNorm of x before."""
-        skinny = 0 < len(x) <= self._gated_rows
-        if norm_weight is not None and not (skinny and len(x) <= FUSED_NORM_ROWS):
-            x, norm_weight = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), None
-        if not skinny:
-            return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
-        return skinny_linear(
-            x,
-            self.weight,
-            bias=self.bias,
-            norm_weight=norm_weight,
-            eps=eps,
-            plus_one=plus_one,
-            gate=act,
-            out=out,
-            pdl=pdl,
-        )
-
-    def _is_skinny(self, x: torch.Tensor) -> bool:
-        return 0 < len(x) <= self._skinny_rows
+        if norm_weight is not None:
+            x = rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl)
+        if 0 < len(x) <= self._gated_rows:
+            return skinny_linear(x, self.weight, bias=self.bias, gate=act, out=out, pdl=pdl)
+        return act_and_mul(self(x, pdl=pdl), act, out=out, pdl=pdl)
 
     def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         """One launch, and a second one only for bias and residual together."""

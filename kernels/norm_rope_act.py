@@ -56,7 +56,7 @@ def act_and_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
         raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
     gate, up = gate_up.chunk(2, dim=-1)
     # Not functional.gelu, which gives the elements at the end of a thread's share other bits (MKL's tanh does not).
-    wide = gate.float()
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     bend = (0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)).tanh_()
     return (0.5 * wide * (1 + bend)).to(gate.dtype) * up
 

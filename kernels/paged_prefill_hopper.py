@@ -122,7 +122,8 @@ def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], box:
     return TensorDescriptor(tensor, shape, strides, box, gl.NVMMASharedLayout.get_default_for(box, dtype))
 
 
-@gluon.jit  # type: ignore[untyped-decorator]
+# Not specialized: one binary for all numbers of tiles.
+@gluon.jit(do_not_specialize=["items"])  # type: ignore[untyped-decorator]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     queries,  # TMA descriptor of [T, Hq, D], boxes [TOKENS, HEADS, DIM]
     keys,  # TMA descriptor of [rows of the pool, D], boxes [block_tokens, DIM]

@@ -2,7 +2,7 @@
 
 Names in capitals are known when a kernel is compiled. M rows of x, N outputs, K columns; a program has BN weight rows,
 BM rows of x, and BK columns at a time. A gated weight is [2 N, K]: N gate rows, then N up rows, and a program has BN of
-each. Norm, gate, bias and so on are there if their argument is not None.
+each. Scales, gate, bias and so on are there if their argument is not None.
 """
 
 # ruff: noqa: N803, N806
@@ -21,63 +21,63 @@ PREFETCH_PIECE = tl.constexpr(512)
 
 @triton.jit
 def vector_kernel(
-    x, weight, weight_scale, norm_weight, bias, residual, out, N, eps,
+    x, weight, weight_scale, bias, residual, out, N,
     K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PLUS_ONE: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, PDL: tl.constexpr, FP8_INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
-    """x [1, K] -> out [1, N]. Grid (cdiv(N, BN),)."""
-    NORM: tl.constexpr = norm_weight is not None
+    """x [1, K] -> out [1, N]. Grid (cdiv(N, BN),).
+
+    x and weight come as words of four columns: int64, or int32 where the weight is fp8. A word has one accumulator, and
+    stays packed from its load to its use; so there are registers for enough loads under way. A thread has two words of
+    x and of each weight row (int32 would allow four), so that no layout is converted.
+    """
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    WORDS: tl.constexpr = K // 4
+    BW: tl.constexpr = BK // 4
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     row_index = tl.minimum(n, N - 1).to(tl.int64)
-    rows, up_rows = weight + row_index * K, weight + (row_index + N) * K
+    rows, up_rows = weight + row_index * WORDS, weight + (row_index + N) * WORDS
     rows, up_rows = rows[:, None], up_rows[:, None]
-    columns = tl.arange(0, BK)[None, :]
+    columns = tl.max_contiguous(tl.arange(0, BW), 2)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    # Two chunks of weights are on their way at any time. The first is asked for before the wait.
-    ahead = _weights_once(rows, columns, K)
-    up_ahead = _weights_once(up_rows, columns, K) if GATE is not None else ahead
+    # A chunk of weights is asked for before the one ahead of it is used; the first, before the wait.
+    ahead = _words_once(rows, columns, WORDS)
+    up_ahead = _words_once(up_rows, columns, WORDS) if GATE is not None else ahead
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    acc = tl.zeros((BN, BK), tl.float32)
-    up_acc = tl.zeros((BN, BK), tl.float32)
-    squares = tl.zeros((1, BK), tl.float32)
-    for begin in range(0, K, BK):
-        w, up_w = ahead, up_ahead
+    acc = tl.zeros((BN, BW), tl.float32)
+    up_acc = tl.zeros((BN, BW), tl.float32)
+    for begin in range(0, WORDS, BW):
+        words, up_words = ahead, up_ahead
         k = begin + columns
-        ahead = _weights_once(rows, k + BK, K)
-        up_ahead = _weights_once(up_rows, k + BK, K) if GATE is not None else ahead
-        row = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-        if NORM:
-            squares += row * row
-            row *= _norm_factors(norm_weight, k, K, PLUS_ONE).to(tl.float32)
-        acc += _wide(w) * row
+        ahead = _words_once(rows, k + BW, WORDS)
+        up_ahead = _words_once(up_rows, k + BW, WORDS) if GATE is not None else ahead
+        four = _four_of_16_bits(tl.load(x + k, mask=k < WORDS, other=0), DTYPE)
+        acc = _add_products(acc, words, four, DTYPE, FP8_INSTRUCTION)
         if GATE is not None:
-            up_acc += _wide(up_w) * row
+            up_acc = _add_products(up_acc, up_words, four, DTYPE, FP8_INSTRUCTION)
 
     acc = tl.sum(acc, axis=1, keep_dims=True)
     up_acc = tl.sum(up_acc, axis=1, keep_dims=True) if GATE is not None else acc
-    squares = tl.sum(squares, axis=1)
-    m = tl.arange(0, 1)
-    _finish(
-        acc, up_acc, squares, m, n, 1, N, weight_scale, bias, residual, out, 0, 0, eps, K, NORM, GATE
-    )  # fmt: skip
+    _finish(acc, up_acc, tl.arange(0, 1), n, 1, N, None, weight_scale, bias, residual, out, 0, 0, GATE)
 
 
 @triton.jit(do_not_specialize=["M"])
 def tile_kernel(
-    x, x_tiles, weight, weight_tiles, weight_scale, norm_weight, bias, residual, out, partials, arrivals,
-    M, N, x_stride, residual_stride, out_stride, eps,
+    x, x_tiles, x_scale, weight, weight_tiles, weight_scale, bias, residual, out, partials, arrivals,
+    M, N, x_stride, residual_stride, out_stride,
     K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, PREFETCH: tl.constexpr,
-    PLUS_ONE: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] -> out [M, N]. Grid (cdiv(N, BN) * SPLIT,).
 
     With x_tiles [BM, BK] and weight_tiles [BN, BK], descriptors of x and weight, loads go through the TMA.
     """
-    NORM: tl.constexpr = norm_weight is not None
     CHUNK: tl.constexpr = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
+    # Hopper's tensor core adds fp8 products with 14 bits; after so many columns they are added to fp32 in registers.
+    FEW_BITS: tl.constexpr = BK if x_scale is not None else None
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     begin = part * CHUNK
     end = tl.minimum(begin + CHUNK, K)
@@ -95,13 +95,10 @@ def tile_kernel(
 
     acc = tl.zeros((BN, BM), tl.float32)
     up_acc = tl.zeros((BN, BM), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
     columns = tl.arange(0, BK)
-    if NORM:
-        factors = _norm_factors(norm_weight, begin + columns, end, PLUS_ONE)
     for k0 in range(begin, end, BK):
-        k = k0 + columns
         if x_tiles is None:
+            k = k0 + columns
             x_mask = (m < M)[:, None] if K % BK == 0 else (m < M)[:, None] & (k < K)[None, :]
             x_tile = tl.load(x + m[:, None] * x_stride + k[None, :], mask=x_mask, other=0.0)
             w = _weights(rows, k, K, K % BK == 0)
@@ -110,69 +107,49 @@ def tile_kernel(
             x_tile = x_tiles.load([0, k0])
             w = weight_tiles.load([tile * BN, k0])
             up_w = weight_tiles.load([N + tile * BN, k0]) if GATE is not None else w
-        if NORM:
-            wide = x_tile.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            x_tile = (wide * factors.to(tl.float32)[None, :]).to(x_tile.dtype)
-            # One iteration early: this small load is not part of the pipeline.
-            factors = _norm_factors(norm_weight, k + BK, end, PLUS_ONE)
-        acc = tl.dot(_as_type_of(w, x_tile), x_tile.T, acc)
+        acc = tl.dot(w, x_tile.T, acc, max_num_imprecise_acc=FEW_BITS)
         if GATE is not None:
-            up_acc = tl.dot(_as_type_of(up_w, x_tile), x_tile.T, up_acc)
+            up_acc = tl.dot(up_w, x_tile.T, up_acc, max_num_imprecise_acc=FEW_BITS)
 
     if SPLIT == 1:
         _finish(
-            acc, up_acc, squares, m, n, M, N, weight_scale, bias, residual, out, residual_stride, out_stride, eps,
-            K, NORM, GATE,
+            acc, up_acc, m, n, M, N, x_scale, weight_scale, bias, residual, out, residual_stride, out_stride, GATE
         )  # fmt: skip
-    elif _leave_sums(acc, squares, tile, part, partials, arrivals, BN, BM, SPLIT, NORM) == SPLIT - 1:
-        acc, squares = _all_sums(tile, partials, arrivals, BN, BM, SPLIT, NORM)
+    elif _leave_sums(acc, tile, part, partials, arrivals, BN, BM, SPLIT) == SPLIT - 1:
+        acc = _all_sums(tile, partials, arrivals, BN, BM, SPLIT)
         _finish(
-            acc, acc, squares, m, n, M, N, weight_scale, bias, residual, out, residual_stride, out_stride, eps,
-            K, NORM, GATE,
+            acc, acc, m, n, M, N, x_scale, weight_scale, bias, residual, out, residual_stride, out_stride, GATE
         )  # fmt: skip
 
 
 @triton.jit
-def _leave_sums(
-    acc, squares, tile, part, partials, arrivals,
-    BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """Store a part's BN x BM sums, then its BM sums of squares; how many parts of this tile were there before."""
-    place = partials + (tile * SPLIT + part) * (BN + 1) * BM
-    m = tl.arange(0, BM)
-    tl.store(place + tl.arange(0, BN)[:, None] * BM + m[None, :], acc)
-    if NORM:
-        tl.store(place + BN * BM + m, squares)
+def _leave_sums(acc, tile, part, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr):
+    """Store a part's BN x BM sums; how many parts of this tile were there before."""
+    place = partials + (tile * SPLIT + part) * BN * BM
+    tl.store(place + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], acc)
     tl.debug_barrier()  # all threads have stored before one of them says so
     return tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
 
 
 @triton.jit
-def _all_sums(
-    tile, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr
-):  # fmt: skip
-    """(acc, squares) of all parts of a tile, added in the order of K; the counter is 0 again."""
-    acc, squares = tl.zeros((BN, BM), tl.float32), tl.zeros((BM,), tl.float32)
-    m = tl.arange(0, BM)
+def _all_sums(tile, partials, arrivals, BN: tl.constexpr, BM: tl.constexpr, SPLIT: tl.constexpr):
+    """The sums of all parts of a tile, added in the order of K; the counter is 0 again."""
+    acc = tl.zeros((BN, BM), tl.float32)
     for part in tl.static_range(SPLIT):
-        place = partials + (tile * SPLIT + part) * (BN + 1) * BM
-        acc += tl.load(place + tl.arange(0, BN)[:, None] * BM + m[None, :], cache_modifier=".cg")
-        if NORM:
-            squares += tl.load(place + BN * BM + m, cache_modifier=".cg")
+        place = partials + (tile * SPLIT + part) * BN * BM
+        acc += tl.load(place + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :], cache_modifier=".cg")
     tl.store(arrivals + tile, 0)
-    return acc, squares
+    return acc
 
 
 @triton.jit
 def _finish(
-    acc, up, squares, m, n, M, N, weight_scale, bias, residual, out, residual_stride, out_stride, eps,
-    K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    acc, up, m, n, M, N, x_scale, weight_scale, bias, residual, out, residual_stride, out_stride, GATE: tl.constexpr
 ):  # fmt: skip
-    """Sums acc and up [BN, BM] of outputs n [BN] and rows m [BM] of x, with squares [BM] its sums of squares -> out."""
+    """Sums acc and up [BN, BM] of outputs n [BN] and rows m [BM] of x -> out."""
     rows = tl.minimum(n, N - 1)
-    if NORM:
-        scale = tl.rsqrt(squares / K + eps)[None, :]
+    if x_scale is not None:
+        scale = tl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
         acc *= scale
         up *= scale
     acc = _scale_and_bias(acc, rows, weight_scale, bias)
@@ -204,23 +181,11 @@ def _activate(gate, ACT: tl.constexpr):
 
 
 @triton.jit
-def _norm_factors(norm_weight, k, end, PLUS_ONE: tl.constexpr):
-    factors = tl.load(norm_weight + k, mask=k < end, other=0.0)
-    return factors.to(tl.float32) + 1.0 if PLUS_ONE else factors
-
-
-@triton.jit
 def _weights(rows, k, K: tl.constexpr, WHOLE: tl.constexpr):
     """Weights [BN, BK] of rows [BN] (pointers) and columns k [BK]; none is beyond K if WHOLE."""
     if WHOLE:
         return tl.load(rows[:, None] + k[None, :])
     return tl.load(rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
-
-
-@triton.jit
-def _weights_once(rows, k, K: tl.constexpr):
-    """Weights [BN, BK] of rows [BN, 1] and columns k [1, BK]. They leave the caches first: x and norm_weight stay."""
-    return tl.load(rows + k, mask=k < K, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -238,15 +203,46 @@ def _prefetch(rows, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _wide(weights):
-    if weights.dtype == tl.float8e4nv:
-        weights = weights.to(tl.float16)
-    return weights.to(tl.float32)
+def _words_once(rows, k, WORDS: tl.constexpr):
+    """Words [BN, BW] of rows [BN, 1] and word numbers k [1, BW]. They leave the caches first, so that x stays."""
+    return tl.load(rows + k, mask=k < WORDS, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _as_type_of(weights, x_tile):
-    """fp8 weights as x's type. By way of fp32: cvt.bf16.f16, which Triton would use, is eight times slower."""
-    if weights.dtype == x_tile.dtype:
-        return weights
-    return _wide(weights).to(x_tile.dtype)
+def _add_products(acc, words, four, DTYPE: tl.constexpr, FP8_INSTRUCTION: tl.constexpr):
+    """acc + the products of the weights in `words` with `four` of x."""
+    weights = _four_of_16_bits(words, DTYPE) if words.dtype == tl.int64 else _four_of_8_bits(words, FP8_INSTRUCTION)
+    for i in tl.static_range(4):
+        acc += weights[i] * four[i]
+    return acc
+
+
+@triton.jit
+def _four_of_16_bits(words, DTYPE: tl.constexpr):
+    """int64 words -> their four numbers of DTYPE as fp32, from the lowest bits on."""
+    return _low(words, DTYPE), _low(words >> 16, DTYPE), _low(words >> 32, DTYPE), _low(words >> 48, DTYPE)
+
+
+@triton.jit
+def _low(words, DTYPE: tl.constexpr):
+    return words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _four_of_8_bits(words, FP8_INSTRUCTION: tl.constexpr):
+    """int32 words -> their four e4m3 numbers as fp32, from the lowest bits on."""
+    if FP8_INSTRUCTION:  # two at a time to fp16, and from there without unpacking (LLVM would do that)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b, c, d; .reg .b32 ab, cd; mov.b32 {a, b}, $4; "
+            "cvt.rn.f16x2.e4m3x2 ab, a; cvt.rn.f16x2.e4m3x2 cd, b; mov.b32 {a, b}, ab; mov.b32 {c, d}, cd; "
+            "cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
+            "=f,=f,=f,=f,r", [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return _wide_e4m3(words), _wide_e4m3(words >> 8), _wide_e4m3(words >> 16), _wide_e4m3(words >> 24)
+
+
+@triton.jit
+def _wide_e4m3(words):
+    """The lowest byte: its bits in their places of fp16, whose exponent's bias is greater by 8."""
+    return _low(((words & 0x80) << 8) | ((words & 0x7F) << 7), tl.float16) * 256.0

@@ -11,8 +11,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,6 +27,7 @@ from wire.errors import ConfigError, KvrelayError
 
 __all__ = ["main", "run"]
 
+_WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
@@ -46,10 +46,10 @@ app = typer.Typer(
 
 def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
     def serve(values: dict[str, object]) -> int:
-        config = build(NodeConfig, _with_model(values) | {"role": role})
+        config = build(NodeConfig, _named(values) | {"role": role})
         check_port(config.host, config.port)
         _log_to_stderr()
-        import paged_engine  # noqa: F401 - refuses here, in one sentence, if another package `kernels` is in the way
+        config = _with_model_here(config)
         from node.server import run as run_node
 
         return run_node(config)
@@ -69,15 +69,19 @@ def _serving_router(values: dict[str, object]) -> int:
 
 
 def _serving_ranks(values: dict[str, object]) -> int:
-    config = build(RanksConfig, _with_model(values))
+    config = build(RanksConfig, _named(values))
     _log_to_stderr()
+    config = _with_model_here(config)
     from node.ranks import run_ranks
 
     return run_ranks(config)
 
 
 def _running_cluster(values: dict[str, object]) -> int:
-    config = build(ClusterConfig, _with_model(values))
+    config = build(ClusterConfig, _named(values))
+    check_port(config.host, config.port)
+    _log_to_stderr()
+    config = _with_model_here(config)
     from kvrelay.cluster import up
 
     return up(config)
@@ -87,11 +91,22 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
-def _with_model(values: dict[str, object]) -> dict[str, object]:
-    model = str(values.get("model") or embedded_model())
-    if not Path(model).exists():
-        raise ConfigError(f"model {model!r} does not exist; give a folder in Hugging Face layout or a .gguf file")
-    return values | {"model": model}
+def _named(values: dict[str, object]) -> dict[str, object]:
+    return values if values.get("model") else values | {"model": str(embedded_model())}
+
+
+def _with_model_here(config: _WithEngine) -> _WithEngine:
+    """The config with a path as its model: one from the Hub is downloaded now, once, and no child needs the token.
+
+    Comes last, so that nothing is downloaded for what is refused.
+    """
+    # Also refuses, in one sentence, if another package `kernels` is in the way of ours.
+    from paged_engine.hub import resolve_model
+
+    engine = config.engine
+    with_weights = engine.load_format != "dummy"
+    path = resolve_model(engine.model, revision=engine.revision, token=engine.hub_token, weights=with_weights)
+    return dataclasses.replace(config, engine=dataclasses.replace(engine, model=str(path), revision="", hub_token=""))
 
 
 def _add(

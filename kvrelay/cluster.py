@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvrelay.chat import Endpoint, open_session, proof
 from kvrelay.machine import this_machine
-from kvrelay.plan import ClusterConfig, plan, reachable
+from kvrelay.plan import ClusterConfig, Machine, plan, reachable, waves
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
 from wire.errors import ConfigError
 
@@ -54,7 +54,7 @@ async def _run(config: ClusterConfig, console: Console, planned: Callable[..., l
             return await _answers(session, url)
 
         async with Supervisor(healthy, say, config.start_deadline_s, config.stop_deadline_s) as supervisor:
-            serving = asyncio.create_task(_serve(config, console, supervisor, specs, endpoint))
+            serving = asyncio.create_task(_serve(config, console, supervisor, specs, machine, endpoint))
             stopped = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -70,11 +70,17 @@ async def _run(config: ClusterConfig, console: Console, planned: Callable[..., l
 
 
 async def _serve(
-    config: ClusterConfig, console: Console, supervisor: Supervisor, specs: Sequence[ChildSpec], endpoint: Endpoint
+    config: ClusterConfig,
+    console: Console,
+    supervisor: Supervisor,
+    specs: Sequence[ChildSpec],
+    machine: Machine,
+    endpoint: Endpoint,
 ) -> None:
     """Start, wait until ready, say where it is, prove it if asked. Returns only after a proof that is to exit."""
     *nodes, router = specs
-    await _all_ready(console, [supervisor.start(node) for node in nodes])
+    for wave in waves(nodes, machine):
+        await _all_ready(console, [supervisor.start(node) for node in wave])
     await _all_ready(console, [supervisor.start(router)])  # later, so that it need not warn of nodes that still load
     async with open_session() as session:
         _invite(console, endpoint, await endpoint.model(session))

@@ -15,7 +15,17 @@ from kvrelay.supervisor import ChildSpec
 from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferConfig
 from wire.errors import ConfigError
 
-__all__ = ["API_KEY", "NODE_API_KEY", "ClusterConfig", "Machine", "plan", "reachable"]
+__all__ = [
+    "API_KEY",
+    "NODE_API_KEY",
+    "ClusterConfig",
+    "Machine",
+    "NodeGpus",
+    "gpus_of_nodes",
+    "plan",
+    "reachable",
+    "waves",
+]
 
 API_KEY = "KVRELAY_API_KEY"
 NODE_API_KEY = "KVRELAY_NODE_API_KEY"
@@ -65,6 +75,8 @@ class ClusterConfig:
                 raise ConfigError(f"{name} must be positive, got {deadline:g}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        for role in (Role.PREFILL, Role.DECODE):
+            NodeConfig(self.engine, role, self.transfer)  # what a node would refuse is refused before anything starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +92,34 @@ class Machine:
     """The environment that the children start from."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeGpus:
+    """The GPUs of one node, as a value for CUDA_VISIBLE_DEVICES, and how many nodes share them."""
+
+    visible: str
+    sharers: int
+
+
+def gpus_of_nodes(nodes: int, ranks: int, gpus: Sequence[str]) -> list[NodeGpus]:
+    """`ranks` GPUs for each of the nodes, in turn. Raises ConfigError if there are too few for one node."""
+    sets = [",".join(gpus[first : first + ranks]) for first in range(0, len(gpus) - ranks + 1, ranks)]
+    if not sets:
+        raise ConfigError(
+            f"tensor_parallel {ranks} needs {ranks} GPUs for each node, and this machine shows {len(gpus)}; lower it, "
+            "or start ranks on other hosts with `kvrelay rank`"
+        )
+    taken = [index % len(sets) for index in range(nodes)]
+    return [NodeGpus(sets[index], taken.count(index)) for index in taken]
+
+
 def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) -> list[ChildSpec]:
     """The processes of the cluster, router last. Secrets go into the environment, everything else into flags."""
     roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
     base = {**machine.environ, NODE_API_KEY: node_key}
     base.pop(API_KEY, None)
     urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
+    on_gpus = machine.gpus and config.engine.device != "cpu"
+    gpus = gpus_of_nodes(len(roles), config.engine.tensor_parallel, machine.gpus) if on_gpus else None
     specs: list[ChildSpec] = []
     for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
         threads = config.engine.threads or _threads(role, config, machine.cores)
@@ -93,10 +127,12 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
         # that never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside
         # another such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000 (GNU OpenMP's own is 300,000): 63 / 429.
         env = {"GOMP_SPINCOUNT": "3000"} | base | {"OMP_NUM_THREADS": str(threads)}
-        if machine.gpus and config.engine.device != "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = machine.gpus[index % len(machine.gpus)]
+        engine = replace(config.engine, threads=threads)
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[index].visible
+            engine = _sharing(engine, gpus[index].sharers)
         url = f"http://127.0.0.1:{port}"
-        flags = flags_of(_node_config(config, role, port, threads), skip={"role", "api_key"})
+        flags = flags_of(_node_config(config, engine, role, port), skip={"role", "api_key", "hub_token"})
         specs.append(_spec(f"{role}-{len(urls[role])}", role.value, flags, url, log_dir, env))
         urls[role].append(url)
     router = RouterConfig(
@@ -110,6 +146,19 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     env = base | ({API_KEY: config.api_key} if config.api_key else {})
     url = reachable(config.host, machine.ports[0])
     return [*specs, _spec("router", "router", flags_of(router, skip={"api_key", "node_api_key"}), url, log_dir, env)]
+
+
+def waves(nodes: Sequence[ChildSpec], machine: Machine) -> list[list[ChildSpec]]:
+    """Nodes that may start at the same time: those that share a GPU measure its memory one after the other."""
+    waves: list[list[ChildSpec]] = []
+    seen: list[str | None] = []
+    for node in nodes:
+        gpus = node.env.get("CUDA_VISIBLE_DEVICES") if machine.gpus else None
+        turn = seen.count(gpus) if gpus else 0
+        seen.append(gpus)
+        waves += [[] for _ in range(turn + 1 - len(waves))]
+        waves[turn].append(node)
+    return waves
 
 
 def reachable(host: str, port: int) -> str:
@@ -128,9 +177,17 @@ def _threads(role: Role, config: ClusterConfig, cores: int) -> int:
     return max(1, cores // sharing)
 
 
-def _node_config(config: ClusterConfig, role: Role, port: int, threads: int) -> NodeConfig:
+def _sharing(engine: EngineConfig, sharers: int) -> EngineConfig:
+    """With the default share of a GPU's memory divided among the nodes on it. A share that was typed stays."""
+    default = EngineConfig(engine.model).gpu_memory_utilization
+    if sharers == 1 or engine.gpu_memory_utilization != default:
+        return engine
+    return replace(engine, gpu_memory_utilization=round(default / sharers, 3))
+
+
+def _node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: int) -> NodeConfig:
     return NodeConfig(
-        engine=replace(config.engine, threads=threads),
+        engine=engine,
         role=role,
         transfer=config.transfer,
         port=port,

@@ -86,6 +86,7 @@ def _end_with(child: subprocess.Popen[bytes], rank: int) -> None:
     def watch() -> None:
         if child.wait():
             log.error("rank %d ended with exit code %d; the engine cannot go on without it", rank, child.returncode)
+            logging.shutdown()
             os._exit(1)
 
     threading.Thread(target=watch, name=f"rank-{rank}", daemon=True).start()

@@ -129,8 +129,8 @@ class CpuOperations:
         chosen, weights = route(router(x), mixture.per_token, mixture.renormalize)
         return hidden + self._ranks.all_reduce(experts(x, chosen, weights, self._config.activation))
 
-    def final_norm(self, step: CpuStep, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return self.norm(hidden[step.sampled_rows], norm)
+    def sampled(self, step: CpuStep, x: torch.Tensor) -> torch.Tensor:
+        return x[step.sampled_rows]
 
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         logits = self._ranks.gather_columns(linear(x), self._config.vocab_size).float()

@@ -15,7 +15,7 @@ import torch
 from paged_engine.kv_pool import KVPool
 from paged_engine.model_config import POSITION_OFFSET, ModelConfig, stored_weights, tensor_shapes, weight_shapes
 from paged_engine.operations import Norm, Operations, QkNorm
-from paged_engine.rope import rope_frequencies
+from paged_engine.rope import rope_frequencies, rope_variant
 from wire.errors import ConfigError
 
 __all__ = ["Decoder", "by_projection"]
@@ -108,6 +108,7 @@ class Decoder:
         head = self._embedding if config.tie_embeddings else parts["lm_head.weight"]
         self._norm, (head,) = self._fold(self._norm_of(parts, "model.norm"), head)
         self._lm_head = operations.output_layer(head)
+        self.rope_variant = rope_variant(config.rope_scaling, max_positions)
         tables = _rotary_tables(config, max_positions)
         self._cos_sin = [None if table is None else table.to(device) for table in tables]
 
@@ -216,9 +217,14 @@ class Decoder:
             qkv = ops.normed_linear(hidden, layer.input_norm, layer.qkv)
             query = ops.rotate_and_write(step, qkv, rotaries[layer.rope], layer.qk_norm, cache)
             mixed = ops.attend(step, query, cache, layer.window)
+            if layer is self._layers[-1]:
+                # Nobody reads the other rows any more: of a prompt, only the last token goes on.
+                hidden, mixed = ops.sampled(step, hidden), ops.sampled(step, mixed)
+                if not len(hidden):
+                    return hidden.new_empty(0, self.config.vocab_size)
             hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
             hidden = self._add_mlp(hidden, layer)
-        return ops.logits(ops.final_norm(step, hidden, self._norm), self._lm_head)
+        return ops.logits(ops.norm(hidden, self._norm), self._lm_head)
 
     def _add(self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm | None) -> torch.Tensor:
         """The end of a branch: hidden + linear(x), with a norm of what is added or of the sum if there is one."""

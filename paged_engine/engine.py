@@ -50,6 +50,7 @@ class Engine:
         self.model: ModelConfig = read_model_config(config.model, config.load_format)
         self._runner = _open_runner(config, self.model, self.device, ranks or Alone())
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
+        self.rope_variant = self._runner.rope_variant
         self.scheduler = Scheduler(
             BlockPool(self.pool.num_blocks),
             block_tokens=self.pool.block_tokens,

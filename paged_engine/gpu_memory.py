@@ -49,8 +49,8 @@ class GpuBudget:
         if left <= 0:
             raise ConfigError(
                 f"nothing is left for the KV cache: the weights and a step need {_gib(self._needed())}, and "
-                f"gpu_memory_utilization allows {_gib(self.allowed_bytes)} of {_gib(self.total_bytes)}. Raise it, lower "
-                "max_batched_tokens, or spread the model over more GPUs"
+                f"gpu_memory_utilization allows {_gib(self.allowed_bytes)} of {_gib(self.total_bytes)}. Raise it, "
+                "lower max_batched_tokens, or spread the model over more GPUs"
             )
         return left
 
@@ -65,8 +65,8 @@ class GpuBudget:
         )
         if pool_bytes > spare:
             raise ConfigError(
-                f"a KV pool of {_gib(pool_bytes)} does not fit: beside the weights and a step {_gib(max(0, spare))} are "
-                "free; lower kv_cache_memory"
+                f"a KV pool of {_gib(pool_bytes)} does not fit: beside the weights and a step {_gib(max(0, spare))} "
+                "are free; lower kv_cache_memory"
             )
 
     def report(self, tokens: int) -> str:

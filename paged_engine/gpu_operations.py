@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -15,6 +16,7 @@ from kernels.gpu_linear import GpuLinear
 from kernels.grouped_gemm import moe
 from kernels.paged_decode import DecodeWorkspace, paged_decode, plan_decode
 from kernels.paged_prefill import paged_prefill
+from kernels.skinny_gemm import Activation
 from paged_engine.model_config import ModelConfig
 from paged_engine.operations import LayerCache, Norm, QkNorm
 from paged_engine.ranks import Ranks
@@ -42,6 +44,7 @@ class GpuStep:
     offsets: torch.Tensor  # [T] place in that block
     context_lens: torch.Tensor  # [S] tokens of the sequence, this step's included; 0 for padding
     tables: torch.Tensor  # [S, max_blocks]
+    chunk_context_lens: torch.Tensor  # [S - D] context_lens of the prefill chunks
     query_starts: torch.Tensor | None  # [S - D + 1] first row of each prefill chunk, counted from row D on
     tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks; None if there is none
     sampled_rows: torch.Tensor | None  # [R] rows whose logits are wanted; None for all
@@ -123,15 +126,12 @@ class GpuOperations:
         return cos_sin
 
     def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return self._norm_rows(hidden, norm, None)
-
-    def _norm_rows(self, hidden: torch.Tensor, norm: Norm | None, rows: torch.Tensor | None) -> torch.Tensor:
         if norm is None:
-            return hidden if rows is None else hidden[rows]
+            return hidden
         if norm.bias is not None:
             assert norm.weight is not None
-            return layer_norm(hidden, norm.weight, norm.bias, norm.eps, rows=rows, pdl=self._pdl)
-        return rms_norm(hidden, norm.weight, norm.eps, rows=rows, plus_one=norm.plus_one, pdl=self._pdl)
+            return layer_norm(hidden, norm.weight, norm.bias, norm.eps, pdl=self._pdl)
+        return rms_norm(hidden, norm.weight, norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
 
     def normed_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
         if norm is None or norm.bias is not None or norm.weight is None:
@@ -199,7 +199,7 @@ class GpuOperations:
                 values,
                 step.tables[decodes:],
                 step.query_starts,
-                step.context_lens[decodes:],
+                step.chunk_context_lens,
                 step.tiles,
                 out=out[decodes:],
                 scale=scale,
@@ -222,7 +222,7 @@ class GpuOperations:
         return hidden.add_(self.norm(self._ranks.all_reduce(linear(x, pdl=self._pdl)), norm))
 
     def gated_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Linear) -> torch.Tensor:
-        act = self._config.activation
+        act = cast("Activation", self._config.activation)
         if norm is None or norm.bias is not None or norm.weight is None:
             return linear.gated(self.norm(hidden, norm), act, pdl=self._pdl)
         return linear.gated(hidden, act, norm_weight=norm.weight, eps=norm.eps, plus_one=norm.plus_one, pdl=self._pdl)
@@ -250,8 +250,8 @@ class GpuOperations:
         )
         return ranks.all_reduce(summed)
 
-    def final_norm(self, step: GpuStep, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return self._norm_rows(hidden, norm, step.sampled_rows)
+    def sampled(self, step: GpuStep, x: torch.Tensor) -> torch.Tensor:
+        return x if step.sampled_rows is None else x[step.sampled_rows]
 
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         if self._ranks.size > 1:

@@ -8,8 +8,10 @@ host synchronizes once a step, when it takes the tokens of the step before the o
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -42,6 +44,10 @@ _MAX_RUNNING = 256
 _BLOCK_TOKENS = 64
 # Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
 _UPLOADS = 2
+# A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU for ever.
+_RANKS_DEADLINE_S = 60.0
+# NCCL's watchdog thread may ask for events while we capture.
+_CAPTURE = "thread_local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,10 @@ class _InFlight:
 
     requests: Sequence[Request]
     sampled: Sampled
+    deadline_s: float | None
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        return self.sampled.wait()
+        return self.sampled.wait(self.deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,7 @@ class GpuRunner:
         Raises ConfigError when the configuration cannot work on this GPU.
         """
         torch.cuda.set_device(device)
+        _refuse_unserved(config, device, ranks)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
         return cls(config, model, weights, device, ranks, budget)
 
@@ -141,6 +149,7 @@ class GpuRunner:
             dtype=dtype,
             max_positions=config.max_model_len or model.max_position,
         )
+        self.rope_variant = self._decoder.rope_variant
         self._chunks_only = config.batch_invariant  # decodes are computed as chunks of one token
         # A step is measured over a pool of two blocks; then the pool takes what is left.
         self.pool = KVPool(model, num_blocks=2, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
@@ -175,7 +184,7 @@ class GpuRunner:
             self._sampler.admit(slot, request)
         sampled = self._execute(planned.values, planned.sampling)
         sampled.start_copy()
-        return _InFlight(planned.sampling, sampled)
+        return _InFlight(planned.sampling, sampled, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
 
     def follow(self, message: bytes) -> None:
         """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
@@ -256,13 +265,21 @@ class GpuRunner:
             group=config.num_heads // config.num_kv_heads,
             head_dim=config.head_dim,
         )
-        rows, sequences, starts_, tiles_, new_blocks, sampled_rows, slots = self._send(
-            values.rows, values.sequences, starts, tiles, values.new_blocks, values.sampled_rows, values.sampled_slots
+        rows, sequences, contexts_, starts_, tiles_, new_blocks, sampled_rows, slots = self._send(
+            values.rows,
+            values.sequences,
+            contexts,
+            starts,
+            tiles.reshape(-1),
+            values.new_blocks,
+            values.sampled_rows,
+            values.sampled_slots,
         )
         if values.new_blocks.size:
             self._append(new_blocks)
         tables = self._tables[: sequences.shape[1]]
-        step_tables(*sequences, self._slot_tables, tables, block_tokens=self._block_tokens)
+        all_slots, all_contexts, newest_blocks = sequences
+        step_tables(all_slots, all_contexts, newest_blocks, self._slot_tables, tables, block_tokens=self._block_tokens)
         return (
             GpuStep(
                 decodes=decodes,
@@ -273,8 +290,9 @@ class GpuRunner:
                 offsets=rows[4],
                 context_lens=sequences[1],
                 tables=tables,
+                chunk_context_lens=contexts_,
                 query_starts=starts_ if len(counts) else None,
-                tiles=tiles_ if len(counts) else None,
+                tiles=tiles_.view(-1, 2) if len(counts) else None,
                 sampled_rows=sampled_rows,
             ),
             slots,
@@ -284,15 +302,22 @@ class GpuRunner:
         append_blocks(self._slot_tables, new_blocks[0], new_blocks[1])
 
     def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """All arrays in one upload. The pinned memory returns to torch's cache when the copy is done."""
-        flat = torch.empty(sum(_padded(a.size) for a in arrays), dtype=torch.int32, pin_memory=True)
-        host, end, places = flat.numpy(), 0, []
-        for array in arrays:
-            host[end : end + array.size] = array.reshape(-1)
-            places.append((end, array.shape))
-            end += _padded(array.size)
-        device = flat.to(self._device, non_blocking=True)
-        return [device[start : start + int(np.prod(shape))].view(shape) for start, shape in places]
+        """All arrays in one upload, each of their rows from 16 bytes on: kernels are compiled for one alignment only.
+
+        The pinned memory returns to torch's cache when the copy is done.
+        """
+        padded = [(a.shape[:-1], -(-a.shape[-1] // 4) * 4) for a in arrays]
+        sizes = [math.prod(outer) * width for outer, width in padded]
+        flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+        host, end = flat.numpy(), 0
+        for array, (outer, width), size in zip(arrays, padded, sizes, strict=True):
+            host[end : end + size].reshape(*outer, width)[..., : array.shape[-1]] = array
+            end += size
+        device = torch.split(flat.to(self._device, non_blocking=True), sizes)
+        return [
+            piece.view(*outer, width)[..., : array.shape[-1]]
+            for piece, array, (outer, width) in zip(device, arrays, padded, strict=True)
+        ]
 
     # --- graphs --------------------------------------------------------------------------------------------------
 
@@ -310,6 +335,7 @@ class GpuRunner:
             offsets=self._rows[4, :rows],
             context_lens=self._sequences[1, :rows],
             tables=self._tables[:rows],
+            chunk_context_lens=self._sequences[1, :rows],
             query_starts=self._one_row_each[: rows + 1] if self._chunks_only else None,
             tiles=self._one_tile_each[:rows] if self._chunks_only else None,
             sampled_rows=None,
@@ -319,33 +345,34 @@ class GpuRunner:
     def _capture(self) -> None:
         """A graph for every batch size: all up to 8, then steps of 8; the largest first, as all share one memory."""
         top = self.max_running
-        self._sizes = sorted({*(n for n in (1, 2, 3, 4, 5, 6, 7) if n < top), *range(8, top, 8), top})
+        self._sizes: list[int] = sorted({*(n for n in (1, 2, 3, 4, 5, 6, 7) if n < top), *range(8, top, 8), top})
         memory = torch.cuda.graph_pool_handle()
         for rows in reversed(self._sizes):
             step = self._decode_step(rows)
             self._decode_pass(step)  # compiles what is not compiled yet
             torch.cuda.synchronize()
             forward = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward, pool=memory):
+            with torch.cuda.graph(forward, pool=memory, capture_error_mode=_CAPTURE):
                 logits = self._decode_pass(step)
             self._graphs[rows] = _Graphs(
                 forward, logits, {cut: self._capture_sampler(logits, rows, cut, memory) for cut in (False, True)}
             )
 
     def _capture_sampler(
-        self, logits: torch.Tensor, rows: int, cut: bool, memory: object
+        self, logits: torch.Tensor, rows: int, cut: bool, memory: Any
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         plan, slots = SamplePlan(rows, cut=cut), self._sequences[0, :rows]
         self._sampler.draw(logits, slots, plan)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode=_CAPTURE):
             tokens = self._sampler.draw(logits, slots, plan)
         return graph, tokens
 
     def _decode_pass(self, step: GpuStep) -> torch.Tensor:
         rows = len(step.token_ids)
-        step_tables(*self._sequences[:, :rows], self._slot_tables, self._tables[:rows], block_tokens=self._block_tokens)
+        slots, contexts, newest = self._sequences[:, :rows]
+        step_tables(slots, contexts, newest, self._slot_tables, self._tables[:rows], block_tokens=self._block_tokens)
         return self._forward(step)
 
     # --- before the first request --------------------------------------------------------------------------------
@@ -364,6 +391,7 @@ class GpuRunner:
         for counts in ([1], [2], [17], [16, 1], [300, 5, 1, 1], [largest]):
             if max(counts) <= largest and sum(counts) <= self.max_batched_tokens and len(counts) <= self.max_running:
                 self._run_dummy(counts)
+        self._append(torch.zeros(2, 1, dtype=torch.int32, device=self._device))
         self._sampler.warm_up(self._decoder.dtype)
         torch.cuda.synchronize()
 
@@ -390,9 +418,18 @@ class GpuRunner:
 _PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, 0, NULL_BLOCK], np.int32)
 
 
-def _padded(size: int) -> int:
-    """Every piece of an upload starts on 16 bytes, so that kernels are compiled for one alignment only."""
-    return -(-size // 4) * 4
+def _refuse_unserved(config: EngineConfig, device: torch.device, ranks: Ranks) -> None:
+    in_fp8 = config.kv_cache_dtype == "fp8" or config.quantization == "fp8"
+    capability = torch.cuda.get_device_capability(device)
+    if in_fp8 and capability < (8, 9):
+        raise ConfigError(
+            f"fp8 needs a GPU of compute capability 8.9 or more, {torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
+        )
+    if config.batch_invariant and (config.quantization or ranks.size > 1):
+        raise ConfigError(
+            "batch_invariant does not go with quantization fp8 or tensor_parallel: their sums depend on the batch"
+        )
 
 
 def _compute_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:

@@ -6,6 +6,7 @@ and token indices, output counts and min_tokens move on where they lie. Twin on 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -235,12 +236,17 @@ class Sampled:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Tokens and log-probabilities of the plan's rows, once they are on the host."""
+    def wait(self, deadline_s: float | None = None) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Tokens and log-probabilities of the plan's rows, once they are on the host.
+
+        Raises TimeoutError if they are not within `deadline_s`, for steps that may wait for another rank for ever.
+        """
         if self._on_host is None:
             self.start_copy()
         assert self._on_host is not None
         if self._copied is not None:
+            if deadline_s is not None:
+                _await(self._copied, deadline_s)
             self._copied.synchronize()
         plan = self._plan
         tokens: list[int] = self._on_host[0].tolist()[: plan.rows]
@@ -262,6 +268,14 @@ def _logprobs(
         return chosen, tokens.new_empty(len(rows), 0), chosen.new_empty(len(rows), 0)
     top = raw.topk(most)
     return chosen, top.indices, top.values
+
+
+def _await(event: torch.cuda.Event, deadline_s: float) -> None:
+    until = time.monotonic() + deadline_s
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > until:
+            raise TimeoutError(f"the GPU has not finished a step within {deadline_s:g} s")
+        time.sleep(2e-5)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ class KVPool:
         # Zeros, not empty: masked positions are multiplied by an exact zero, and zero times a stray NaN is NaN.
         self.bytes = torch.zeros(num_blocks, heads, self.bytes_per_head, dtype=torch.uint8, device=device)
         vectors = layers * 2 * block_tokens * dim * dtype.itemsize
-        self.view = self.bytes[:, :, :vectors].view(dtype).unflatten(2, (layers, 2, block_tokens, dim))
+        shape = (num_blocks, heads, layers, 2, block_tokens, dim)
+        self.view = self.bytes[:, :, :vectors].view(dtype).view(shape)
 
         # Each layer's keys and values, [num_blocks, kv_heads, block_tokens, head_dim], and in fp8 their scales,
         # [num_blocks, kv_heads, block_tokens].
@@ -50,7 +51,7 @@ class KVPool:
             (self.view[:, :, layer, 0], self.view[:, :, layer, 1]) for layer in range(layers)
         ]
         if dtype == FP8:
-            scales = self.bytes[:, :, vectors:].view(torch.float32).unflatten(2, (layers, 2, block_tokens))
+            scales = self.bytes[:, :, vectors:].view(torch.float32).view(shape[:-1])
             self.layers = [
                 (*pair, scales[:, :, layer, 0], scales[:, :, layer, 1]) for layer, pair in enumerate(self.layers)
             ]

@@ -74,7 +74,7 @@ class Operations(Protocol[Step]):
     def rotary(self, step: Step, cos_sin: torch.Tensor) -> Any:
         """What `rotate_and_write` needs of a table [max_positions, rotary_dim] of cosines, then sines, in fp32."""
 
-    def norm(self, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def norm(self, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """norm(hidden); may write into `hidden`."""
 
     def normed_linear(self, hidden: torch.Tensor, norm: Norm | None, linear: Any) -> torch.Tensor:
@@ -109,8 +109,8 @@ class Operations(Protocol[Step]):
         `router` comes from `linear`, `experts` from `experts`. May write into `hidden`.
         """
 
-    def final_norm(self, step: Step, hidden: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """The norm of the rows that are sampled, [S, hidden]."""
+    def sampled(self, step: Step, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x that are sampled, [S, features]."""
 
     def logits(self, x: torch.Tensor, linear: Any) -> torch.Tensor:
         """The output layer and its soft cap, [S, vocab], in the dtype that this device's sampler reads."""

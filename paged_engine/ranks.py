@@ -74,6 +74,8 @@ class TorchRanks:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
         on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(device)
         try:
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -51,6 +51,8 @@ class Runner(Protocol):
     pool: KVPool
     max_model_len: int
     """Longest prompt plus answer that the model and the pool allow."""
+    rope_variant: str
+    """See paged_engine/rope.py: KV moves only between engines where it is equal."""
     max_batched_tokens: int
     max_running: int
     runs_ahead: bool
@@ -137,6 +139,7 @@ class CpuRunner:
     ) -> None:
         self._ranks = ranks
         self._decoder = decoder
+        self.rope_variant = decoder.rope_variant
         self._sampler = sampler
         self.pool = pool
         self.max_model_len = max_model_len

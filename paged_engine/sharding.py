@@ -67,7 +67,7 @@ def _shard(name: str, weight: torch.Tensor, config: ModelConfig, rank: int, size
     if layer.endswith(_OTHER_ROWS):
         return weight.chunk(size, dim=0)[rank]
     if layer.endswith(_KEY_ROWS):
-        heads = weight.unflatten(0, (config.num_kv_heads, config.head_dim))
+        heads = weight.reshape(config.num_kv_heads, config.head_dim, *weight.shape[1:])
         if config.num_kv_heads >= size:
             return heads.chunk(size, dim=0)[rank].flatten(0, 1)
         return heads[rank * config.num_kv_heads // size]

@@ -36,7 +36,7 @@ class StepValues:
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one row, and samples: what CUDA graphs are captured for."""
-        return len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1]
+        return bool(len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

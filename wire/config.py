@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 
@@ -23,6 +24,11 @@ def _require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _is_address(text: str) -> bool:
+    found = re.fullmatch(r"[^\s:]+:(\d+)", text)
+    return found is not None and 0 < int(found[1]) < 65536
+
+
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
@@ -34,7 +40,12 @@ class EngineConfig:
     """One model on one node."""
 
     model: str
-    """A folder in Hugging Face layout, a .gguf file, or a config.json (with load_format dummy)."""
+    """A folder in Hugging Face layout, a .gguf file, a config.json (with load_format dummy), or on the Hub org/name,
+    org/name@revision or org/name/file.gguf."""
+    revision: str = ""
+    """Branch, tag or commit of a model on the Hub; empty takes main."""
+    hub_token: str = field(default="", repr=False)
+    """For private and gated models on the Hub; better put it into the environment as HF_TOKEN."""
     load_format: str = "auto"
     """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
     device: str = "auto"
@@ -46,9 +57,9 @@ class EngineConfig:
     block_tokens: int = 0
     """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU, 64 on CUDA."""
     kv_cache_memory: int = 0
-    """Bytes of the KV pool; 0 takes 1 GiB on CPU, and on CUDA what gpu_memory_utilization leaves for it."""
+    """Bytes of the KV pool of one rank; 0 takes 1 GiB on CPU, on CUDA what gpu_memory_utilization leaves for it."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that this process may use, KV pool included."""
+    """Share of a GPU's memory that one process may use, KV pool included."""
     kv_cache_dtype: str = "auto"
     """auto (the compute dtype) or fp8 (e4m3 with a scale per token and head; CUDA only); equal on all nodes."""
     quantization: str = ""
@@ -58,7 +69,7 @@ class EngineConfig:
     max_running: int = 0
     """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
     tensor_parallel: int = 1
-    """Ranks that share the model, one process and one GPU each."""
+    """Ranks that share the model, each a process with a GPU of its own."""
     tensor_parallel_address: str = ""
     """host:port of rank 0 at which the ranks meet; may stay empty when all of them run on this host."""
     tensor_parallel_local: int = 0
@@ -80,6 +91,10 @@ class EngineConfig:
         _require(
             bool(self.tensor_parallel_address) or self.tensor_parallel_local in (0, self.tensor_parallel),
             "ranks on other hosts need tensor_parallel_address, the host:port of rank 0",
+        )
+        _require(
+            not self.tensor_parallel_address or _is_address(self.tensor_parallel_address),
+            f"tensor_parallel_address must be host:port, got {self.tensor_parallel_address!r}",
         )
         for name in ("kv_cache_memory", "max_running"):
             value = getattr(self, name)
@@ -190,6 +205,11 @@ class NodeConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        _require(
+            self.role is Role.AGGREGATED or self.engine.tensor_parallel == 1,
+            f"a {self.role} node cannot have tensor_parallel {self.engine.tensor_parallel}: use `kvrelay serve`; "
+            "hand-over between tensor-parallel nodes is not built yet",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class Fingerprint(msgspec.Struct, frozen=True):
     layers: int
     window: int
     tp_size: int
+    rope: str = ""
+    """What of the rotary frequencies depends on a node's own limit: keys turned by others would be nonsense."""
 
     def difference(self, other: Fingerprint) -> str | None:
         """None if KV may be exchanged, else one clause naming the first field that differs and both values."""

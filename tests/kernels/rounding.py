@@ -1,4 +1,4 @@
-"""What tests of element-wise kernels share: rounding as GPUs do it, and equality up to rare flips of the last place."""
+"""What tests of kernels share: rounding as GPUs do it, and equality up to what rounding explains."""
 
 from __future__ import annotations
 
@@ -48,6 +48,32 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, *, flips: float = 
     torch.testing.assert_close(got, want, rtol=2 * unit[actual.dtype], atol=max(floor, atol))
     if actual.dtype != torch.float32 and got.numel() >= 64:
         assert ((got != want) & (want.abs() > floor)).double().mean() <= flips
+
+
+# The largest relative error of rounding to the type. In fp32: what sums and exponentials lose.
+_ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-18}
+
+
+def assert_attention(out: torch.Tensor, expected: torch.Tensor, of: object) -> None:
+    """Rows of attention [..., head_dim] equal exact ones but for two roundings: of the output, and of each weight.
+
+    Where few keys matter both are in proportion to the element. Else those of the weights add up like random numbers,
+    as the weighted values do, and are in proportion to the row's root mean square. Simulated with the tests' inputs, an
+    element has up to 2.8 roundings of this kind, and a row 1.2 of all kinds. A key left out of n changes rows by
+    1 / sqrt(n) of their size, which is far more. `of`: whose rows, for the message.
+    """
+    unit, exact = _ROUNDING[out.dtype], expected.double()
+    error = (out.double() - exact).abs()  # NaN where the output is NaN, which no comparison below accepts
+    of_row = unit * exact.square().mean(-1, keepdim=True).sqrt()
+    for name, roundings, most in (
+        ("an element", (error - 2 * unit * exact.abs()) / of_row, 4),
+        ("a row", error.square().mean(-1, keepdim=True).sqrt() / of_row, 1.75),
+    ):
+        assert (roundings <= most).all(), f"{of}: {float(roundings.max()):.2f} roundings in {name}, {_worst(roundings)}"
+
+
+def _worst(values: torch.Tensor) -> list[int]:
+    return [int(i) for i in torch.unravel_index(values.nan_to_num(torch.inf).argmax(), values.shape)]
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

@@ -25,7 +25,12 @@ def test_tables_follow_their_slots(block_tokens, seed, device):
     tables = torch.full((5, max_blocks), -1, dtype=torch.int32, device=device)
     last = torch.tensor([ids[-1] if ids else 0 for ids in blocks], dtype=torch.int32, device=device)
     step_tables(
-        slots.to(device, torch.int32), lens.to(device, torch.int32), last, slot_tables, tables, block_tokens=block_tokens
+        slots.to(device, torch.int32),
+        lens.to(device, torch.int32),
+        last,
+        slot_tables,
+        tables,
+        block_tokens=block_tokens,
     )
     for row, ids in enumerate(blocks):
         assert tables[row, : len(ids)].tolist() == ids

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.plan import ClusterConfig, Machine, plan, reachable
+from kvrelay.plan import ClusterConfig, Machine, NodeGpus, gpus_of_nodes, plan, reachable, waves
 from kvrelay.supervisor import ChildSpec
 from wire.config import EngineConfig
+from wire.errors import ConfigError
 
 
 def planned(config: ClusterConfig, cores: int = 8, gpus: tuple[str, ...] = ()) -> list[ChildSpec]:
@@ -50,8 +51,47 @@ def test_gpus_go_round_and_none_is_given_to_cpu_nodes() -> None:
     assert all("CUDA_VISIBLE_DEVICES" not in spec.env for spec in planned(cpu, gpus=("0",)))
 
 
+def test_tensor_parallel_nodes_get_as_many_gpus_as_they_have_ranks() -> None:
+    gpus = ("0", "2", "5", "6", "7")
+    assert [each.visible for each in gpus_of_nodes(3, 2, gpus)] == ["0,2", "5,6", "0,2"]
+    assert gpus_of_nodes(1, 5, gpus) == [NodeGpus("0,2,5,6,7", 1)]
+    with pytest.raises(ConfigError, match="tensor_parallel 4 needs 4 GPUs for each node, and this machine shows 2"):
+        gpus_of_nodes(1, 4, ("0", "1"))
+
+
+def shares(config: ClusterConfig, gpus: tuple[str, ...]) -> list[str | None]:
+    """What each node is told of its share of a GPU's memory."""
+    flag = "--gpu-memory-utilization="
+    commands = [spec.command for spec in planned(config, gpus=gpus)[:-1]]
+    return [next((word.removeprefix(flag) for word in words if word.startswith(flag)), None) for words in commands]
+
+
+def test_nodes_on_one_gpu_share_its_memory() -> None:
+    config = ClusterConfig(EngineConfig("m"), prefill=2, decode=1)
+    assert shares(config, ("0",)) == ["0.3", "0.3", "0.3"]
+    assert shares(config, ("0", "1")) == ["0.45", None, "0.45"]
+    assert shares(config, ("0", "1", "2")) == [None, None, None]
+
+
+def test_a_share_that_was_typed_stays() -> None:
+    assert shares(ClusterConfig(EngineConfig("m", gpu_memory_utilization=0.4)), ("0",)) == ["0.4", "0.4"]
+
+
+def test_nodes_on_one_gpu_start_one_after_the_other() -> None:
+    """Each measures what is free."""
+
+    def names(config: ClusterConfig, gpus: tuple[str, ...]) -> list[list[str]]:
+        nodes = planned(config, gpus=gpus)[:-1]
+        return [[node.name for node in wave] for wave in waves(nodes, Machine(8, gpus, (), {}))]
+
+    config = ClusterConfig(EngineConfig("m"), prefill=2, decode=1)
+    assert names(config, ("0", "1")) == [["prefill-0", "prefill-1"], ["decode-0"]]
+    assert names(config, ("0",)) == [["prefill-0"], ["prefill-1"], ["decode-0"]]
+    assert names(config, ()) == [["prefill-0", "prefill-1", "decode-0"]]
+
+
 def test_secrets_travel_in_the_environment_only() -> None:
-    specs = planned(ClusterConfig(EngineConfig("m"), api_key="client-secret"))
+    specs = planned(ClusterConfig(EngineConfig("m", hub_token="hub-secret"), api_key="client-secret"))
     assert not [word for spec in specs for word in spec.command if "secret" in word]
     assert all(spec.env["KVRELAY_NODE_API_KEY"] == "node-secret" for spec in specs)
     assert [spec.env.get("KVRELAY_API_KEY") for spec in specs] == [None, None, "client-secret"]

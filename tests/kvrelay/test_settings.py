@@ -107,3 +107,20 @@ def test_flags_of_a_config_make_the_same_config_again() -> None:
     assert len(flags) == 6
     router = RouterConfig(prefill=("http://a", "http://b"), port=1)
     assert flags_of(router) == ["--prefill=http://a", "--prefill=http://b", "--port=1"]
+
+
+def test_flags_of_an_engine_on_several_gpus_make_the_same_engine_again() -> None:
+    engine = EngineConfig(
+        "org/name",
+        revision="v1",
+        kv_cache_dtype="fp8",
+        quantization="fp8",
+        gpu_memory_utilization=0.45,
+        kv_cache_memory=1 << 33,
+        tensor_parallel=4,
+        tensor_parallel_address="10.0.0.1:5000",
+        tensor_parallel_local=2,
+    )
+    pairs = (flag.removeprefix("--").split("=", 1) for flag in flags_of(engine))
+    typed = {name.replace("-", "_"): value for name, value in pairs}
+    assert build(EngineConfig, merge(settings_of(EngineConfig), typed, None)) == engine

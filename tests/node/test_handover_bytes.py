@@ -20,7 +20,7 @@ from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "rms_norm_eps": 1e-5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300, "rms_norm_eps": 1e-5,
     "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True, "torch_dtype": "float32",
 }  # fmt: skip
 
@@ -29,16 +29,26 @@ class Side:
     """An engine with its connector, stepped by hand."""
 
     def __init__(self, name: str, model: str, device: str) -> None:
-        self.engine = Engine(
-            EngineConfig(
-                model=model, load_format="dummy", device=device, dtype="float32", threads=1, kv_cache_memory=4 << 20
-            )
+        options = EngineConfig(
+            model=model,
+            load_format="dummy",
+            device=device,
+            dtype="float32" if device == "cpu" else "bfloat16",
+            block_tokens=16,
+            threads=1,
+            kv_cache_memory=16 << 20,
+            # Tokens must not depend on what is computed where, and other tests use the GPU at the same time.
+            batch_invariant=True,
+            gpu_memory_utilization=0.05,
+            max_running=8,
+            max_batched_tokens=128,
         )
+        self.engine = Engine(options)
         self.news = threading.Event()
         self.heard: list[object] = []
         pool, config = self.engine.pool, self.engine.model
         fingerprint = Fingerprint(
-            PROTOCOL_VERSION, config.name, "float32", pool.block_tokens, config.num_kv_heads, config.head_dim,
+            PROTOCOL_VERSION, config.name, str(pool.dtype), pool.block_tokens, config.num_kv_heads, config.head_dim,
             config.num_layers, config.window, 1,
         )  # fmt: skip
         region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device))
@@ -76,7 +86,7 @@ def new_request(name: str, prompt: list[int], **submit) -> Request:
 def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransferParams]:
     req = new_request(name, prompt, max_tokens=1, hold=True)
     side.engine.scheduler.add(req)
-    while side.engine.scheduler.has_work:
+    while side.engine.has_work:
         side.engine.step()
     assert req.finish is Finish.LENGTH
     held = side.engine.scheduler.held(name)
@@ -93,7 +103,7 @@ def decode(side: Side, name: str, prompt: list[int], first: list[int], params: K
 
 
 def drain(side: Side) -> None:
-    while side.engine.scheduler.has_work:
+    while side.engine.has_work:
         side.engine.step()
 
 

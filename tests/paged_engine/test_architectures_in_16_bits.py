@@ -5,6 +5,7 @@ That the CPU in fp32 equals transformers is shown in test_engine.py and test_arc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -19,6 +20,7 @@ from paged_engine.request import Request
 from paged_engine.scheduler import Chunk
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
+from wire.errors import ConfigError
 from wire.sampling import SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -68,15 +70,16 @@ def prompt(length: int) -> list[int]:
     return torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        ("cpu", "bfloat16"),
-        pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu),
-        pytest.param("cuda", "float16", marks=pytest.mark.gpu),
-    ],
-)
-@pytest.mark.parametrize("architecture", MODELS)
+def cases() -> Iterator[Any]:
+    for architecture in MODELS:
+        yield pytest.param(architecture, "cpu", "bfloat16")
+        yield pytest.param(architecture, "cuda", "bfloat16", marks=pytest.mark.gpu)
+    # Every start of a GPU's engine compiles kernels, so in fp16 only those which differ most.
+    for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma2ForCausalLM", "OPTForCausalLM"):
+        yield pytest.param(architecture, "cuda", "float16", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize(("architecture", "device", "dtype"), cases())
 def test_log_probabilities_are_those_of_fp32(
     monkeypatch: pytest.MonkeyPatch, architecture: str, device: str, dtype: str
 ) -> None:
@@ -90,10 +93,24 @@ def test_log_probabilities_are_those_of_fp32(
     monkeypatch.setattr(engine_module, "read_tensors", lambda *_: iter(weights.items()))
 
     def make(device: str, dtype: str, **options: Any) -> Engine:
-        config = EngineConfig(model="tiny", device=device, dtype=dtype, threads=1, kv_cache_memory=32 << 20, **options)
+        # A small share of a GPU's memory, as other tests use the GPU at the same time.
+        config = EngineConfig(
+            model="tiny",
+            device=device,
+            dtype=dtype,
+            threads=1,
+            kv_cache_memory=32 << 20,
+            gpu_memory_utilization=0.05,
+            **options,
+        )
         return Engine(config)
 
-    engine = make(device, dtype, max_batched_tokens=96, max_running=8)
+    try:
+        engine = make(device, dtype, max_batched_tokens=96, max_running=8)
+    except ConfigError as error:
+        if device == "cpu" and "matrix library" in str(error):
+            pytest.skip(str(error))
+        raise
     params = SamplingParams(16, temperature=0.0, seed=1, logprobs=1, ignore_eos=True)
     requests = [Request.of(Submit(f"r{n}", prompt(n), params), 0.0) for n in (1, 17, 64, 150, 200)]
     for request in requests:

@@ -17,11 +17,13 @@ pytest.importorskip("triton")
 from paged_engine.gpu_sampler import GpuSampler, SamplePlan
 from paged_engine.request import Request
 from paged_engine.sampler import Sampler
+from tests.kernels.test_fused_sampling import check_tokens
 from wire.engine_messages import Submit
 from wire.outputs import TokenLogprobs
 from wire.sampling import MAX_LOGPROBS, SamplingParams
 
 EOS = (3, 7)
+VOCAB = 128256  # the largest of these tests
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ class Pair:
 
 
 def pair(slot: int, prompt: list[int], generated: list[int] | None = None, **params) -> Pair:
-    own = SamplingParams(**({"max_tokens": 64, "seed": slot, "temperature": 0.0} | params)).check(100_000)
+    own = SamplingParams(**({"max_tokens": 64, "seed": slot, "temperature": 0.0} | params)).check(VOCAB)
     submit = Submit(f"r{slot}", prompt, own, generated=generated or [])
     return Pair(Request.of(submit, 0.0), Request.of(submit, 0.0), slot)
 
@@ -73,6 +75,12 @@ def everything(rng: random.Random, vocab: int) -> dict[str, object]:
         "logit_bias": sometimes(tuple((t, rng.uniform(-9, 9)) for t in rng.sample(range(vocab), 40)), ()),
         "logprobs": sometimes(rng.choice([0, 1, 4, MAX_LOGPROBS]), None),
     }
+
+
+def drawn_with(request: Request) -> dict[str, float]:
+    """What decides a request's next token, beside its logits."""
+    names = ("seed", "choice", "temperature", "top_k", "top_p", "min_p")
+    return {"token_index": request.output_tokens} | {name: getattr(request.params, name) for name in names}
 
 
 def make_sampler(slots: int, vocab: int, device: torch.device) -> GpuSampler:
@@ -251,9 +259,9 @@ def test_every_variant_is_compiled_and_padding_leaves_the_slots_alone(device):
 
 @pytest.mark.gpu
 def test_a_crowd_equals_the_cpu_over_a_full_vocabulary(device):
-    """100 requests of every kind for 8 steps, bf16. The CPU's draw may differ where a sum is rounded otherwise."""
+    """100 requests of every kind for 8 steps, bf16. The CPU may draw a neighbour where a sum is rounded otherwise."""
     rng, generator = random.Random(7), torch.Generator().manual_seed(7)
-    vocab, slots, steps = 128256, 100, 8
+    vocab, slots, steps = VOCAB, 100, 8
     ours, theirs = make_sampler(256, vocab, device), Sampler(EOS)
     likely = rng.sample(range(vocab), 60)
     pairs = [pair(s, rng.choices(likely, k=30), **everything(rng, vocab)) for s in rng.sample(range(256), slots)]
@@ -266,18 +274,21 @@ def test_a_crowd_equals_the_cpu_over_a_full_vocabulary(device):
         logits[:, [*likely, *EOS]] += 9
         plan = ours.prepare(rows, [p.behind for p in pairs])
         tokens, _logprobs = ours.launch(logits.to(device), on(device, rows), plan).wait()
-        expected, _theirs = theirs.sample(logits.float(), [p.known for p in pairs])
-        different += sum(a != b for a, b in zip(tokens, expected, strict=True))
+        adjusted = logits.float()
+        expected, _theirs = theirs.sample(adjusted, [p.known for p in pairs])  # adjusts them in place
+        for row in [row for row in range(slots) if tokens[row] != expected[row]]:
+            check_tokens(torch.tensor(tokens[row : row + 1]), adjusted[row : row + 1], [drawn_with(pairs[row].known)])
+            different += 1
         for p, token in zip(pairs, tokens, strict=True):
             p.append(token)
-    assert different <= 2, f"{different} of {slots * steps} tokens differ"
+    assert different <= 8, f"{different} of {slots * steps} tokens differ"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("extra", [{}, {"top_k": 50, "top_p": 0.95}, {"presence_penalty": 0.5, "min_tokens": 3}])
 def test_launches_wait_for_nothing_and_can_be_captured(extra, device):
     """A captured draw continues where eager ones have left the slots, and follows later admissions."""
-    vocab, rows = 128256, 33
+    vocab, rows = VOCAB, 33
     captured, eager = make_sampler(40, vocab, device), make_sampler(40, vocab, device)
     captured.warm_up(torch.bfloat16)
     requests = [pair(s, [1, 2, 3], temperature=0.8, **extra).behind for s in range(rows)]

@@ -6,7 +6,7 @@ import pytest
 
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request, State
-from paged_engine.scheduler import Fetch, Scheduler
+from paged_engine.scheduler import Chunk, Fetch, Scheduler
 from wire.engine_messages import Submit
 from wire.outputs import Finish
 from wire.sampling import SamplingParams

@@ -1,0 +1,140 @@
+"""A model from the Hub on the command line: downloaded once, before any child, which is given a path and no token."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
+from fake_hub import FakeHub, Repository, fake_hub
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
+}  # fmt: skip
+FILES = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "model.safetensors": bytes(1000)}
+# Runs one command with stand-ins behind it, which print what they are started with.
+_RUN = """
+import json, sys
+from pathlib import Path
+from types import ModuleType
+
+def stand_in(name, function, run):
+    module = sys.modules[name] = ModuleType(name)
+    setattr(module, function, run)
+
+def show(config):
+    print(json.dumps([config.engine.model, config.engine.revision, config.engine.hub_token, sorted(sys.modules)]))
+    return 0
+
+def show_children(config):
+    from kvrelay.plan import Machine, plan
+    machine = Machine(2, (), (1, 2, 3), {})
+    print(json.dumps([config.engine.model, "", "", [word for s in plan(config, machine, Path("/logs"), "key")
+                                                    for word in (*s.command, *s.env, *s.env.values())]]))
+    return 0
+
+stand_in("node.server", "run", show)
+stand_in("node.ranks", "run_ranks", show)
+stand_in("kvrelay.cluster", "up", show_children)
+from kvrelay.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+COMMANDS = {
+    "up": ["--port=0"],
+    "prefill": ["--port=0"],
+    "decode": ["--port=0"],
+    "serve": ["--port=0"],
+    "rank": ["--tensor-parallel=2", "--tensor-parallel-local=1", "--tensor-parallel-address=10.0.0.1:5000"],
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    """A Hub with one model."""
+    with fake_hub() as server:
+        server.repositories["org/Tiny-1B"] = Repository(FILES)
+        yield server
+
+
+def kvrelay(hub: FakeHub, home: Path, repository: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line against that Hub, with its cache in `home`."""
+    here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    env = {**os.environ, "PYTHONPATH": str(repository), **here, **more}
+    command = [sys.executable, "-P", "-c", _RUN, *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_downloads_and_goes_on_with_a_path(
+    command: str, hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
+    hub.repositories["org/Tiny-1B"] = Repository(FILES, token="a-secret")
+    words = [command, "--model=org/Tiny-1B", "--revision=main", "--hub-token=a-secret", *COMMANDS[command]]
+    done = kvrelay(hub, tmp_path, repository, *words)
+    assert done.returncode == 0, done.stderr
+    path, revision, token, rest = json.loads(done.stdout)
+    assert Path(path, "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert (revision, token) == ("", "")
+    assert "downloading" in done.stderr
+    assert "a-secret" not in done.stdout + done.stderr
+    if command == "up":
+        assert f"--model={path}" in rest
+        assert not [word for word in rest if "hub-token" in word or "revision" in word]
+
+
+def test_the_token_may_be_in_the_environment_and_the_revision_in_the_id(
+    hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
+    older = {**FILES, "model.safetensors": b"older"}
+    hub.repositories["org/Tiny-1B"] = Repository(FILES, revisions={"v1": older}, token="a-secret")
+    done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/Tiny-1B@v1", "--port=0", HF_TOKEN="a-secret")
+    assert done.returncode == 0, done.stderr
+    assert Path(json.loads(done.stdout)[0], "model.safetensors").read_bytes() == b"older"
+
+
+def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
+    done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/Tiny-1B", "--load-format=dummy", "--port=0")
+    assert done.returncode == 0, done.stderr
+    assert "config.json" in hub.downloaded()
+    assert "model.safetensors" not in hub.downloaded()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--port=99999"], "port must be between 0 and 65535"),
+        (["prefill", "--tensor-parallel=2"], "hand-over between tensor-parallel nodes is not built yet"),
+        (["up", "--tensor-parallel=2"], "hand-over between tensor-parallel nodes is not built yet"),
+        (["serve", "--kv-cache-dtype=fp4"], "kv_cache_dtype 'fp4' is not one of auto, fp8"),
+    ],
+)
+def test_what_is_refused_is_refused_before_the_download(
+    words: list[str], said: str, hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
+    done = kvrelay(hub, tmp_path, repository, *words, "--model=org/Tiny-1B")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert hub.asked == []
+
+
+def test_a_model_that_is_not_there_is_one_sentence(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
+    done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/nope", "--port=0")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "there is no folder 'org/nope' here and no such model on the Hub" in line
+
+
+def test_a_local_model_needs_neither_the_hub_nor_torch(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
+    done = kvrelay(hub, tmp_path, repository, "serve", f"--model={tmp_path}", "--port=0")
+    assert done.returncode == 0, done.stderr
+    path, _, _, modules = json.loads(done.stdout)
+    assert path == str(tmp_path)
+    assert not {"torch", "huggingface_hub"} & set(modules)
+    assert hub.asked == []

@@ -1,0 +1,54 @@
+"""Nodes whose keys mean different things refuse each other: what an engine process says of itself at the handshake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node import engine_process
+from node.engine_process import EngineProcess
+from wire.config import EngineConfig, NodeConfig
+from wire.transfer import Fingerprint
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+CONFIG = {
+    "architectures": ["Phi3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
+    "original_max_position_embeddings": 256, "rope_scaling": LONGROPE, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Makes an engine process and returns its fingerprint."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    offered: list[Fingerprint] = []
+
+    def stand_in(*, fingerprint: Fingerprint, **_: Any) -> Any:
+        offered.append(fingerprint)
+        return SimpleNamespace(address=("127.0.0.1", 1), engine_id="e", generation="g")
+
+    monkeypatch.setattr(engine_process, "open_connector", stand_in)
+
+    def fingerprint(max_model_len: int) -> Fingerprint:
+        engine = EngineConfig(
+            str(tmp_path), load_format="dummy", device="cpu", max_model_len=max_model_len, threads=1,
+            kv_cache_memory=4 << 20,
+        )  # fmt: skip
+        process = EngineProcess(NodeConfig(engine), f"ipc://{tmp_path / 'nobody'}")
+        process._socket.close(linger=0)
+        return offered.pop()
+
+    return fingerprint
+
+
+def test_nodes_of_one_limit_agree_and_those_with_other_rotary_frequencies_do_not(said: Any) -> None:
+    short, middle, long = said(128), said(256), said(1024)
+    assert short.rope == middle.rope == ""
+    assert short.difference(middle) is None
+    assert short.difference(long) == "rope is '' here and 'longrope, long' there"
+    assert (long.kv_heads, long.block_tokens, long.tp_size, long.kv_dtype) == (2, 16, 1, "float32")

@@ -1,0 +1,65 @@
+"""Config types: what they refuse, and that a refusal names the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wire.config import EngineConfig, NodeConfig, RanksConfig, Role
+from wire.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be above 0 and at most 1, got 0.0"),
+        ({"gpu_memory_utilization": 90.0}, "gpu_memory_utilization must be above 0 and at most 1, got 90.0"),
+        ({"kv_cache_memory": -1}, "kv_cache_memory must not be negative, got -1"),
+        ({"kv_cache_dtype": "fp16"}, "kv_cache_dtype 'fp16' is not one of auto, fp8"),
+        ({"quantization": "int4"}, "quantization 'int4' is not fp8 or empty"),
+        ({"block_tokens": 128}, "block_tokens must be 16, 32 or 64, got 128"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
+        ({"tensor_parallel": 2, "tensor_parallel_local": 3}, "tensor_parallel_local must be between 0 and"),
+        ({"tensor_parallel": 2, "tensor_parallel_local": 1}, "ranks on other hosts need tensor_parallel_address"),
+        ({"tensor_parallel": 2, "tensor_parallel_address": "10.0.0.1"}, "must be host:port, got '10.0.0.1'"),
+        ({"tensor_parallel": 2, "tensor_parallel_address": "host:0"}, "must be host:port, got 'host:0'"),
+        ({"tensor_parallel": 2, "tensor_parallel_address": "tcp://host:1"}, "must be host:port"),
+    ],
+)
+def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig("m", **given)
+    assert said in caught.value.message
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "secret" not in repr(NodeConfig(EngineConfig("m", hub_token="secret")))
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_tensor_parallel_node_serves_alone(role: Role) -> None:
+    engine = EngineConfig("m", tensor_parallel=2)
+    assert NodeConfig(engine).engine is engine
+    with pytest.raises(
+        ConfigError, match=f"a {role} node cannot have tensor_parallel 2: use `kvrelay serve`; hand-over"
+    ):
+        NodeConfig(engine, role)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensor_parallel": 4}, "name rank 0's host:port with tensor_parallel_address"),
+        ({"tensor_parallel": 4, "tensor_parallel_address": "h:1"}, "say with tensor_parallel_local how many"),
+        (
+            {"tensor_parallel": 4, "tensor_parallel_address": "h:1", "tensor_parallel_local": 2, "first_rank": 3},
+            "first_rank must be between 1 and 2, so that 2 ranks fit into 4, got 3",
+        ),
+    ],
+)
+def test_ranks_elsewhere_must_know_their_place(given: dict[str, Any], said: str) -> None:
+    first_rank = given.pop("first_rank", 1)
+    with pytest.raises(ConfigError) as caught:
+        RanksConfig(EngineConfig("m", **given), first_rank)
+    assert said in caught.value.message
