@@ -380,9 +380,9 @@ class GpuRunner:
     @torch.inference_mode()
     def _run_largest_step(self, longest: int) -> None:
         """As many tokens as a step may have, and as many sampled rows, over the null block."""
-        for tokens in (self.max_batched_tokens, self.max_running):
-            whole, rest = divmod(tokens, longest if tokens > self.max_running else 1)
-            self._run_dummy([longest if tokens > self.max_running else 1] * whole + [rest] * (rest > 0))
+        whole, rest = divmod(min(self.max_batched_tokens, longest * self.max_running), longest)
+        self._run_dummy([longest] * whole + [rest] * (rest > 0))
+        self._run_dummy([1] * self.max_running)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

@@ -79,7 +79,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(architecture, "cuda", "float16", marks=pytest.mark.gpu)
 
 
-@pytest.mark.parametrize(("architecture", "device", "dtype"), cases())
+@pytest.mark.parametrize(("architecture", "device", "dtype"), list(cases()))
 def test_log_probabilities_are_those_of_fp32(
     monkeypatch: pytest.MonkeyPatch, architecture: str, device: str, dtype: str
 ) -> None:
