@@ -198,6 +198,7 @@ class GpuRunner:
     def close(self) -> None:
         """End the other ranks."""
         self._ranks.tell(b"")
+        self._ranks.close()
 
     @torch.inference_mode()
     def _execute(self, values: StepValues, sampling: Sequence[Request]) -> Sampled:

@@ -45,6 +45,9 @@ class Ranks(Protocol):
     def tell(self, message: bytes) -> None:
         """Rank 0: give every other rank this message; an empty one ends them."""
 
+    def close(self) -> None:
+        """Leave the group: its threads must have ended before the process does."""
+
 
 class Alone:
     """A group of one."""
@@ -62,6 +65,9 @@ class Alone:
 
     def tell(self, message: bytes) -> None:
         """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to leave."""
 
 
 class TorchRanks:
@@ -137,7 +143,6 @@ class TorchRanks:
         torch.distributed.broadcast(x, src=0, group=self._messages)
 
     def close(self) -> None:
-        """Leave the group."""
         torch.distributed.destroy_process_group()
 
 

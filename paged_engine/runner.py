@@ -169,6 +169,7 @@ class CpuRunner:
     def close(self) -> None:
         """End the other ranks."""
         self._ranks.tell(b"")
+        self._ranks.close()
 
     def _compute(self, chunks: Sequence[ChunkValues]) -> torch.Tensor:
         step, samples = self._step_input(chunks)
