@@ -98,6 +98,7 @@ def invariance() -> None:
         assert others is not None
         equal = sum(a == b for a, b in zip(alone, others, strict=True))
         print(f"batch-invariant, each prompt alone against {name}: {equal} of {PROMPTS} equal to the bit", flush=True)
+        assert equal == PROMPTS
 
 
 def near_ties() -> None:

@@ -92,7 +92,7 @@ def moe(
     if tilings is None:
         tilings = INVARIANT if batch_invariant else _tilings(tokens * top_k, experts, x.device)
     rows, first, second = tilings
-    weights, sorted_places = _sort_by_expert(router_logits, top_k, renormalize, rows, pdl)
+    weights, sorted_places = _sort_by_expert(router_logits, top_k, renormalize, rows, pdl, batch_invariant)
     gated = torch.empty(tokens * top_k, inner, dtype=x.dtype, device=x.device)
     results = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
     _product(x, gate_up, gated, sorted_places, rows, first, places_per_row=top_k, act=act, pdl=pdl)
@@ -111,7 +111,7 @@ SortedPlaces = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _sort_by_expert(
-    router_logits: torch.Tensor, top_k: int, renormalize: bool, rows: int, pdl: bool
+    router_logits: torch.Tensor, top_k: int, renormalize: bool, rows: int, pdl: bool, batch_invariant: bool = False
 ) -> tuple[torch.Tensor, SortedPlaces]:
     """Weight of each place, fp32 [P], and the places in tiles."""
     tokens, experts = router_logits.shape
@@ -119,7 +119,10 @@ def _sort_by_expert(
     # Each expert that has places at all has one tile that may not be full.
     tiles = (places + min(experts, places) * (rows - 1)) // rows
     experts_pad, choices_pad = triton.next_power_of_2(experts), triton.next_power_of_2(top_k)
-    chunk = min(triton.next_power_of_2(tokens), max(1, min(ROUTE_ELEMENTS // experts_pad, MAX_CHUNK)))
+    # The chunk decides in which order a row's sums over the experts are added.
+    chunk = max(1, min(ROUTE_ELEMENTS // experts_pad, MAX_CHUNK))
+    if not batch_invariant:
+        chunk = min(triton.next_power_of_2(tokens), chunk)
     chunks = triton.cdiv(tokens, chunk)
     warps = max(1, min(chunk * experts_pad // 1024, 8))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 import uuid
@@ -181,6 +182,8 @@ class EngineProcess:
         vocab_size, fetch = self.engine.model.vocab_size, submit.fetch
         if not 0 < len(tokens) <= self.engine.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
+        if (submit.hold or fetch is not None) and self._config.engine.tensor_parallel > 1:
+            raise ValueError("hand-over between tensor-parallel nodes is not built yet")
         if fetch is not None:
             blocks = -(-fetch.num_tokens // self.engine.pool.block_tokens)
             if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
@@ -294,6 +297,7 @@ class EngineProcess:
 def main() -> int:
     """Entry point of the process. The exit code is 0 after an orderly end."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     endpoint = sys.argv[1]

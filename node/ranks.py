@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -69,10 +70,11 @@ def run_ranks(config: RanksConfig) -> int:
 
 
 def _start(place: _Place) -> subprocess.Popen[bytes]:
+    threads = place.engine.threads_on(os.cpu_count() or 1)
     child = subprocess.Popen(
         [sys.executable, "-P", "-u", "-m", "node.ranks"],
         stdin=subprocess.PIPE,
-        env={**os.environ, PARENT_PID: str(os.getpid())},
+        env={**os.environ, "OMP_NUM_THREADS": str(threads), PARENT_PID: str(os.getpid())},
     )
     assert child.stdin is not None
     child.stdin.write(msgspec.json.encode(place))
@@ -101,6 +103,9 @@ def _free_port() -> int:
 def main() -> int:
     """Entry point of a rank other than 0."""
     die_with_parent()
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; rank 0 or the parent says when to end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     place = msgspec.json.decode(sys.stdin.buffer.read(), type=_Place)
     config = place.engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_model_config, read_tensors
+from paged_engine.quantization import dequantized
 from paged_engine.ranks import Alone, Ranks, TorchRanks
 from paged_engine.request import Request
 from paged_engine.runner import CpuRunner, Launched, Runner
@@ -25,6 +26,20 @@ from wire.config import EngineConfig
 from wire.errors import ConfigError
 
 __all__ = ["Counters", "Engine", "choose_device", "follow"]
+
+
+# What all ranks of an engine must be told alike, beside the model.
+_ALIKE = (
+    "load_format",
+    "dtype",
+    "block_tokens",
+    "max_model_len",
+    "kv_cache_dtype",
+    "quantization",
+    "max_batched_tokens",
+    "max_running",
+    "tensor_parallel",
+)
 
 
 @dataclass(slots=True)
@@ -160,7 +175,12 @@ def follow(config: EngineConfig, ranks: TorchRanks, device: torch.device) -> Non
 
 
 def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
-    stored = by_projection(model, read_tensors(config.model, model, config.load_format))
+    ranks.agree({"model": str(replace(model, name="")), **{name: str(getattr(config, name)) for name in _ALIKE}})
+    tensors = read_tensors(config.model, model, config.load_format)
+    if device.type == "cuda" and (config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)):
+        # Products in fp8 depend on the batch's size, and older GPUs have none.
+        tensors, model = dequantized(tensors, model, getattr(torch, model.dtype))
+    stored = by_projection(model, tensors)
     weights = shard_weights(stored, model, ranks.rank, ranks.size)
     model = shard_config(model, ranks.size)
     if device.type == "cpu":

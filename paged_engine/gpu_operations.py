@@ -98,7 +98,8 @@ class GpuOperations:
         if scale is not None:
             return Fp8Linear(weight, scale, bias)
         # Small ones, a mixture's router above all, decide more than they cost.
-        if self._quantize and min(weight.shape) >= _LEAST_QUANTIZED:
+        fits = min(weight.shape) >= _LEAST_QUANTIZED and not any(size % 16 for size in weight.shape)
+        if self._quantize and fits:
             return Fp8Linear.quantized(weight, bias)
         return GpuLinear(weight, bias, batch_invariant=self._batch_invariant)
 
@@ -254,11 +255,13 @@ class GpuOperations:
         return x if step.sampled_rows is None else x[step.sampled_rows]
 
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        vocab_size = self._config.vocab_size
+        if self._logits is None:  # one for all graphs
+            self._logits = torch.empty(self._max_sampled, vocab_size, dtype=x.dtype, device=x.device)
+        logits = self._logits[: len(x)]
         if self._ranks.size > 1:
-            logits = self._ranks.gather_columns(linear(x, pdl=self._pdl), self._config.vocab_size)
+            logits.copy_(self._ranks.gather_columns(linear(x, pdl=self._pdl), vocab_size))
         else:
-            if self._logits is None:
-                self._logits = torch.empty(self._max_sampled, linear.out_features, dtype=x.dtype, device=x.device)
-            logits = linear(x, out=self._logits[: len(x)], pdl=self._pdl)
+            linear(x, out=logits, pdl=self._pdl)
         cap = self._config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -110,7 +110,7 @@ class GpuRunner:
         Raises ConfigError when the configuration cannot work on this GPU.
         """
         torch.cuda.set_device(device)
-        _refuse_unserved(config, device, ranks)
+        _refuse_unserved(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
         return cls(config, model, weights, device, ranks, budget)
 
@@ -125,6 +125,10 @@ class GpuRunner:
     ) -> None:
         dtype = _compute_dtype(config, model)
         kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
+        if config.max_model_len > model.max_position:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position}; lower it"
+            )
         self._device, self._ranks = device, ranks
         self._block_tokens = config.block_tokens or _BLOCK_TOKENS
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
@@ -224,8 +228,9 @@ class GpuRunner:
     # --- what goes up to the device ------------------------------------------------------------------------------
 
     def _make_buffers(self, max_model_len: int) -> None:
-        self._max_blocks = -(-max_model_len // self._block_tokens)
-        rows = self.max_running
+        # Rows of these tables begin on 16 bytes whatever the limits: kernels are compiled for one alignment only.
+        self._max_blocks = _to_16_bytes(-(-max_model_len // self._block_tokens))
+        rows = _to_16_bytes(self.max_running)
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -419,17 +424,17 @@ class GpuRunner:
 _PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, 0, NULL_BLOCK], np.int32)
 
 
-def _refuse_unserved(config: EngineConfig, device: torch.device, ranks: Ranks) -> None:
+def _to_16_bytes(numbers: int) -> int:
+    return -(-numbers // 4) * 4
+
+
+def _refuse_unserved(config: EngineConfig, device: torch.device) -> None:
     in_fp8 = config.kv_cache_dtype == "fp8" or config.quantization == "fp8"
     capability = torch.cuda.get_device_capability(device)
     if in_fp8 and capability < (8, 9):
         raise ConfigError(
             f"fp8 needs a GPU of compute capability 8.9 or more, {torch.cuda.get_device_name(device)} has "
             f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
-        )
-    if config.batch_invariant and (config.quantization or ranks.size > 1):
-        raise ConfigError(
-            "batch_invariant does not go with quantization fp8 or tensor_parallel: their sums depend on the batch"
         )
 
 

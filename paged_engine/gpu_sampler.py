@@ -59,6 +59,7 @@ class GpuSampler:
         self._vocab, self._device = vocab_size, device
         self._tables = SlotTables.empty(max_slots, vocab_size, device)
         self._features = [0] * max_slots
+        self._forbidden = [0] * max_slots  # launches in which the slot's request may not end yet
         self._staged: dict[int, _Admission] = {}
 
     @property
@@ -80,6 +81,7 @@ class GpuSampler:
             | (outputs < params.min_tokens) * _MINIMUM
             | (params.logprobs is not None) * _LOGPROBS
         )
+        self._forbidden[slot] = max(0, params.min_tokens - outputs)
         record = record_of(
             seed=params.seed,
             choice=params.choice,
@@ -109,8 +111,12 @@ class GpuSampler:
         logprobs: dict[int, int] = {}
         for row, slot in enumerate(slots):
             features = self._features[slot]
-            if features & _MINIMUM and requests[row].output_tokens >= requests[row].params.min_tokens:
-                features = self._features[slot] = features & ~_MINIMUM
+            if features & _MINIMUM:
+                # Counted in launches: the request itself may not know its newest tokens yet.
+                if self._forbidden[slot]:
+                    self._forbidden[slot] -= 1
+                else:
+                    features = self._features[slot] = features & ~_MINIMUM
             if features & _LOGPROBS:
                 logprobs[row] = requests[row].params.logprobs or 0
             needs |= features
@@ -197,8 +203,9 @@ class GpuSampler:
         tables, places = self._tables, newest[0].long()
         tables.sampled.index_copy_(0, places, newest[1].long())
         tables.parameters.index_copy_(0, places, records)
-        if notes.numel():
+        if noted.numel():  # a slot's former request may have left some
             tables.notes.index_fill_(0, noted.long(), 0)
+        if notes.numel():
             tables.notes.view(-1).index_copy_(0, notes[0].long() * self._vocab + notes[2], notes[3])
         if biases.numel():
             pairs = biases[2:].T.contiguous()

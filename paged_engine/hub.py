@@ -68,6 +68,8 @@ def resolve_model(model: str, *, revision: str = "", token: str = "", weights: b
     path = Path(model).expanduser()
     found = _ID.fullmatch(model)
     if path.exists():
+        if revision:
+            raise ConfigError(f"revision {revision!r} is for models on the Hub, and {model!r} is a path; leave it out")
         return path
     if found is None:
         raise ConfigError(

@@ -68,7 +68,8 @@ def blocks_in(config: ModelConfig, *, pool_bytes: int, block_tokens: int, dtype:
     blocks = pool_bytes // block
     if blocks < 2:
         raise ConfigError(
-            f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at least {2 * block}"
+            f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at least {2 * block}: "
+            "raise kv_cache_memory, or gpu_memory_utilization on a GPU"
         )
     return blocks
 
@@ -80,7 +81,7 @@ def longest_context(wanted: int, config: ModelConfig, *, num_blocks: int, block_
     """
     room = (num_blocks - 1) * block_tokens
     if wanted > config.max_position:
-        raise ConfigError(f"max_model_len {wanted} is above the model's own limit of {config.max_position}")
+        raise ConfigError(f"max_model_len {wanted} is above the model's own limit of {config.max_position}; lower it")
     if wanted > room:
         needed = (-(-wanted // block_tokens) + 1) * block_bytes(config, block_tokens, dtype)
         have = num_blocks * block_bytes(config, block_tokens, dtype)

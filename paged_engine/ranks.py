@@ -10,13 +10,15 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Protocol
 
+import msgspec
 import torch
 import torch.distributed
 
-from wire.errors import ConfigError
+from wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
 
@@ -42,6 +44,9 @@ class Ranks(Protocol):
     def least(self, value: int) -> int:
         """The smallest of all ranks' values."""
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Raise ConfigError, on all ranks, if one of them was told something else than rank 0."""
+
     def tell(self, message: bytes) -> None:
         """Rank 0: give every other rank this message; an empty one ends them."""
 
@@ -62,6 +67,9 @@ class Alone:
 
     def least(self, value: int) -> int:
         return value
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Nobody to disagree."""
 
     def tell(self, message: bytes) -> None:
         """Nobody to tell."""
@@ -116,6 +124,20 @@ class TorchRanks:
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=self._messages)
         return int(least)
 
+    def agree(self, facts: Mapping[str, str]) -> None:
+        theirs = facts
+        if self.rank == 0:
+            self.tell(msgspec.json.encode(facts))
+        else:
+            theirs = msgspec.json.decode(self.hear(), type=dict[str, str])
+        wrong = [name for name in facts if facts[name] != theirs.get(name)]
+        if self.least(int(not wrong)):
+            return
+        what = (
+            f"{wrong[0]} is {facts[wrong[0]]} here and {theirs.get(wrong[0])} on rank 0" if wrong else "see their logs"
+        )
+        raise ConfigError(f"the ranks differ: {what}; start all of them with the same model and flags")
+
     def tell(self, message: bytes) -> None:
         length = len(message).to_bytes(_LENGTH_BYTES, "little")
         first = bytearray(_FRAME_BYTES)
@@ -140,7 +162,10 @@ class TorchRanks:
         return message
 
     def _broadcast(self, x: torch.Tensor) -> None:
-        torch.distributed.broadcast(x, src=0, group=self._messages)
+        try:
+            torch.distributed.broadcast(x, src=0, group=self._messages)
+        except RuntimeError as why:
+            raise PeerLost(f"a rank of the tensor-parallel engine was lost: {str(why).splitlines()[0]}") from why
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()

@@ -112,7 +112,7 @@ class CpuRunner:
         """Load the weights and take the pool. Raises ConfigError when the configuration cannot work."""
         if config.kv_cache_dtype != "auto" or config.quantization:
             raise ConfigError("kv_cache_dtype fp8 and quantization fp8 need a GPU; leave them out on a CPU")
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         # fp32 unless asked otherwise: bf16 products are ten times slower on CPUs without bf16 units.
         dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
         block_tokens = config.block_tokens or 16

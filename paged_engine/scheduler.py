@@ -150,7 +150,9 @@ class Scheduler:
             chunk = Chunk.next_of(request, budget)
             while not self._grow(request, chunk.start + chunk.count):
                 preempted = True
-                victim = max(self._running, key=lambda r: r.arrival_s)
+                # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
+                going_on = [r for r in self._running if not self._ends_with_pending(r)]
+                victim = max(going_on, key=lambda r: r.arrival_s)
                 self._preempt(victim)
                 chunks = [chunk for chunk in chunks if chunk.request is not victim]
                 if victim is request:

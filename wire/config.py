@@ -83,6 +83,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "tensor_parallel")
+        in_fp8 = self.kv_cache_dtype == "fp8" or bool(self.quantization)
+        _require(
+            not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out"
+        )
+        _require(
+            not (self.batch_invariant and (self.quantization or self.tensor_parallel > 1)),
+            "batch_invariant does not go with quantization fp8 or tensor_parallel, whose sums depend on the batch; "
+            "leave one of them out",
+        )
         _require(
             self.tensor_parallel_local in range(self.tensor_parallel + 1),
             f"tensor_parallel_local must be between 0 and tensor_parallel ({self.tensor_parallel}), got "
@@ -127,6 +136,10 @@ class EngineConfig:
         )
         _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
 
+    def threads_on(self, cores: int) -> int:
+        """CPU threads of each rank on a machine with so many cores."""
+        return self.threads or max(1, cores // (self.tensor_parallel_local or self.tensor_parallel))
+
 
 @dataclass(frozen=True, slots=True)
 class RanksConfig:
@@ -141,6 +154,7 @@ class RanksConfig:
         size, local = self.engine.tensor_parallel, self.engine.tensor_parallel_local
         _require(bool(self.engine.tensor_parallel_address), "name rank 0's host:port with tensor_parallel_address")
         _require(local > 0, "say with tensor_parallel_local how many ranks run here")
+        _require(local < size, f"tensor_parallel_local {local} leaves no rank 0 elsewhere; give fewer than {size}")
         _require(
             0 < self.first_rank <= size - local,
             f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into {size}, "

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,17 @@ def alone(tiny, repository) -> dict[str, Any]:
 def test_ranks_of_one_host_equal_one_alone(ranks, tiny, alone, repository):
     config = {"model": str(tiny), "tensor_parallel": ranks}
     assert equal(result(start([sys.executable, str(SCRIPT)], config, repository)), alone)
+
+
+def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
+    address = f"127.0.0.1:{free_port()}"
+    config = {"model": str(tiny), "tensor_parallel": 2, "tensor_parallel_address": address, "tensor_parallel_local": 1}
+    first = start([sys.executable, str(SCRIPT)], config | {"block_tokens": 32}, repository)
+    second = start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, tiny)], {}, repository)
+    for child, words in ((first, "the ranks differ"), (second, "block_tokens is 0 here and 32 on rank 0")):
+        _, err = child.communicate(timeout=60)
+        assert child.returncode != 0
+        assert words in err
 
 
 @pytest.mark.gpu
@@ -141,3 +153,9 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
     finally:
         for which in "ab":
             subprocess.run(["ip", "netns", "del", f"{name}{which}"], check=False, capture_output=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -143,11 +143,10 @@ def test_min_tokens_ends_by_itself(device):
     ours.admit(1, short)
     logits = torch.zeros(1, vocab)
     logits[0, 50], logits[0, 9], logits[0, 1099], logits[0, 3], logits[0, 7] = 1.0, 5.0, 4.0, 3.0, 2.0
-    plan = ours.prepare([1], [short])
-    tokens = [ours.launch(logits.to(device), on(device, [1]), plan).wait()[0][0] for _ in range(4)]
+    plans = [ours.prepare([1], [short]) for _ in range(4)]
+    tokens = [ours.launch(logits.to(device), on(device, [1]), plan).wait()[0][0] for plan in plans]
     assert tokens == [50, 50, 9, 9]
-    short.token_ids += tokens
-    assert not ours.prepare([1], [short]).adjusted
+    assert [plan.adjusted for plan in plans] == [True, True, False, False]
 
 
 def test_counts_of_the_output_grow_on_the_device(device):

@@ -339,3 +339,32 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     assert len(done) > 20
     for req, prompt, count in done:
         assert req.token_ids == expected(prompt, count)
+
+
+def test_a_request_whose_last_token_is_on_its_way_keeps_its_blocks():
+    """One step ahead it still looks like a running request; but a hand-over of it must find its KV."""
+    scheduler = make(blocks=5, max_batched_tokens=256)
+    growing = request("growing", [3] * (2 * BLOCK - 1), max_tokens=20)
+    held = request("held", [6] * (2 * BLOCK), max_tokens=1, hold=True)
+    held.arrival_s = 1.0
+
+    def launch() -> list[Request]:
+        chunks = scheduler.schedule(1.0).chunks
+        for chunk in chunks:
+            scheduler.launched(chunk)
+        return [chunk.request for chunk in chunks if chunk.samples]
+
+    scheduler.add(growing)
+    first = launch()
+    scheduler.add(held)
+    second = launch()
+    assert {r.request_id for r in second} == {"growing", "held"}
+    assert scheduler.pool.free == 0
+    for each in first:
+        scheduler.append(each, 5, 1.0)
+    launch()  # `growing` needs a block, and `held` is the youngest
+    assert scheduler.preemptions == 1
+    for each in second:
+        scheduler.append(each, 5, 1.0)
+    assert held.finish is Finish.LENGTH
+    assert len(scheduler.held("held") or []) == 2
