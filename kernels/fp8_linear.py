@@ -79,13 +79,11 @@ class Fp8Linear:
         eps: float,
         *,
         plus_one: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
         """The product of RMSNorm(x); norm_weight [in_features], `plus_one` as in `rms_norm`."""
         rows = _normed_rows(x, norm_weight, eps, plus_one, pdl)
-        return self._product(rows, x.dtype, residual=residual, out=out, pdl=pdl)
+        return self._product(rows, x.dtype, pdl=pdl)
 
     def gated(
         self,

@@ -75,12 +75,10 @@ class GpuLinear:
         eps: float,
         *,
         plus_one: bool = False,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
         pdl: bool = False,
     ) -> torch.Tensor:
         """The product of RMSNorm(x); norm_weight [in_features], `plus_one` as in `rms_norm`."""
-        return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), residual=residual, out=out, pdl=pdl)
+        return self(rms_norm(x, norm_weight, eps, plus_one=plus_one, pdl=pdl), pdl=pdl)
 
     def gated(
         self,

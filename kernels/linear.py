@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["Linear", "rows_are_invariant"]
+__all__ = ["Linear", "fewest_invariant_rows", "rows_are_invariant"]
 
 # The row count that oneDNN plans the packing for. One layout serves all sizes: packing for 256 rows costs nothing at
 # 1 to 32 rows, packing for 1 row costs a third at 8 rows and more.
@@ -48,3 +48,14 @@ def rows_are_invariant(linear: Linear, min_rows: int, dtype: torch.dtype = torch
         if rows >= min_rows
         for start in (0, 7)
     )
+
+
+def fewest_invariant_rows(linear: Linear, dtype: torch.dtype) -> int:
+    """Fewest rows for which a row's bits do not depend on the others, by trial on this machine.
+
+    Raises ValueError where they always do.
+    """
+    for rows in (1, 2, 4, 16):
+        if rows_are_invariant(linear, rows, dtype):
+            return rows
+    raise ValueError("this machine's matrix library gives a row other bits in other batches")

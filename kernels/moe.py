@@ -6,15 +6,13 @@ same bits in any company (kernels/linear.py), and a token's experts are summed i
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.nn import functional
 
-from kernels.linear import Linear, rows_are_invariant
+from kernels.linear import Linear
 from kernels.norm_rope_act import act_and_mul
 
-__all__ = ["Experts", "fewest_invariant_rows", "moe", "route"]
+__all__ = ["Experts", "moe", "route"]
 
 
 def moe(
@@ -76,17 +74,3 @@ class Experts:
         for choice in range(1, top_k):
             total = total + weighted[:, choice]
         return total.to(x.dtype)
-
-
-@functools.cache
-def fewest_invariant_rows(out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Fewest rows for which a product of this shape gives a row bits that do not depend on the others, by trial.
-
-    Raises ValueError where they always do.
-    """
-    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
-    linear = Linear(weight)
-    for rows in (1, 2, 4, 16):
-        if rows_are_invariant(linear, rows, dtype):
-            return rows
-    raise ValueError(f"a product of [{out_features}, {in_features}] in {dtype} gives a row other bits in other batches")

@@ -57,7 +57,6 @@ def paged_prefill(
     softcap: float = 0.0,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
-    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of each query over the keys of its sequence at its own and earlier positions.
 
@@ -66,10 +65,9 @@ def paged_prefill(
     int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`), context_lens [S] (all tokens, this
     step's included), tiles [tiles, 2] of `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays.
 
-    `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: leaves it). `batch_invariant`
-    changes nothing: a row's bits never depend on other rows. Returns `out`.
+    `window` keys are seen (0: all); `softcap` c makes a score c * tanh(score / c) (0: leaves it).
+    A row's bits never depend on other rows. Returns `out`.
     """
-    del batch_invariant
     _check(query, key_cache, value_cache, out, key_scales, value_scales)
     if len(tiles) == 0:
         return out

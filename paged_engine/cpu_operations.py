@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from kernels.kv_write import write_kv
-from kernels.linear import Linear
-from kernels.moe import Experts, fewest_invariant_rows, route
+from kernels.linear import Linear, fewest_invariant_rows
+from kernels.moe import Experts, route
 from kernels.norm_rope_act import act_and_mul, apply_rope, layer_norm, rms_norm
 from kernels.paged_attention import AttentionPlan, attend
 from paged_engine.model_config import ModelConfig
@@ -20,7 +20,7 @@ from paged_engine.ranks import Ranks
 from paged_engine.sharding import vocab_shard
 from wire.errors import ConfigError
 
-__all__ = ["CpuOperations", "CpuStep"]
+__all__ = ["CpuOperations", "CpuStep", "fewest_rows"]
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the step's tokens, [T, 1, rotary_dim / 2], in the compute dtype."""
@@ -38,11 +38,23 @@ class CpuStep:
     attention: Mapping[int, AttentionPlan]  # by window
 
 
+def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:
+    """Fewest rows for which the bits of a row do not depend on the others in any of these products.
+
+    Raises ConfigError where they always do, because the CPU path promises to be batch-invariant.
+    """
+    try:
+        return max(fewest_invariant_rows(linear, dtype) for linear in linears)
+    except ValueError as why:
+        raise ConfigError(f"{why}; use dtype float32") from why
+
+
 class CpuOperations:
     """See paged_engine/operations.py for what each of them means."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._expert_rows: dict[tuple[torch.Size, torch.Size], int] = {}
         self._config, self._dtype = config, dtype
         self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype)
@@ -59,11 +71,10 @@ class CpuOperations:
         return Linear(weight[vocab_shard(len(weight), self._ranks.rank, self._ranks.size)], None)
 
     def experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> Experts:
-        try:
-            rows = [fewest_invariant_rows(*weight.shape[1:], weight.dtype) for weight in (gate_up, down)]
-        except ValueError as why:
-            raise ConfigError(f"{why}; use dtype float32") from why
-        return Experts(gate_up, down, max(rows))
+        shapes = (gate_up.shape[1:], down.shape[1:])
+        if shapes not in self._expert_rows:
+            self._expert_rows[shapes] = fewest_rows([Linear(gate_up[0]), Linear(down[0])], self._dtype)
+        return Experts(gate_up, down, self._expert_rows[shapes])
 
     def folds(self, dtype: torch.dtype) -> bool:
         # One operation less a step. Not in 16 bits, where the rounding of W * g would show.

@@ -176,6 +176,10 @@ def follow(config: EngineConfig, ranks: TorchRanks, device: torch.device) -> Non
 
 def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
     ranks.agree({"model": str(replace(model, name="")), **{name: str(getattr(config, name)) for name in _ALIKE}})
+    if config.max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position}; lower it"
+        )
     tensors = read_tensors(config.model, model, config.load_format)
     if device.type == "cuda" and (config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)):
         # Products in fp8 depend on the batch's size, and older GPUs have none.

@@ -208,7 +208,6 @@ class GpuOperations:
                 softcap=softcap,
                 key_scales=key_scales,
                 value_scales=value_scales,
-                batch_invariant=self._batch_invariant,
             )
         return out.view(len(query), -1)
 

@@ -125,10 +125,6 @@ class GpuRunner:
     ) -> None:
         dtype = _compute_dtype(config, model)
         kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
-        if config.max_model_len > model.max_position:
-            raise ConfigError(
-                f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position}; lower it"
-            )
         self._device, self._ranks = device, ranks
         self._block_tokens = config.block_tokens or _BLOCK_TOKENS
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS

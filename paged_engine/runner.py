@@ -11,10 +11,9 @@ import msgspec
 import numpy as np
 import torch
 
-from kernels.linear import rows_are_invariant
 from kernels.paged_attention import SequenceSpan, plan_attention
 from paged_engine.blocks import NULL_BLOCK
-from paged_engine.cpu_operations import CpuOperations, CpuStep
+from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
 from paged_engine.kv_pool import KVPool, blocks_in, longest_context
 from paged_engine.model_config import ModelConfig
@@ -148,7 +147,7 @@ class CpuRunner:
         # The first exp() that two OpenMP threads enter at once may return low-accuracy values on the second one (seen
         # with MKL 2024.2: errors of 7e-4, in the first call only). Let one thread enter it first.
         torch.exp(torch.zeros(16))
-        self._min_rows = _fewest_invariant_rows(decoder)
+        self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Compute the step, all of it."""
@@ -218,14 +217,3 @@ class CpuRunner:
             attention=plans,
         )
         return step, samples
-
-
-def _fewest_invariant_rows(decoder: Decoder) -> int:
-    """Fewest rows of a step for which a row's bits do not depend on the others, by trial on this machine.
-
-    Raises ConfigError where they always do, because the CPU path promises to be batch-invariant.
-    """
-    for rows in (1, 2, 4, 16):
-        if all(rows_are_invariant(linear, rows, decoder.dtype) for linear in decoder.linears()):
-            return rows
-    raise ConfigError("this machine's matrix library gives a row other bits in other batches; use dtype float32")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.moe import Experts, fewest_invariant_rows, moe, route
+from kernels.linear import Linear, fewest_invariant_rows
+from kernels.moe import Experts, moe, route
 
 
 def inputs(tokens: int, experts: int, hidden: int = 64, inner: int = 48) -> tuple[torch.Tensor, ...]:
@@ -40,7 +41,7 @@ def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
 
 def test_a_row_has_the_same_bits_in_every_batch() -> None:
     x, logits, gate_up, down = inputs(130, 4)
-    rows = max(fewest_invariant_rows(*weight.shape[1:], torch.float32) for weight in (gate_up, down))
+    rows = max(fewest_invariant_rows(Linear(weight[0]), torch.float32) for weight in (gate_up, down))
     experts = Experts(gate_up, down, rows)
 
     def run(selected: torch.Tensor) -> torch.Tensor:
