@@ -1,7 +1,6 @@
-"""Activations between the linear layers of an MLP: silu(gate) * up, gelu(gate) * up, relu; with fp8 output. Triton.
+"""Activations between the linear layers of an MLP: silu(gate) * up, gelu(gate) * up, relu. Triton.
 
-Grid: one program per row and tile of BLOCK columns. With fp8 output one program per row, as its scale needs the row's
-largest magnitude: it goes over the row twice, which for I <= 32768 is one tile that stays in registers.
+Grid: one program per row and tile of BLOCK columns; of relu, per BLOCK elements.
 Arithmetic is fp32 and rounded once. Torch twins: `kernels/norm_rope_act.py`.
 """
 
@@ -11,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.fused_norm import e4m3_scale, pdl_works
+from kernels.fused_norm import pdl_works
 
 __all__ = ["act_and_mul", "relu"]
 
-MAX_ROW_TILE = 32768
 Tile = tuple[int, int]
 """(columns per program, warps)."""
 
@@ -25,46 +23,29 @@ def act_and_mul(
     act: str,
     *,
     out: torch.Tensor | None = None,
-    scales_out: torch.Tensor | None = None,
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """act(gate) * up for a fused projection gate_up [T, 2 * I], gate first -> [T, I].
 
     act: "silu", or "gelu_tanh" (the tanh approximation, Gemma's). Rows of gate_up and out may be strided.
-    out as float8_e4m3fn needs scales_out [T, 1] fp32 (and scales_out alone makes such an `out`): the rounded product
-    is divided by its row's largest magnitude / 448.
     tile: for the benchmark's sweep; None takes the tuned one.
     """
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     if out is None:
-        out_dtype = gate_up.dtype if scales_out is None else torch.float8_e4m3fn
-        out = torch.empty(tokens, inner, dtype=out_dtype, device=gate_up.device)
+        out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     if act not in ("silu", "gelu_tanh"):
         raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
     if gate_up.shape[1] % 2 or out.shape != (tokens, inner):
         raise ValueError(f"gate_up {tuple(gate_up.shape)} and out {tuple(out.shape)} do not fit")
     if gate_up.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("the elements of a row must be contiguous")
-    if (out.dtype == torch.float8_e4m3fn) != (scales_out is not None):
-        raise ValueError("fp8 output and scales_out go together")
-    if scales_out is not None and (scales_out.numel() != tokens or not scales_out.is_contiguous()):
-        raise ValueError(f"scales_out must be a contiguous [{tokens}, 1], is {tuple(scales_out.shape)}")
-    if not tokens:
-        return out
-    pdl = pdl and pdl_works(gate_up.device)
-    shape = {"I": inner, "GELU": act == "gelu_tanh", "PDL": pdl}
-    if scales_out is None:
+    if tokens:
         block, warps = tile or _tile(tokens, inner)
+        pdl = pdl and pdl_works(gate_up.device)
         _act_and_mul[(tokens * triton.cdiv(inner, block),)](
             gate_up, out, gate_up.stride(0), out.stride(0),
-            BLOCK=block, **shape, num_warps=warps, launch_pdl=pdl,
-        )  # fmt: skip
-    else:
-        block, warps = tile or _row_tile(inner)
-        _act_and_mul_e4m3[(tokens,)](
-            gate_up, out, scales_out, gate_up.stride(0), out.stride(0),
-            BLOCK=block, **shape, num_warps=warps, launch_pdl=pdl,
+            I=inner, BLOCK=block, GELU=act == "gelu_tanh", PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
@@ -87,22 +68,6 @@ def _tile(tokens: int, inner: int) -> Tile:
     return (512, 2) if tokens * inner <= 1 << 20 else (2048, 4)
 
 
-def _row_tile(inner: int) -> Tile:
-    block = min(triton.next_power_of_2(inner), MAX_ROW_TILE)
-    return block, min(max(block // 1024, 1), 32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _activated(gate, I: tl.constexpr, column, GELU: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: E741, N803
-    """Columns of act(gate) * up of the row at `gate`, in its dtype; zeros beyond the row."""
-    inside = column < I
-    g = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate + I + column, mask=inside, other=0.0).to(tl.float32)
-    # 0.5 * g * (1 + tanh(z)) is g * sigmoid(2 * z).
-    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
-    return (g / (1.0 + tl.exp(-z)) * up).to(gate.dtype.element_ty)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _act_and_mul(  # type: ignore[no-untyped-def]
     gate_up,
@@ -120,38 +85,14 @@ def _act_and_mul(  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    value = _activated(gate_up + row * gate_up_stride, I, column, GELU)
-    tl.store(out + row * out_stride + column, value, mask=column < I)
-
-
-@triton.jit(do_not_specialize_on_alignment=["scales"])  # type: ignore[untyped-decorator]
-def _act_and_mul_e4m3(  # type: ignore[no-untyped-def]
-    gate_up,
-    out,
-    scales,
-    gate_up_stride,
-    out_stride,
-    I: tl.constexpr,  # noqa: E741, N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    GELU: tl.constexpr,  # noqa: N803
-    PDL: tl.constexpr,  # noqa: N803
-):
-    row = tl.program_id(0).to(tl.int64)
     gate = gate_up + row * gate_up_stride
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, I, BLOCK):
-        value = _activated(gate, I, start + tl.arange(0, BLOCK), GELU).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))
-    scale, inverse = e4m3_scale(tl.max(largest))
-    tl.store(scales + row, scale)
-    for start in tl.static_range(0, I, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        if I > BLOCK:  # else the row is still there
-            value = _activated(gate, I, column, GELU).to(tl.float32)
-        tl.store(out + row * out_stride + column, (value * inverse).to(tl.float8e4nv), mask=column < I)
+    inside = column < I
+    g = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate + I + column, mask=inside, other=0.0).to(tl.float32)
+    # 0.5 * g * (1 + tanh(z)) is g * sigmoid(2 * z).
+    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
+    value = g / (1.0 + tl.exp(-z)) * up
+    tl.store(out + row * out_stride + column, value.to(gate_up.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -24,38 +24,28 @@ def embed(
     table: torch.Tensor,
     *,
     scale: float = 1.0,
-    vocab_start: int = 0,
-    vocab_end: int | None = None,
-    resolved: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     pdl: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """Row t is the embedding of token sampled[source[t]] where source[t] >= 0, else of token_ids[t] -> [T, H].
 
-    token_ids and source int32 | int64 [T], sampled int64 [max_slots].
-    table [vocab_end - vocab_start, H]: the rows of this rank. An id outside gives zeros (to be summed over the ranks);
-    vocab_end None: all of the table.
+    token_ids and source int32 | int64 [T], sampled int64 [max_slots]. table [V, H], rows may be strided; V is more than
+    any of the ids that are looked up, because nothing here checks them.
     scale: Gemma's; rounded to the table's dtype before the product, which is rounded again.
-    resolved int32 | int64 [T]: gets the ids; may be token_ids.
     tile: for the benchmark's sweep; None takes the tuned one.
     """
     tokens, hidden = token_ids.shape[0], table.shape[1]
-    vocab_end = vocab_start + table.shape[0] if vocab_end is None else vocab_end
-    if vocab_end - vocab_start > table.shape[0]:
-        raise ValueError(f"ids {vocab_start} to {vocab_end}, but the table has {table.shape[0]} rows")
-    if out is None:
-        out = torch.empty(tokens, hidden, dtype=table.dtype, device=table.device)
-    if out.shape != (tokens, hidden) or source.shape != (tokens,):
-        raise ValueError(f"{tokens} tokens: out {tuple(out.shape)} or source {tuple(source.shape)} does not fit")
-    if table.stride(1) != 1 or out.stride(1) != 1:
+    if source.shape != (tokens,):
+        raise ValueError(f"{tokens} tokens: source {tuple(source.shape)} does not fit")
+    if table.stride(1) != 1:
         raise ValueError("the elements of a row must be contiguous")
+    out = torch.empty(tokens, hidden, dtype=table.dtype, device=table.device)
     if tokens:
         block, warps = tile or _tile(tokens, hidden)
         pdl = pdl and pdl_works(table.device)
         _embed[(tokens * triton.cdiv(hidden, block),)](
-            token_ids, sampled, source, table, resolved, out,
-            torch.tensor(scale, dtype=table.dtype).item(), vocab_start, vocab_end, table.stride(0), out.stride(0),
+            token_ids, sampled, source, table, out,
+            torch.tensor(scale, dtype=table.dtype).item(), table.stride(0),
             H=hidden, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return out
@@ -66,22 +56,15 @@ def _tile(tokens: int, hidden: int) -> Tile:
     return block, max(block // 512, 1)
 
 
-@triton.jit(
-    do_not_specialize=["vocab_start", "vocab_end"],
-    do_not_specialize_on_alignment=["token_ids", "sampled", "source", "resolved"],
-)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["token_ids", "sampled", "source"])  # type: ignore[untyped-decorator]
 def _embed(  # type: ignore[no-untyped-def]
     token_ids,
     sampled,
     source,
     table,
-    resolved,
     out,
     scale,
-    vocab_start,
-    vocab_end,
     table_stride,
-    out_stride,
     H: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     PDL: tl.constexpr,  # noqa: N803
@@ -95,14 +78,7 @@ def _embed(  # type: ignore[no-untyped-def]
     slot = tl.load(source + row)
     token = tl.load(token_ids + row)
     token = tl.where(slot >= 0, tl.load(sampled + slot, mask=slot >= 0, other=0), token)
-    if resolved is not None:
-        # Programs of other tiles may read token_ids[row] after this, and `resolved` may be token_ids: where they
-        # use what they read, it is the value that is written here.
-        tl.store(resolved + row, token, mask=tile == 0)
-
     column = tile * BLOCK + tl.arange(0, BLOCK)
     inside = column < H
-    owned = (token >= vocab_start) & (token < vocab_end)
-    place = table + (token - vocab_start) * table_stride + column
-    value = tl.load(place, mask=inside & owned, other=0.0).to(tl.float32) * scale
-    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+    value = tl.load(table + token * table_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + row * H + column, value.to(out.dtype.element_ty), mask=inside)

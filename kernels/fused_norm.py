@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm of rows; with the residual's addition before and fp8 quantization after in one launch. Triton.
+"""RMSNorm and LayerNorm of rows; RMSNorm with the residual's addition before and fp8 after it in one launch. Triton.
 
-Grid: one program per output row; the whole row (H <= 16384) stays in registers between its one load and its one store.
+Grid: one program per row; the whole row (H <= 16384) stays in registers between its one load and its one store.
 Sums are fp32. The number of warps follows from H alone, so a row's terms are added in one order in every batch.
 Rounding is where transformers' models round: see `rms_norm`. Torch twins: `kernels/norm_rope_act.py`.
 
@@ -24,42 +24,29 @@ def rms_norm(
     eps: float,
     *,
     residual: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
     plus_one: bool = False,
-    out: torch.Tensor | None = None,
     scales_out: torch.Tensor | None = None,
     pdl: bool = False,
     num_warps: int | None = None,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension -> [T, H], or [S, H] with `rows`.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension -> [T, H].
 
     x [T, H] (rows may be strided), weight [H] or None for ones.
     residual [T, H]: `residual += x` first, in place and rounded to its dtype; the norm is taken of the sum.
-    rows int32 | int64 [S]: only these rows are read. The residual is then only read (a row may be named twice).
     plus_one: Gemma's form, x * rstd * (1 + weight) in fp32, rounded once. Else Llama's: x * rstd is rounded, multiplied
     by the weight and rounded again.
-    out: where to write, may be x. As float8_e4m3fn it needs scales_out [T, 1] fp32 (and scales_out alone makes such an
-    `out`): the rounded row is divided by its largest magnitude / 448.
+    scales_out [T, 1] fp32: makes the result float8_e4m3fn. The rounded row is divided by its largest magnitude / 448,
+    which is written here.
     num_warps: for the benchmark's sweep; None takes the tuned number.
     """
-    return _norm(x, weight, None, eps, residual, rows, out, scales_out, pdl, num_warps, plus_one=plus_one)
+    return _norm(x, weight, None, eps, residual, scales_out, pdl, num_warps, plus_one=plus_one)
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    scales_out: torch.Tensor | None = None,
-    pdl: bool = False,
-    num_warps: int | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *, pdl: bool = False
 ) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, in fp32 and rounded once; the rest as in `rms_norm`."""
-    return _norm(x, weight, bias, eps, residual, rows, out, scales_out, pdl, num_warps, centered=True)
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32 and rounded once -> [T, H]."""
+    return _norm(x, weight, bias, eps, None, None, pdl, None, centered=True)
 
 
 def _norm(
@@ -68,8 +55,6 @@ def _norm(
     bias: torch.Tensor | None,
     eps: float,
     residual: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    out: torch.Tensor | None,
     scales_out: torch.Tensor | None,
     pdl: bool,
     num_warps: int | None,
@@ -78,25 +63,21 @@ def _norm(
     centered: bool = False,
 ) -> torch.Tensor:
     tokens, hidden = x.shape
-    count = tokens if rows is None else rows.shape[0]
-    if out is None:
-        out = torch.empty(count, hidden, dtype=x.dtype if scales_out is None else torch.float8_e4m3fn, device=x.device)
     if hidden > MAX_H:
         raise ValueError(f"rows of {hidden} elements, at most {MAX_H} fit one program")
-    if x.stride(1) != 1 or out.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+    if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("the elements of a row must be contiguous")
-    if out.shape != (count, hidden) or (residual is not None and residual.shape != x.shape):
-        raise ValueError(f"x {tuple(x.shape)}, {count} rows asked for: shape of out or residual does not fit")
-    if (out.dtype == torch.float8_e4m3fn) != (scales_out is not None):
-        raise ValueError("fp8 output and scales_out go together")
-    if scales_out is not None and (scales_out.numel() != count or not scales_out.is_contiguous()):
-        raise ValueError(f"scales_out must be a contiguous [{count}, 1], is {tuple(scales_out.shape)}")
-    if count:
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual {tuple(residual.shape)} does not fit x {tuple(x.shape)}")
+    if scales_out is not None and (scales_out.numel() != tokens or not scales_out.is_contiguous()):
+        raise ValueError(f"scales_out must be a contiguous [{tokens}, 1], is {tuple(scales_out.shape)}")
+    out = torch.empty(tokens, hidden, dtype=x.dtype if scales_out is None else torch.float8_e4m3fn, device=x.device)
+    if tokens:
         block = triton.next_power_of_2(hidden)
         pdl = pdl and pdl_works(x.device)
-        _norm_rows[(count,)](
-            x, residual, weight, bias, rows, out, scales_out,
-            eps, x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        _norm_rows[(tokens,)](
+            x, residual, weight, bias, out, scales_out,
+            eps, x.stride(0), 0 if residual is None else residual.stride(0),
             H=hidden, BLOCK=block, CENTERED=centered, PLUS_ONE=plus_one and weight is not None, PDL=pdl,
             num_warps=num_warps or warps_for(block), launch_pdl=pdl,
         )  # fmt: skip
@@ -126,19 +107,17 @@ def e4m3_scale(amax):  # type: ignore[no-untyped-def]
     return tl.div_rn(amax, 448.0), tl.div_rn(448.0, amax)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "scales"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["scales"])  # type: ignore[untyped-decorator]
 def _norm_rows(  # type: ignore[no-untyped-def]
     x,
     residual,
     weight,
     bias,
-    rows,
     out,
     scales,
     eps,
     x_stride,
     residual_stride,
-    out_stride,
     H: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     CENTERED: tl.constexpr,  # noqa: N803
@@ -158,16 +137,12 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_wait()
 
-    out_row = tl.program_id(0).to(tl.int64)
-    row = out_row
-    if rows is not None:
-        row = tl.load(rows + out_row).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     wide = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         stream = residual + row * residual_stride + column
         total = (wide + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(dtype)
-        if rows is None:
-            tl.store(stream, total, mask=inside)
+        tl.store(stream, total, mask=inside)
         wide = total.to(tl.float32)
 
     if CENTERED:
@@ -184,6 +159,6 @@ def _norm_rows(  # type: ignore[no-untyped-def]
     if scales is not None:
         wide = normed.to(tl.float32)
         scale, inverse = e4m3_scale(tl.max(tl.abs(wide)))
-        tl.store(scales + out_row, scale)
+        tl.store(scales + row, scale)
         normed = (wide * inverse).to(tl.float8e4nv)
-    tl.store(out + out_row * out_stride + column, normed, mask=inside)
+    tl.store(out + row * H + column, normed, mask=inside)

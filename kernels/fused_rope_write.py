@@ -58,6 +58,7 @@ def rope_and_write(
     key_cache, value_cache [num_blocks, num_kv_heads, block_tokens, head_dim], the last two dimensions contiguous.
     key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_tokens]: the caches are float8_e4m3fn, and hold the
     vector as 16-bit KV would have it, divided by its scale: its largest magnitude / 448.
+    pdl: positions, blocks and offsets are read before the wait for the preceding kernel, which must not write them.
     tile: for the benchmark's sweep; None takes the tuned one.
     """
     tokens, q_heads, kv_heads = qkv.shape[0], num_heads, num_kv_heads
@@ -184,9 +185,6 @@ def _rope_and_write(  # type: ignore[no-untyped-def]
         # As a rectangle, which the L1 cache serves, to have it in the layout of the heads.
         first_gain = tl.load(gain + first + 0 * token[:, None], mask=inside, other=0.0).to(tl.float32)
         second_gain = tl.load(gain + second + 0 * token[:, None], mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-
     if cos_sin is not None:
         position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
         angle = cos_sin + position[:, None] * cos_sin_stride + pair
@@ -208,6 +206,8 @@ def _rope_and_write(  # type: ignore[no-untyped-def]
         if is_value:
             scales = value_scales
         scale_slot = scales + (block * scale_block_stride + offset)[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     source = qkv + token.to(tl.int64)[:, None] * qkv_stride + head * D
     for i in tl.static_range(HEADS):

@@ -13,23 +13,27 @@ import torch
 from kernels.fused_act import act_and_mul
 from kernels.fused_norm import rms_norm
 from kernels.invariant_gemm import invariant_linear
-from kernels.skinny_gemm import Activation, skinny_linear
+from kernels.skinny_gemm import RING_ROWS, Activation, fits_ring, skinny_linear
 
 __all__ = ["GpuLinear", "skinny_rows"]
 
 
-def skinny_rows(out_features: int, *, gated: bool = False) -> int:
-    """Up to how many rows the skinny kernel is faster than cuBLAS, for a weight of so many rows.
+def skinny_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
+    """Up to how many rows our skinny kernels are faster than cuBLAS, for a weight.
 
     Measured on an H200 (`python -m benchmarks.kernels skinny_gemm`; microseconds, skinny with dependent launch against
-    cuBLAS): o 11.4 against 13.1 at 32 rows, 13.4 against 12.0 at 64; down 31.2 against 32.8 at 32; qkv 15.9 against
-    15.5 at 8; gate-up with its activation 59.6 against 60.7 at 32 and 64.6 against 72.0 at 128.
+    cuBLAS). The ring kernel, at 32 rows: qkv 15.0 against 16.1, o 10.7 against 12.9, gate-up with its activation 55.2
+    against 58.9 without, down 30.0 against 32.6; at 64: 16.6 against 16.1, 11.2 against 11.6, 56.6 against 60.1, 31.7
+    against 36.1, and the kernels around it start earlier. The others: o 11.4 against 13.1 at 32 rows, 13.4 against 12.0
+    at 64; qkv 15.9 against 15.5 at 8; gate-up with its activation 64.6 against 72.0 at 128.
     """
     if gated:
         return 128
-    if out_features > 1 << 16:
+    if fits_ring(weight):
+        return RING_ROWS
+    if len(weight) > 1 << 16:
         return 64
-    return 32 if out_features <= 4096 else 1
+    return 32 if len(weight) <= 4096 else 1
 
 
 class GpuLinear:
@@ -50,8 +54,8 @@ class GpuLinear:
         self._batch_invariant = batch_invariant
         fits = weight.dtype in (torch.bfloat16, torch.float16) and self.in_features % 8 == 0
         served = fits and not batch_invariant
-        self._skinny_rows = skinny_rows(self.out_features) if served else 0
-        self._gated_rows = skinny_rows(self.out_features, gated=True) if served else 0
+        self._skinny_rows = skinny_rows(self.weight) if served else 0
+        self._gated_rows = skinny_rows(self.weight, gated=True) if served else 0
 
     def __call__(
         self,

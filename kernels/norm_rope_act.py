@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["act_and_mul", "apply_rope", "embed", "layer_norm", "quantize_e4m3", "rms_norm", "silu_and_mul"]
+__all__ = ["act_and_mul", "apply_rope", "embed", "layer_norm", "quantize_e4m3", "rms_norm"]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, plus_one: bool = False) -> torch.Tensor:
@@ -42,19 +42,13 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for a fused [rows, 2 * dim] projection -> [rows, dim]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
 def act_and_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     """act(gate) * up for a fused [rows, 2 * dim] projection -> [rows, dim]; act is silu or gelu_tanh (Gemma's)."""
+    gate, up = gate_up.chunk(2, dim=-1)
     if act == "silu":
-        return silu_and_mul(gate_up)
+        return functional.silu(gate) * up
     if act != "gelu_tanh":
         raise ValueError(f"activation {act!r}, must be 'silu' or 'gelu_tanh'")
-    gate, up = gate_up.chunk(2, dim=-1)
     # Not functional.gelu, which gives the elements at the end of a thread's share other bits (MKL's tanh does not).
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     bend = (0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)).tanh_()
@@ -74,20 +68,11 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def embed(
-    token_ids: torch.Tensor,
-    sampled: torch.Tensor,
-    source: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    scale: float = 1.0,
-    vocab_start: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of `table` [V, H] -> [T, H], and the ids [T]: sampled[source] where source >= 0, else token_ids.
+    token_ids: torch.Tensor, sampled: torch.Tensor, source: torch.Tensor, table: torch.Tensor, *, scale: float = 1.0
+) -> torch.Tensor:
+    """Rows of `table` [V, H] -> [T, H], of ids sampled[source] where source >= 0, else token_ids.
 
-    The table's first row is that of id `vocab_start`; ids outside of the table give zeros. `scale` is rounded first.
+    `scale` is rounded to the table's dtype first.
     """
     ids = torch.where(source >= 0, sampled[source.clamp(min=0).long()], token_ids.long())
-    rows = ids - vocab_start
-    owned = (rows >= 0) & (rows < table.shape[0])
-    found = table[torch.where(owned, rows, 0)] * torch.tensor(scale, dtype=table.dtype, device=table.device)
-    return torch.where(owned[:, None], found, 0), ids
+    return table[ids] * torch.tensor(scale, dtype=table.dtype, device=table.device)

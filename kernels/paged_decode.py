@@ -1,174 +1,43 @@
 """Attention of decodes over paged KV, Triton: one query token per sequence, bound by the bandwidth of memory.
 
-Owns how the keys of a whole batch are cut among the programs, and the kernel that reads them once. Refuses to own the
-pool, the block tables and prefill. The CPU path and the torch twin is `kernels/paged_attention.py`.
+Owns the kernel that reads the keys of a batch once. Refuses to own how they are cut among the programs
+(`kernels/decode_plan.py`), the pool, the block tables and prefill. The CPU path and the torch twin is
+`kernels/paged_attention.py`.
 
-The work is a line of *units* of 64 keys: sequence after sequence, in each KV head after KV head. `plan_decode` cuts the
-line, whatever the mixture of lengths, into equal *shares*, one for each program, as stream-k does for matrix products.
-A program walks its share as *pieces*: the keys of one sequence and KV head, for all query heads of the group at once
-(rows of `tl.dot`, padded to 16). A piece cut over programs leaves one *part* per program in the workspace, and the
-program that arrives last at the piece's counter joins the parts in ascending order (and sets the counter to zero for
-the next launch). So the result does not depend on who is last, and no second kernel is launched.
-
-Batch-invariant mode has no plan: parts lie on a grid of 512 keys from key 0 (of n x 512 keys in a sequence of more than
-16 x 512: its own length alone decides), so a row's bits depend on nothing but its own sequence.
+A program walks its share of the plan's line as *pieces*: the keys of one sequence and KV head, for all query heads of
+the group at once (rows of `tl.dot`, padded to 16). A piece cut over programs leaves one *part* per program in the
+workspace, and the program that arrives last at the piece's counter joins the parts in ascending order (and sets the
+counter to zero for the next launch). So the result does not depend on who is last, and no second kernel is launched. It
+depends on the batch, whose lengths decide the cuts: batch-invariant mode takes `kernels/paged_prefill.py`.
 
 fp8 keys and values are read as pairs, 16 bits wide, because tensor cores and `ldmatrix` want 16-bit elements; a pair
 becomes two fp16 numbers (exactly) and each product two products, over the even and the odd dimensions.
 
-Grids: plan (programs / 16), decode (programs), a multiple of the number of SMs. Sources: Dao et al., "Flash-Decoding",
-2023; Milakov and Gimelshein 2018; Osama et al., "Stream-K", 2023.
+Grid: (programs), a multiple of the number of SMs.
+Sources: Dao et al., "Flash-Decoding", 2023; Milakov and Gimelshein 2018.
 """
 
 # ruff: noqa: N803, N806
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["DecodeWorkspace", "Tiling", "paged_decode", "plan_decode"]
+from kernels.decode_plan import UNIT, DecodeWorkspace, decode_programs, first_key
 
-UNIT = tl.constexpr(64)
+__all__ = ["paged_decode"]
+
 # A finite "minus infinity": a tile without a visible key gets a finite softmax, which the next tile multiplies by zero.
 MASKED = tl.constexpr(-1e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The largest fp8 number: a scale times it is the largest element of its vector, which is well inside the range of fp16.
 FP8_MAX = tl.constexpr(448.0)
-# Programs planned by one program of the plan's grid.
-PLAN_ROWS = tl.constexpr(16)
 # Elements of parts that a join reads at a time: 32 registers per thread.
 JOIN_ELEMENTS = tl.constexpr(4096)
-# Batch-invariant mode: at most this many parts of a piece, each of a multiple of GRID_KEYS keys.
-GRID_PARTS = tl.constexpr(16)
-GRID_KEYS = tl.constexpr(512)
-
-# Up to this many shares for each program that runs at a time: a slow SM then takes fewer of them.
-MAX_WAVES = 2
-# But not shares of fewer units than this, because each one fills its pipeline anew.
-WAVE_UNITS = 8
 # In batches up to this one a program lets the next kernel start only when its own keys are read: the next one's first
 # weights would come before them. (Llama-3.1-8B step, batch 1: 4.2 ms with an early start, 4.0 without any.)
 LATE_START_BATCH = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Launch shape of the decode kernel."""
-
-    keys: int
-    """Keys per tile."""
-    warps: int
-    stages: int
-    """Tiles in shared memory, plus one."""
-    registers: int
-    """Per thread, at most."""
-
-
-class DecodeWorkspace:
-    """What plan and decode keep on the device; allocated once, so its addresses stay valid in CUDA graphs.
-
-    It holds one plan: layers with another window need a workspace of their own. Not to be shared by two streams.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_batch: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device | str,
-        element_bytes: int = 2,
-    ) -> None:
-        """`element_bytes`: size of a cached element, 2 or, in fp8, 1."""
-        if num_heads % num_kv_heads:
-            raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
-        self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = max_batch, num_heads, num_kv_heads, head_dim
-        self.device = torch.device(device)
-        self.element_bytes = element_bytes
-        self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
-        self.planned: tuple[int, int] | None = None
-        """Batch size and window of the plan."""
-        programs, group = MAX_WAVES * self.resident, num_heads // num_kv_heads
-        self.line = self._zeros(2)  # units per share, units in all
-        self.starts = self._zeros(programs, 4)  # of each share: sequence, its length, KV head, unit within the piece
-        self.arrivals = self._zeros(programs)
-        # Slot p: the part of a piece that began before program p's share. Slot programs + p: of one that begins in it.
-        self.part_mixed = torch.empty(2 * programs, group, head_dim, device=device)
-        self.part_weight = torch.empty(2 * programs, group, device=device)  # log2 of the sum of exponentials
-        self._grid: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-    def grid(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(arrivals, part_mixed, part_weight) of batch-invariant mode, allocated at its first use."""
-        if self._grid is None:
-            pieces, group = self.max_batch * self.num_kv_heads, self.num_heads // self.num_kv_heads
-            mixed = torch.empty(pieces * GRID_PARTS.value, group, self.head_dim, device=self.device)
-            self._grid = self._zeros(pieces), mixed, torch.empty(mixed.shape[:2], device=self.device)
-        return self._grid
-
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=self.device)
-
-
-def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tuple[Tiling, int]:
-    """The tiling, and how many programs the device runs at a time.
-
-    Several programs share the memory of an SM, so that one computes while the others' copies are in flight; fewer where
-    it is too small for two tiles of each. Measured on an H200 (128 dimensions, batch 128 x 1k): four programs of two
-    warps and 32 keys 4.25 TB/s, three of four warps and 64 keys 3.76; fp8 is bound by its conversion, and best in two
-    programs of 128 keys.
-    """
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        sms, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
-    else:
-        sms, shared_bytes = 2, 228 << 10
-    dims = triton.next_power_of_2(head_dim)
-    other_bytes = 8 << 10  # the query, reductions, and what the driver takes
-    if dims == 256:
-        keys, warps, per_sm, tiles = 32, 4, 2, 4
-    else:
-        keys, warps, per_sm, tiles = (32, 2, 4, 3) if element_bytes == 2 else (128, 4, 2, 2)
-    tile_bytes = 2 * keys * dims * element_bytes
-    per_sm = max(1, min(per_sm, shared_bytes // (2 * tile_bytes + other_bytes)))
-    tiles = min(tiles, (shared_bytes // per_sm - other_bytes) // tile_bytes)
-    registers = min(255, 65536 // (per_sm * warps * 32) & ~7)
-    return Tiling(keys, warps, stages=tiles + 1, registers=registers), per_sm * sms
-
-
-def _programs(batch: int, workspace: DecodeWorkspace) -> int:
-    """As many waves as the batch's pieces fill, because a program without a share still costs its launch."""
-    waves = batch * workspace.num_kv_heads // workspace.resident
-    return workspace.resident * max(1, min(waves, MAX_WAVES))
-
-
-def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_tokens: int, window: int = 0) -> None:
-    """Cut the keys of a batch into equal shares, for all layers of one step that have this window. No host sync.
-
-    context_lens [B] int32: keys of each sequence, its newest token's included; 0 marks a padding row.
-    """
-    (batch,) = context_lens.shape
-    if batch > workspace.max_batch:
-        raise ValueError(f"{batch} sequences, but the workspace is for {workspace.max_batch}")
-    if block_tokens not in (16, 32, 64):
-        raise ValueError(f"block_tokens must be 16, 32 or 64, got {block_tokens}")
-    programs = _programs(batch, workspace)
-    _plan_kernel[(triton.cdiv(programs, PLAN_ROWS.value),)](
-        context_lens,
-        workspace.line,
-        workspace.starts,
-        batch,
-        programs,
-        workspace.resident,
-        window,
-        KV_HEADS=workspace.num_kv_heads,
-        WAVE_UNITS=WAVE_UNITS,
-        BATCH=triton.next_power_of_2(batch),
-    )
-    workspace.planned = (batch, window)
 
 
 def paged_decode(
@@ -185,7 +54,6 @@ def paged_decode(
     softcap: float = 0.0,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
-    batch_invariant: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
     """softmax(scale q k^T) v of the newest token of each sequence over its blocks, which hold that token already.
@@ -193,28 +61,24 @@ def paged_decode(
     query, out [B, heads, head_dim], bf16 or fp16, rows and heads strided as you like. Caches [num_blocks, kv_heads,
     block_tokens, head_dim], one layer's views of the pool; fp8 caches come with fp32 scales [num_blocks, kv_heads,
     block_tokens]. block_tables [B, max_blocks] int32. context_lens [B] int32 as given to `plan_decode`, which must have
-    run for this step and this window (batch-invariant mode needs no plan). Rows of length 0 get zeros. `window` w > 0:
-    the last w keys only. `softcap` c > 0: scores become c tanh(scores / c).
+    run for this step and this window. Rows of length 0 get zeros. `window` w > 0: the last w keys only. `softcap` c:
+    scores become c tanh(scores / c); 0 leaves them.
 
-    pdl: plan, lengths and tables are read before the wait for the preceding kernel, which must not be the one that
-    writes them; query and caches are read after it.
+    pdl: plan, lengths and tables are read, and each program's first keys and values are fetched into L2, before the
+    wait for the preceding kernel, which must not write plan, lengths or tables; query and caches are read after it.
     """
     batch, heads, head_dim = query.shape
     _, kv_heads, block_tokens, _ = key_cache.shape
     if (heads, kv_heads, head_dim) != (workspace.num_heads, workspace.num_kv_heads, workspace.head_dim):
         raise ValueError(f"the workspace is not for {heads} query heads and {kv_heads} KV heads of {head_dim}")
-    if batch_invariant:
-        arrivals, part_mixed, part_weight = workspace.grid()
-    elif workspace.planned == (batch, window):
-        arrivals, part_mixed, part_weight = workspace.arrivals, workspace.part_mixed, workspace.part_weight
-    else:
+    if workspace.planned != (batch, window):
         raise ValueError(f"planned for (batch, window) {workspace.planned}, called for {(batch, window)}")
     tiling = workspace.tiling
     if key_cache.element_size() != workspace.element_bytes:
         raise ValueError(f"the workspace is for elements of {workspace.element_bytes} bytes, not {key_cache.dtype}")
     if key_scales is not None:
         key_cache, value_cache = key_cache.view(torch.int16), value_cache.view(torch.int16)
-    _decode_kernel[(_programs(batch, workspace),)](
+    _decode_kernel[(decode_programs(batch, workspace),)](
         query,
         key_cache,
         value_cache,
@@ -225,9 +89,9 @@ def paged_decode(
         out,
         workspace.line,
         workspace.starts,
-        arrivals,
-        part_mixed,
-        part_weight,
+        workspace.arrivals,
+        workspace.part_mixed,
+        workspace.part_weight,
         batch,
         window,
         scale,
@@ -247,7 +111,6 @@ def paged_decode(
         TILE=tiling.keys,
         STAGES=tiling.stages,
         SOFTCAP=softcap,
-        ON_GRID=batch_invariant,
         FP8_INSTRUCTION=query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 9),
         PDL=pdl,
         LATE_START=batch <= LATE_START_BATCH,
@@ -256,57 +119,6 @@ def paged_decode(
         **({"launch_pdl": True} if pdl else {}),
     )
     return out
-
-
-# Not specialized: one binary serves all batch sizes and windows.
-@triton.jit(do_not_specialize=["batch", "programs", "resident", "window"])  # type: ignore[untyped-decorator]
-def _plan_kernel(  # type: ignore[no-untyped-def]
-    context_lens,  # [batch] int32
-    line,  # [2] int32: units per share, units in all
-    starts,  # [programs, 4] int32: where each share begins: sequence, its length, KV head, unit within the piece
-    batch,
-    programs,
-    resident,
-    window,
-    KV_HEADS: tl.constexpr,
-    WAVE_UNITS: tl.constexpr,
-    BATCH: tl.constexpr,
-):
-    """Grid (programs / PLAN_ROWS): each finds where PLAN_ROWS shares begin on the line."""
-    sequence = tl.arange(0, BATCH)
-    length = tl.load(context_lens + sequence, mask=sequence < batch, other=0)
-    units = tl.cdiv(length, UNIT) - _first_key(length, window) // UNIT  # [BATCH] of each KV head
-    end = tl.cumsum(units * KV_HEADS, 0)  # where each sequence ends on the line
-    total = tl.sum(units * KV_HEADS, 0)
-    waves = tl.minimum(tl.maximum(total // (resident * WAVE_UNITS), 1), programs // resident)
-    share = tl.maximum(tl.cdiv(total, waves * resident), 1)
-    # Pieces that would be cut in two, by about half as many programs as run at a time, are not: these are enough to
-    # keep the memory busy, and nothing is joined (batch 32 x 1k on an H200: 36 us against 40).
-    pieces, longest = tl.sum((units > 0).to(tl.int32), 0) * KV_HEADS, tl.max(units, 0)
-    share = tl.where((longest <= 2 * share) & (pieces * 17 >= resident * 8), tl.maximum(share, longest), share)
-    program = tl.program_id(0) * PLAN_ROWS + tl.arange(0, PLAN_ROWS)
-    begin = program * share
-    passed = end[None, :] <= begin[:, None]  # [PLAN_ROWS, BATCH] the sequences before the one in which a share begins
-    current = tl.sum(passed.to(tl.int32), 1)
-    inside = begin - tl.sum(tl.where(passed, units[None, :] * KV_HEADS, 0), 1)
-    here = current[:, None] == sequence[None, :]
-    piece = tl.sum(tl.where(here, units[None, :], 0), 1)
-    head = inside // tl.maximum(piece, 1)
-    start = starts + program * 4
-    real = begin < total
-    tl.store(start, current, mask=real)
-    tl.store(start + 1, tl.sum(tl.where(here, length[None, :], 0), 1), mask=real)
-    tl.store(start + 2, head, mask=real)
-    tl.store(start + 3, inside - head * piece, mask=real)
-    if tl.program_id(0) == 0:
-        tl.store(line, share)
-        tl.store(line + 1, total)
-
-
-@triton.jit
-def _first_key(length, window):  # type: ignore[no-untyped-def]
-    """The oldest key that the newest token sees."""
-    return tl.where(window > 0, tl.maximum(length - window, 0), 0)
 
 
 @triton.jit(do_not_specialize=["batch", "window"])  # type: ignore[untyped-decorator]
@@ -321,9 +133,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     out,  # [batch, heads, head_dim]
     line,
     starts,
-    arrivals,  # [programs], on the grid [batch * kv_heads]; zeros between two launches
-    part_mixed,  # [slots, GROUP, HEAD_DIM] fp32; slots 2 * programs, on the grid batch * kv_heads * GRID_PARTS
-    part_weight,  # [slots, GROUP] fp32
+    arrivals,  # [programs]; zeros between two launches
+    part_mixed,  # [2 * programs, GROUP, HEAD_DIM] fp32
+    part_weight,  # [2 * programs, GROUP] fp32
     batch,
     window,
     scale,
@@ -343,89 +155,89 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    ON_GRID: tl.constexpr,
     FP8_INSTRUCTION: tl.constexpr,
     PDL: tl.constexpr,
     LATE_START: tl.constexpr,
 ):
-    """Grid (programs). Program p walks the units [p * share, (p + 1) * share) of the line, piece by piece.
-
-    ON_GRID (batch-invariant): it takes entries p, p + programs, ... of the list of parts [GRID_PARTS, batch, kv_heads].
-    """
+    """Grid (programs). Program p walks the units [p * share, (p + 1) * share) of the line, piece by piece."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if ON_GRID:
-        position = program
-        end = GRID_PARTS * batch * KV_HEADS
-    else:
-        share = tl.load(line)
-        position = program * share
-        end = tl.minimum(position + share, tl.load(line + 1))
-        sequence = tl.load(starts + program * 4)
-        length = tl.load(starts + program * 4 + 1)
-        head = tl.load(starts + program * 4 + 2)
-        unit = tl.load(starts + program * 4 + 3)
+    share = tl.load(line)
+    position = program * share
+    end = tl.minimum(position + share, tl.load(line + 1))
+    sequence = tl.load(starts + program * 4)
+    length = tl.load(starts + program * 4 + 1)
+    head = tl.load(starts + program * 4 + 2)
+    unit = tl.load(starts + program * 4 + 3)
     if PDL:
+        if position < end:  # all keys but the newest tokens' are there already
+            first = (first_key(length, window) // UNIT + unit) * UNIT
+            _prefetch(
+                key_cache + head * head_stride, value_cache + head * head_stride, block_stride,
+                block_tables + sequence * table_stride, first, length, BLOCK_TOKENS,
+                BLOCK_TOKENS * (HEAD_DIM if key_scales is not None else 2 * HEAD_DIM),
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         if not LATE_START:
             tl.extra.cuda.gdc_launch_dependents()
     while position < end:
-        if ON_GRID:
-            piece = position % (batch * KV_HEADS)
-            sequence = piece // KV_HEADS
-            head = piece % KV_HEADS
-            length = tl.load(context_lens + sequence)
-        first_key = _first_key(length, window)
-        if ON_GRID:
-            part_keys = tl.maximum(tl.cdiv(length, GRID_KEYS * GRID_PARTS), 1) * GRID_KEYS
-            first_part = first_key // part_keys
-            part = position // (batch * KV_HEADS)
-            begin_key = (first_part + part) * part_keys
-            end_key = tl.minimum(begin_key + part_keys, length)
-            parts = tl.cdiv(length, part_keys) - first_part
-            arrival = arrivals + piece
-            first_slot = piece * GRID_PARTS
-            next_slot = first_slot
-            slot = first_slot + part
-            position += programs
-        else:
-            first_unit = first_key // UNIT
-            units = tl.cdiv(length, UNIT) - first_unit  # of this piece; 0 in a padding row
-            taken = tl.minimum(units - unit, end - position)
-            begin_key = (first_unit + unit) * UNIT
-            end_key = tl.minimum(begin_key + taken * UNIT, length)
-            piece = position - unit  # where the piece begins on the line
-            first_program = piece // share
-            parts = (piece + units - 1) // share - first_program + 1
-            arrival = arrivals + first_program
-            first_slot = programs + first_program
-            next_slot = first_program
-            slot = tl.where(program == first_program, first_slot, program)
-            position += taken
-            unit = 0
+        oldest = first_key(length, window)
+        first_unit = oldest // UNIT
+        units = tl.cdiv(length, UNIT) - first_unit  # of this piece; 0 in a padding row
+        taken = tl.minimum(units - unit, end - position)
+        begin_key = (first_unit + unit) * UNIT
+        end_key = tl.minimum(begin_key + taken * UNIT, length)
+        piece = position - unit  # where the piece begins on the line
+        first_program = piece // share
+        parts = (piece + units - 1) // share - first_program + 1
+        arrival = arrivals + first_program
+        first_slot = programs + first_program
+        slot = tl.where(program == first_program, first_slot, program)
+        position += taken
+        unit = 0
         if begin_key < end_key:
             group_query = query + sequence * query_row_stride + head * GROUP * query_head_stride
             group_out = out + sequence * out_row_stride + head * GROUP * out_head_stride
             mixed, weight = _attend(
                 group_query, query_head_stride, key_cache + head * head_stride, value_cache + head * head_stride,
                 block_stride, key_scales, value_scales, head * scale_head_stride, scale_block_stride,
-                block_tables + sequence * table_stride, first_key, begin_key, end_key, scale,
+                block_tables + sequence * table_stride, oldest, begin_key, end_key, scale,
                 GROUP, HEAD_DIM, BLOCK_TOKENS, TILE, STAGES, SOFTCAP, FP8_INSTRUCTION,
             )  # fmt: skip
             _finish(mixed, weight, group_out, out_head_stride, arrival, part_mixed, part_weight, slot, first_slot,
-                    next_slot, parts, GROUP, HEAD_DIM)  # fmt: skip
-        if not ON_GRID:
-            head += 1
-            if head == KV_HEADS:
-                head = 0
-                sequence += 1
-                length = tl.load(context_lens + sequence, mask=position < end, other=0)
+                    first_program, parts, GROUP, HEAD_DIM)  # fmt: skip
+        head += 1
+        if head == KV_HEADS:
+            head = 0
+            sequence += 1
+            length = tl.load(context_lens + sequence, mask=position < end, other=0)
     if PDL and LATE_START:
         tl.extra.cuda.gdc_launch_dependents()
     # Programs without a share are the last ones: they have the time to write the zeros of padding rows.
     for row in range(programs - 1 - program, batch, programs):
         if tl.load(context_lens + row) == 0:
             _store_zeros(out + row * out_row_stride, out_head_stride, KV_HEADS * GROUP, HEAD_DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prefetch(  # type: ignore[no-untyped-def]
+    key_head, value_head, block_stride, table, first, length, BLOCK_TOKENS: tl.constexpr, BYTES: tl.constexpr
+):
+    """Ask for a unit's keys and values, from key `first` on, in L2; BYTES are those of a block and head."""
+    for i in tl.static_range(UNIT // BLOCK_TOKENS):
+        key = first + i * BLOCK_TOKENS
+        block = tl.load(table + key // BLOCK_TOKENS, mask=key < length, other=0).to(tl.int64)
+        _prefetch_block(key_head + block * block_stride, BYTES)
+        _prefetch_block(value_head + block * block_stride, BYTES)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prefetch_block(begin, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.inline_asm_elementwise(
+        "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;"
+        " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r", [begin.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -440,7 +252,7 @@ def _attend(  # type: ignore[no-untyped-def]
     scale_offset,
     scale_block_stride,
     table,  # [max_blocks]
-    first_key,
+    oldest,
     begin_key,
     end_key,
     scale,
@@ -472,7 +284,7 @@ def _attend(  # type: ignore[no-untyped-def]
     for tile in tl.range(begin_key, end_key, TILE, num_stages=STAGES):
         key_index = tile + tl.arange(0, TILE)
         # Memory beyond the sequence's end may hold anything, NaN too, so it is not read.
-        visible = (key_index >= first_key) & (key_index < end_key)
+        visible = (key_index >= oldest) & (key_index < end_key)
         token = key_index % BLOCK_TOKENS
         block = next_blocks.to(tl.int64)
         # One tile ahead, so that the copies of a tile do not wait for its block ids.
@@ -576,16 +388,9 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    out,
-    out_head_stride,
-    part_mixed,
-    part_weight,
-    first_slot,
-    next_slot,
-    parts,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+    out, out_head_stride, part_mixed, part_weight, first_slot, next_slot, parts,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
     """The mean of all parts of a piece by weight, in ascending order."""
     ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
     DIMS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)

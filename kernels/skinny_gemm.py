@@ -1,10 +1,11 @@
 """y = x W^T for few rows of x, as fast as the weights can be read (Triton; kernels in `kernels/skinny_kernels.py`).
 
-A decode step reads every weight once, and at 1 to 128 rows that is what it costs: 436 MB a layer of the 8B shape. Two
-kernels; both add in fp32 and round once:
+A decode step reads every weight once, and at 1 to 128 rows that is what it costs: 436 MB a layer of the 8B shape. Three
+kernels; all add in fp32 and round once:
 
 - `vector_kernel`, one row of x. Grid: one program per `block_n` weight rows; multiply-adds on weights in registers.
   fp8 weights are widened there (x stays as it is), with the instruction that converts two at a time.
+- `ring_kernel` of `kernels/skinny_hopper.py`, up to 64 rows of 16 bits on Hopper: one warp loads, four multiply.
 - `tile_kernel`, any number of rows. Grid: weight tiles x split. The weight is the left operand of the tensor core,
   acc[block_n, BM] = W[block_n, block_k] x^T[block_k, BM], so that 64 of its rows fill a wgmma whatever BM is (16, 32,
   64 or 128; rows beyond M are zeros). Where the tiles are too few for the GPU, programs share the K of a tile: each
@@ -12,15 +13,14 @@ kernels; both add in fp32 and round once:
   fp8 weights meet fp8 rows, so nothing is converted, and half the bytes are read.
 
 Around the product, in the same launch: scales of fp8 weights and rows, bias, gated activation or residual after it. Not
-RMSNorm before it: each program would norm all of x. Measured on an H200 (32 layers of the 8B shape, with dependent
-launch): 3.77 ms with the norm inside against 3.53 ms with launches of its own at 1 row, 5.40 against 4.53 at 32.
+RMSNorm before it: each program would norm all of x (ARCHITECTURE.md has the milliseconds).
 
 Between launches, with `pdl=True` (programmatic dependent launch, Hopper and later): a kernel of 8 to 55 us loses 2 to
 4 us to its launch, its first loads and its last programs, while the memory idles. So every program here first says that
 the next kernel may start (`gdc_launch_dependents`). Once all programs of this kernel run, the next kernel's take the
 places of those that end. They must wait for what this kernel writes (`gdc_wait`), but weights never change: before they
-wait, they fetch their first weights, into registers (vector) or into L2 (tile: `prefetch` bytes of each row), and the
-memory stays busy over the seam. This works best with programs so small that two or three share an SM.
+wait, they fetch their first weights, into registers (vector), shared memory (ring) or L2 (tile: `prefetch` bytes of
+each row), and the memory stays busy over the seam.
 
 Bits: equal inputs give equal bits, and a row's bits do not depend on the other rows. They depend on how many rows there
 are only where that number chooses the kernel, `block_k` or `split`.
@@ -42,16 +42,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.fused_norm import pdl_works
 from kernels.skinny_kernels import PREFETCH_PIECE, tile_kernel, vector_kernel
 
-__all__ = ["MAX_ROWS", "Activation", "TensorTile", "Tile", "VectorTile", "default_tile", "skinny_linear"]
+__all__ = [
+    "MAX_ROWS",
+    "RING_ROWS",
+    "Activation",
+    "RingTile",
+    "TensorTile",
+    "Tile",
+    "VectorTile",
+    "default_tile",
+    "fits_ring",
+    "skinny_linear",
+]
 
 Activation = Literal["silu", "gelu_tanh"]
 
 MAX_ROWS = 128
 """The most rows of x. Where cuBLAS is faster, `kernels/gpu_linear.py` takes that."""
 
+RING_ROWS = 64
+"""The most rows of x for the ring kernel. At 128, x would be as many bytes as the weight on their way to the SMs."""
+
 _PARTIAL_SUMS = 8 << 20
 """fp32 numbers in the workspace (32 MiB): split x N x BM."""
 _MOST_TILES = 4096
+_RING_BYTES = 224 << 10  # of the 227 KB that programs share on an SM
+_RING_REGISTERS = 128  # per thread: two programs of 256 threads share an SM
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +96,38 @@ class TensorTile:
     """Bytes of each weight row that are fetched into L2 before `gdc_wait`; 0 or a power of two from 512 on."""
 
 
-Tile = VectorTile | TensorTile
+@dataclass(frozen=True, slots=True)
+class RingTile:
+    """What a program of the ring kernel works on (Hopper, 16 bits, up to 64 rows)."""
+
+    rows: int
+    """Weight rows, a multiple of 16 up to 256; with a gate half of them are the gate's."""
+    split: int
+    """Programs that share the K of one tile."""
+    slots: int
+    """Depth of the ring."""
+
+
+Tile = VectorTile | TensorTile | RingTile
 
 
 def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
     """The tile for x [rows, K] and a weight, the best of a sweep on an H200 over the weights of Llama-3.1-8B.
 
-    One row: 2 weight rows at a time. More: a pipeline of about 100 KB, so that two programs share an SM, and a split
-    that gives each SM two or three. With more rows, fewer columns at a time, as the tile of x has its part in a stage.
+    One row: 2 weight rows at a time. More, in the tile kernel: a pipeline of about 100 KB, so that two programs share
+    an SM, and a split that gives each SM two or three. With more rows, fewer columns at a time, as the tile of x has
+    its part in a stage.
     """
     (rows, k), device, fp8 = x.shape, x.device, weight.dtype == torch.float8_e4m3fn
     n = len(weight) // 2 if gated else len(weight)
     if x.dtype == torch.float8_e4m3fn:
         return _fp8_tile(rows, n, k, gated, device)
-    if rows == 1 and fp8:  # to be measured
+    if rows == 1 and fp8:
         return VectorTile(2, 4096, warps=8) if gated else VectorTile(4, 2048)
     if rows == 1:
         return VectorTile(2, min(2048, max(1024, triton.next_power_of_2(k) // 2)), warps=4 if k > 8192 else 8)
+    if rows <= RING_ROWS and fits_ring(weight) and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0:
+        return _ring_tile(rows, len(weight), k, gated, device)
     tma = pdl_works(device)
     if gated:
         if rows <= 16:
@@ -111,6 +142,35 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
     if rows > 16:
         return TensorTile(64, 128, stages=4, split=_split(n, k, 64, 128, 4, device))
     return TensorTile(64, 256, stages=3, split=_split(n, k, 64, 256, 2, device), tma=tma)
+
+
+def _ring_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> RingTile:
+    """The tile with the fewest bytes, to load and to leave, for the busiest SM. To add four parts takes longer than it
+    saves from 32 rows on."""
+    block_m, steps, sms = max(16, triton.next_power_of_2(rows)), triton.cdiv(k, 64), _processors(device)
+    splits = (1,) if gated else (1, 2, 4) if block_m == 16 else (1, 2)
+
+    def per_sm(of: int, split: int) -> int:
+        return int(triton.cdiv(triton.cdiv(n, of) * split, sms))
+
+    def cost(shape: tuple[int, int]) -> int:
+        of, split = shape
+        loaded = triton.cdiv(steps, split) * 128 * (of + block_m)
+        left = 4 * of * block_m * (1 + split) if split > 1 else 0
+        return per_sm(of, split) * int(loaded + left)
+
+    of, split = min(((of, split) for of in range(64, 129, 16) for split in splits), key=cost)
+    return RingTile(of, split, _slots(of, block_m, min(per_sm(of, split), 2)))
+
+
+def _space(rows: int) -> int:
+    """Weight rows for which a slot of the ring has room: whole products of the tensor core, a power of two."""
+    return max(64, int(triton.next_power_of_2(rows)))
+
+
+def _slots(rows: int, block_m: int, per_sm: int) -> int:
+    """As many as fit, with `per_sm` programs on an SM."""
+    return int(_RING_BYTES // per_sm // (128 * (_space(rows) + block_m)))
 
 
 def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> Tile:
@@ -163,6 +223,8 @@ def skinny_linear(
     if out is None:
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     pdl = pdl and pdl_works(x.device)
+    if isinstance(tile, RingTile):
+        return _through_ring(x, weight, bias, residual, gate, out, pdl, tile)
     shape = {"K": k, "BN": tile.block_n, "BK": tile.block_k, "GATE": gate}
     options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": tile.warps}
     programs = triton.cdiv(n, tile.block_n)
@@ -184,6 +246,32 @@ def skinny_linear(
     return out
 
 
+def _through_ring(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    gate: Activation | None,
+    out: torch.Tensor,
+    pdl: bool,
+    tile: RingTile,
+) -> torch.Tensor:
+    # Here, because the language of that file is an experimental part of Triton.
+    from kernels.skinny_hopper import COLUMNS, ring_descriptors, ring_kernel
+
+    rows, k = x.shape
+    block_m = max(16, triton.next_power_of_2(rows))
+    ring_kernel[(triton.cdiv(len(weight), tile.rows) * tile.split,)](
+        *ring_descriptors(x, weight, block_m=block_m, rows=tile.rows, gated=gate is not None),
+        bias, residual, out, *_workspace(x.device),
+        rows, out.shape[1], 0 if residual is None else residual.stride(0), out.stride(0),
+        STEPS=triton.cdiv(k, COLUMNS.value), SPLIT=tile.split, ROWS=tile.rows,
+        SPACE=_space(tile.rows), SLOTS=tile.slots, GATE=gate, PDL=pdl,
+        num_warps=4, maxnreg=_RING_REGISTERS, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
 def _check(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -195,7 +283,7 @@ def _check(
 ) -> None:
     rows, k = x.shape
     vector = isinstance(tile, VectorTile)
-    most = 1 if vector else MAX_ROWS
+    most = 1 if vector else RING_ROWS if isinstance(tile, RingTile) else MAX_ROWS
     if not 1 <= rows <= most:
         raise ValueError(f"a skinny product with {tile} takes 1 to {most} rows, not {rows}")
     fp8 = x.dtype == torch.float8_e4m3fn
@@ -213,9 +301,12 @@ def _check(
         raise ValueError("one row of x and the weight must begin at a multiple of 8 bytes")
     if gate is not None and residual is not None:
         raise ValueError("a gated product takes no residual")
-    if isinstance(tile, TensorTile) and tile.split > 1:
-        tiles = triton.cdiv(weight.shape[0], tile.block_n)
-        sums = tiles * tile.split * tile.block_n * max(16, triton.next_power_of_2(rows))
+    if isinstance(tile, RingTile) and not fits_ring(weight):
+        raise ValueError(f"{tile} is not for a weight {tuple(weight.shape)} of {weight.dtype} on {weight.device}")
+    if not isinstance(tile, VectorTile) and tile.split > 1:
+        of, space = (tile.rows, _space(tile.rows)) if isinstance(tile, RingTile) else (tile.block_n, tile.block_n)
+        tiles = triton.cdiv(weight.shape[0], of)
+        sums = tiles * tile.split * space * max(16, triton.next_power_of_2(rows))
         if gate is not None or tiles > _MOST_TILES or sums > _PARTIAL_SUMS:
             raise ValueError(f"{tile} is not for a gate, or too large for {rows} rows and {weight.shape[0]} outputs")
 
@@ -247,6 +338,17 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of programs that share K; and how many of each tile's programs have arrived, 0 between launches."""
     sums = torch.empty(_PARTIAL_SUMS, dtype=torch.float32, device=device)
     return sums, torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+
+def fits_ring(weight: torch.Tensor) -> bool:
+    """Whether the ring kernel serves this weight: 16 bits, on Hopper, and such that TMA can read it in groups."""
+    whole = len(weight) % 16 == 0 and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+    return whole and weight.dtype in (torch.bfloat16, torch.float16) and _is_hopper(weight.device)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return pdl_works(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache

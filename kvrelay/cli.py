@@ -48,6 +48,10 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
     def serve(values: dict[str, object]) -> int:
         config = build(NodeConfig, _named(values) | {"role": role})
         check_port(config.host, config.port)
+        if config.engine.tensor_parallel > 1 and config.engine.tensor_parallel_address:
+            from paged_engine.rank_address import check_rank_0
+
+            check_rank_0(config.engine.tensor_parallel_address)
         _log_to_stderr()
         config = _with_model_here(config)
         from node.server import run as run_node
@@ -70,6 +74,9 @@ def _serving_router(values: dict[str, object]) -> int:
 
 def _serving_ranks(values: dict[str, object]) -> int:
     config = build(RanksConfig, _named(values))
+    from paged_engine.rank_address import interface_towards
+
+    interface_towards(config.engine.tensor_parallel_address)
     _log_to_stderr()
     config = _with_model_here(config)
     from node.ranks import run_ranks
@@ -103,10 +110,9 @@ def _with_model_here(config: _WithEngine) -> _WithEngine:
     # Also refuses, in one sentence, if another package `kernels` is in the way of ours.
     from paged_engine.hub import resolve_model
 
-    engine = config.engine
-    with_weights = engine.load_format != "dummy"
-    path = resolve_model(engine.model, revision=engine.revision, token=engine.hub_token, weights=with_weights)
-    return dataclasses.replace(config, engine=dataclasses.replace(engine, model=str(path), revision="", hub_token=""))
+    path = resolve_model(config.engine)
+    engine = dataclasses.replace(config.engine, model=str(path), revision="", hub_token="")
+    return dataclasses.replace(config, engine=engine)
 
 
 def _add(

@@ -18,7 +18,9 @@ import msgspec
 import torch
 
 from node.parent import PARENT_PID, die_with_parent
-from paged_engine.engine import choose_device, follow
+from paged_engine.before_loading import check_engine, choose_device
+from paged_engine.engine import follow
+from paged_engine.rank_address import check_rank_0
 from paged_engine.ranks import Alone, Ranks, TorchRanks
 from wire.config import EngineConfig, RanksConfig
 from wire.errors import KvrelayError
@@ -37,10 +39,16 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 def join_as_rank_0(config: EngineConfig) -> Ranks:
-    """Start this host's other ranks and meet all of them. Raises ConfigError if they do not come."""
+    """Start this host's other ranks and meet all of them. Raises ConfigError if they do not come.
+
+    What they could not serve is refused before they are started: they may be awaited for minutes.
+    """
     size = config.tensor_parallel
     if size == 1:
         return Alone()
+    check_engine(config)
+    if config.tensor_parallel_address:
+        check_rank_0(config.tensor_parallel_address)
     address = config.tensor_parallel_address or f"127.0.0.1:{_free_port()}"
     config = replace(config, tensor_parallel_address=address)
     for rank in range(1, config.tensor_parallel_local or size):
@@ -49,7 +57,11 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
 
 
 def run_ranks(config: RanksConfig) -> int:
-    """The command `kvrelay rank`: this host's ranks, until they end. Their exit code; if one fails all are ended."""
+    """The command `kvrelay rank`: this host's ranks, until they end. Their exit code; if one fails all are ended.
+
+    Raises ConfigError if they cannot work as configured.
+    """
+    check_engine(config.engine)
     places = [
         _Place(config.engine, config.first_rank + index, device_index=index)
         for index in range(config.engine.tensor_parallel_local)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from paged_engine.kv_pool import KVPool
-from paged_engine.model_config import POSITION_OFFSET, ModelConfig, stored_weights, tensor_shapes, weight_shapes
+from paged_engine.model_config import ModelConfig
+from paged_engine.model_tensors import POSITION_OFFSET, stored_weights, tensor_shapes, weight_shapes
 from paged_engine.operations import Norm, Operations, QkNorm
 from paged_engine.rope import rope_frequencies, rope_variant
 from wire.errors import ConfigError

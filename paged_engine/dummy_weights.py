@@ -7,7 +7,8 @@ from hashlib import blake2b
 
 import torch
 
-from paged_engine.model_config import ModelConfig, tensor_shapes
+from paged_engine.model_config import ModelConfig
+from paged_engine.model_tensors import tensor_shapes
 
 __all__ = ["dummy_tensors"]
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paged_engine.before_loading import checked_model, choose_device
 from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
 from paged_engine.model_config import ModelConfig
-from paged_engine.model_files import read_model_config, read_tensors
+from paged_engine.model_files import read_tensors
 from paged_engine.quantization import dequantized
 from paged_engine.ranks import Alone, Ranks, TorchRanks
 from paged_engine.request import Request
@@ -23,10 +24,8 @@ from paged_engine.runner import CpuRunner, Launched, Runner
 from paged_engine.scheduler import Chunk, Fetch, Scheduler
 from paged_engine.sharding import shard_config, shard_weights
 from wire.config import EngineConfig
-from wire.errors import ConfigError
 
-__all__ = ["Counters", "Engine", "choose_device", "follow"]
-
+__all__ = ["Counters", "Engine", "follow"]
 
 # What all ranks of an engine must be told alike, beside the model.
 _ALIKE = (
@@ -62,7 +61,7 @@ class Engine:
         """`ranks`: the tensor-parallel group in which this engine is rank 0; the others run `follow`."""
         self._clock = clock
         self.device = choose_device(config.device)
-        self.model: ModelConfig = read_model_config(config.model, config.load_format)
+        self.model: ModelConfig = checked_model(config, self.device)
         self._runner = _open_runner(config, self.model, self.device, ranks or Alone())
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
@@ -150,36 +149,15 @@ class Engine:
             request.num_counted = end
 
 
-def choose_device(wanted: str, index: int | None = None) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` stands for; `index` chooses among the GPUs. Raises ConfigError."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA build of torch"
-        )
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = torch.cuda.current_device() if index is None else index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"rank on GPU {index}: this host shows {torch.cuda.device_count()} GPUs; lower the ranks here"
-        )
-    return torch.device("cuda", index)
-
-
 def follow(config: EngineConfig, ranks: TorchRanks, device: torch.device) -> None:
     """A rank other than 0: compute what rank 0 computes, until it ends. Raises RuntimeError if it is lost."""
-    model = read_model_config(config.model, config.load_format)
-    runner = _open_runner(config, model, device, ranks)
+    runner = _open_runner(config, checked_model(config, device), device, ranks)
     while message := ranks.hear():
         runner.follow(message)
 
 
 def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
     ranks.agree({"model": str(replace(model, name="")), **{name: str(getattr(config, name)) for name in _ALIKE}})
-    if config.max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position}; lower it"
-        )
     tensors = read_tensors(config.model, model, config.load_format)
     if device.type == "cuda" and (config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)):
         # Products in fp8 depend on the batch's size, and older GPUs have none.

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from paged_engine.gguf_file import GgufFile
-from paged_engine.model_config import Fields, ModelConfig, RopeScaling, check_names, tensor_shapes
+from paged_engine.model_config import Fields, ModelConfig, RopeScaling
+from paged_engine.model_tensors import check_names, tensor_shapes
 from wire.errors import ConfigError
 
 __all__ = ["gguf_model_config", "gguf_tensors"]

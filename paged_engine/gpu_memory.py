@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from paged_engine.model_config import ModelConfig
+from paged_engine.model_tensors import weight_shapes
 from wire.errors import ConfigError
 
-__all__ = ["GpuBudget"]
+__all__ = ["GpuBudget", "least_weight_bytes"]
 
 # CUDA graphs, their memory pool, allocator rounding and what libraries allocate late.
 _RESERVE_BYTES = 1 << 30
@@ -34,6 +37,15 @@ class GpuBudget:
                 f"{_gib(free)} are free on {device}; lower it to at most {free / total:.2f} or end what else runs there"
             )
         return cls(device, total, free, allowed)
+
+    def check_weights(self, least_bytes: int) -> None:
+        """Raise ConfigError if weights of that size leave nothing, before minutes are spent on loading them."""
+        if least_bytes >= self.allowed_bytes:
+            raise ConfigError(
+                f"the weights need at least {_gib(least_bytes)} on each GPU, and gpu_memory_utilization allows "
+                f"{_gib(self.allowed_bytes)} of {_gib(self.total_bytes)}; raise it, use quantization fp8, or spread "
+                "the model over more GPUs with tensor_parallel"
+            )
 
     def _needed(self) -> int:
         """The most that was in use at once since the process began: torch's own, and the driver's and libraries'."""
@@ -76,6 +88,19 @@ class GpuBudget:
             f"GPU memory: {_gib(self.free_bytes - free)} of {_gib(self.total_bytes)} in use, the KV pool holds "
             f"{tokens} tokens"
         )
+
+
+def least_weight_bytes(config: ModelConfig, ranks: int, *, quantize: bool) -> int:
+    """Bytes that the weights of one of `ranks` ranks take at least; `config` has the sizes of that rank.
+
+    `quantize`: linear layers become fp8 while loading; the small ones and experts do not, but all are counted so.
+    """
+    total, shapes = 0, weight_shapes(config)
+    for name, shape in shapes.items():
+        in_fp8 = f"{name}_scale" in shapes or (quantize and len(shape) == 2 and name.startswith("model.layers."))
+        share = ranks if name == "lm_head.weight" else 1  # cut by rows
+        total += math.prod(shape) * (1 if in_fp8 else 2) // share
+    return total
 
 
 def _gib(size: int) -> str:

@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 
+from kernels.decode_plan import DecodeWorkspace, plan_decode
 from kernels.fp8_linear import Fp8Linear
 from kernels.fused_act import relu
 from kernels.fused_embed import embed
@@ -14,7 +15,7 @@ from kernels.fused_norm import layer_norm, pdl_works, rms_norm
 from kernels.fused_rope_write import rope_and_write
 from kernels.gpu_linear import GpuLinear
 from kernels.grouped_gemm import moe
-from kernels.paged_decode import DecodeWorkspace, paged_decode, plan_decode
+from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.skinny_gemm import Activation
 from paged_engine.model_config import ModelConfig

@@ -19,12 +19,13 @@ import torch
 
 from kernels.block_tables import append_blocks, step_tables
 from kernels.prefill_tiles import prefill_tiles
+from paged_engine.before_loading import compute_dtype
 from paged_engine.blocks import NULL_BLOCK
 from paged_engine.decoder import Decoder
-from paged_engine.gpu_memory import GpuBudget
+from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
 from paged_engine.gpu_operations import GpuOperations, GpuStep
 from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan
-from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, longest_context
+from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
@@ -41,7 +42,6 @@ log = logging.getLogger("kvrelay.engine")
 
 _STEP_TOKENS = 8192
 _MAX_RUNNING = 256
-_BLOCK_TOKENS = 64
 # Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
 _UPLOADS = 2
 # A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU for ever.
@@ -112,6 +112,7 @@ class GpuRunner:
         torch.cuda.set_device(device)
         _refuse_unserved(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
+        budget.check_weights(least_weight_bytes(model, ranks.size, quantize=config.quantization == "fp8"))
         return cls(config, model, weights, device, ranks, budget)
 
     def __init__(
@@ -123,10 +124,10 @@ class GpuRunner:
         ranks: Ranks,
         budget: GpuBudget,
     ) -> None:
-        dtype = _compute_dtype(config, model)
+        dtype = compute_dtype(config, model, device)
         kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
         self._device, self._ranks = device, ranks
-        self._block_tokens = config.block_tokens or _BLOCK_TOKENS
+        self._block_tokens = config.block_tokens or default_block_tokens(device)
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
         self.max_running = min(config.max_running or _MAX_RUNNING, self.max_batched_tokens)
         self._sampler = GpuSampler(
@@ -432,13 +433,3 @@ def _refuse_unserved(config: EngineConfig, device: torch.device) -> None:
             f"fp8 needs a GPU of compute capability 8.9 or more, {torch.cuda.get_device_name(device)} has "
             f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
         )
-
-
-def _compute_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
-    wanted = config.dtype if config.dtype != "auto" else model.dtype
-    if wanted == "float32":
-        if config.dtype == "float32":
-            raise ConfigError("dtype float32 is not served on a GPU; use bfloat16, float16 or auto, or device cpu")
-        wanted = "bfloat16"
-    dtype: torch.dtype = getattr(torch, wanted)
-    return dtype

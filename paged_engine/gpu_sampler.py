@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.fused_sampling import MAX_BIASES, SlotTables, TokenMask, note_of, record_of, sample
+from kernels.fused_sampling import sample
+from kernels.sampling_slots import MAX_BIASES, SlotTables, TokenMask, note_of, record_of
 from paged_engine.request import Request
 from wire.outputs import TokenLogprobs
 

@@ -18,11 +18,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import cast
 
+from wire.config import EngineConfig
 from wire.errors import ConfigError
 
 __all__ = ["resolve_model"]
@@ -58,13 +59,15 @@ class _Wanted:
         return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
 
 
-def resolve_model(model: str, *, revision: str = "", token: str = "", weights: bool = True) -> Path:
-    """The folder or file of a model on this machine.
+def resolve_model(config: EngineConfig) -> Path:
+    """The folder or file of the model that an engine on this machine is to serve.
 
-    `model` is a path, or on the Hub org/name, or org/name/file.gguf, each with @revision behind it if wanted (or in
-    `revision`). An empty `token` leaves it to HF_TOKEN and to stored logins. Without `weights` (load_format dummy) only
-    config and tokenizer are downloaded. Raises ConfigError saying what is wrong and what to do.
+    It is a path, or on the Hub org/name, or org/name/file.gguf, each with @revision behind it if wanted (or in
+    `revision`). An empty `hub_token` leaves it to HF_TOKEN and to stored logins. With load_format dummy only config and
+    tokenizer of a repository are downloaded. Raises ConfigError saying what is wrong and what to do: before weights are
+    downloaded, if the model cannot be served as configured.
     """
+    model, revision = config.model, config.revision
     path = Path(model).expanduser()
     found = _ID.fullmatch(model)
     if path.exists():
@@ -78,10 +81,12 @@ def resolve_model(model: str, *, revision: str = "", token: str = "", weights: b
     behind_id = found["revision"] or ""
     if revision and behind_id and revision != behind_id:
         raise ConfigError(f"model {model!r} and revision {revision!r} name two revisions; give one")
-    wanted = _Wanted(found["repo"], revision or behind_id or "main", token or None)
+    if found["file"] and config.load_format == "safetensors":
+        raise ConfigError(f"load_format safetensors does not read the GGUF file {model!r}; gguf and auto do")
+    wanted = _Wanted(found["repo"], revision or behind_id or "main", config.hub_token or None)
     _quieten()
     with _told(wanted):
-        return _file(wanted, found["file"][1:]) if found["file"] else _folder(wanted, weights)
+        return _file(wanted, found["file"][1:]) if found["file"] else _folder(wanted, config)
 
 
 def _quieten() -> None:
@@ -94,21 +99,24 @@ def _quieten() -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
-def _folder(wanted: _Wanted, weights: bool) -> Path:
+def _folder(wanted: _Wanted, config: EngineConfig) -> Path:
     """The snapshot with all that is needed. Small files come first: they tell whether the large ones are of use."""
     from huggingface_hub import snapshot_download
 
+    if config.load_format == "gguf":
+        raise _not_one_file(wanted)
     allowed = list(_SMALL_FILES)
     folder = Path(snapshot_download(wanted.repo, revision=wanted.revision, token=wanted.token, allow_patterns=allowed))
     if not (folder / "config.json").exists():
         raise _absent(wanted, "config.json", folder.name)
-    if not weights:
+    if config.load_format == "dummy":
         return folder
     missing = [name for name in _weight_files(folder) if not (folder / name).exists()]
     if missing:
-        _check_before_download(wanted, folder)
         # The commit and not the branch: it may move meanwhile.
-        _bring(wanted, [_large_file(wanted, name, folder.name) for name in missing])
+        files = [_large_file(wanted, name, folder.name) for name in missing]
+        _check_before_download(wanted, replace(config, model=str(folder)))
+        _bring(wanted, files)
         snapshot_download(wanted.repo, revision=folder.name, token=wanted.token, allow_patterns=missing)
         log.info("%s is in %s", wanted, folder)
     return folder
@@ -128,12 +136,12 @@ def _weight_files(folder: Path) -> list[str]:
     return names
 
 
-def _check_before_download(wanted: _Wanted, folder: Path) -> None:
+def _check_before_download(wanted: _Wanted, config: EngineConfig) -> None:
     """Refuse before the first gigabyte what would be refused after the last."""
-    from paged_engine.model_files import read_model_config
+    from paged_engine.before_loading import check_engine
 
-    read_model_config(str(folder))
-    if not (folder / "tokenizer.json").exists():
+    check_engine(config)
+    if not Path(config.model, "tokenizer.json").exists():
         raise ConfigError(
             f"{wanted} on the Hub holds no tokenizer.json; download it, add one (transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it) and pass the folder"
@@ -260,15 +268,31 @@ def _fetch(wanted: _Wanted, file: _LargeFile) -> None:
         file.part.replace(file.blob)
 
 
-def _absent(wanted: _Wanted, name: str, revision: str) -> ConfigError:
-    """What a repository lacks, and what it holds instead."""
+def _listed(wanted: _Wanted, revision: str) -> tuple[list[str], str]:
+    """The files of a repository, and how to name one of its GGUF files; "" if it holds none."""
     from huggingface_hub import HfApi
 
     files = HfApi(token=wanted.token).list_repo_files(wanted.repo, revision=revision)
-    ggufs = [file for file in files if file.endswith(".gguf")]
+    gguf = next((file for file in files if file.endswith(".gguf")), None)
+    return files, f"--model {wanted.repo}/{gguf}" if gguf else ""
+
+
+def _not_one_file(wanted: _Wanted) -> ConfigError:
+    """Why load_format gguf does not go with a whole repository."""
+    _, example = _listed(wanted, wanted.revision)
+    if not example:
+        return ConfigError(f"load_format gguf does not fit {wanted}, which holds no GGUF file; leave load_format out")
+    return ConfigError(
+        f"load_format gguf reads one file, and {wanted} is a repository; name a file of it, for example {example}"
+    )
+
+
+def _absent(wanted: _Wanted, name: str, revision: str) -> ConfigError:
+    """What a repository lacks, and what it holds instead."""
+    files, example = _listed(wanted, revision)
     hint = ""
-    if ggufs:
-        hint = f"; it holds GGUF files, for example --model {wanted.repo}/{ggufs[0]}"
+    if example:
+        hint = f"; it holds GGUF files, for example {example}"
     elif any(file.endswith((".bin", ".pt", ".pth")) for file in files):
         hint = "; it holds pickled weights, which are programs and never loaded: convert them to safetensors"
     return ConfigError(f"{wanted} on the Hub holds no {name}{hint}")

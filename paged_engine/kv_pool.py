@@ -13,15 +13,21 @@ import torch
 from paged_engine.model_config import ModelConfig
 from wire.errors import ConfigError
 
-__all__ = ["FP8", "KVPool", "block_bytes", "blocks_in", "longest_context"]
+__all__ = ["CPU_POOL_BYTES", "FP8", "KVPool", "block_bytes", "blocks_in", "default_block_tokens", "longest_context"]
 
 FP8 = torch.float8_e4m3fn
+CPU_POOL_BYTES = 1 << 30  # unless another size is asked for
 _SCALE_BYTES = 4
 
 
 def _bytes_per_head(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:
     vector = config.head_dim * dtype.itemsize + (_SCALE_BYTES if dtype == FP8 else 0)
     return config.num_layers * 2 * block_tokens * vector
+
+
+def default_block_tokens(device: torch.device) -> int:
+    """Tokens in a block unless another size is asked for (the reasons are in ARCHITECTURE.md)."""
+    return 16 if device.type == "cpu" else 64
 
 
 def block_bytes(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:

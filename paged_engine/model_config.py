@@ -1,14 +1,15 @@
-"""What a model is: its sizes and the declared differences between architectures, and the tensors that follow from them.
+"""What a model is: its sizes and the declared differences between architectures.
 
-Owns ModelConfig and the names and shapes of its weights. Reads no file and never imports torch: where the values come
-from is the business of hf_config.py and gguf_model.py.
+Owns ModelConfig, its parts, and typed access to the values that they are made of. Reads no file and never imports
+torch: where the values come from is the business of hf_config.py and gguf_model.py, and which tensors follow from them
+that of model_tensors.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from wire.errors import ConfigError
@@ -16,17 +17,11 @@ from wire.errors import ConfigError
 __all__ = [
     "ARCHITECTURES",
     "DTYPES",
-    "POSITION_OFFSET",
     "Fields",
     "MixtureOfExperts",
     "ModelConfig",
     "Quantization",
     "RopeScaling",
-    "check_names",
-    "quantized_weights",
-    "stored_weights",
-    "tensor_shapes",
-    "weight_shapes",
 ]
 
 ARCHITECTURES = (
@@ -298,158 +293,6 @@ class ModelConfig:
     def experts_of(self, layer: int) -> MixtureOfExperts | None:
         """The experts of one layer; None if its MLP is dense."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
-
-
-# How a checkpoint spells what we call by Llama's names, in order of replacement. Where several of our names become one,
-# the checkpoint holds their rows in one tensor, one weight above the other.
-_SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
-    "MixtralForCausalLM": (
-        (".mlp.router.", ".block_sparse_moe.gate."),
-        (".mlp.experts.", ".block_sparse_moe.experts."),
-        (".gate_proj.", ".w1."),
-        (".up_proj.", ".w3."),
-        (".down_proj.", ".w2."),
-    ),
-    "Qwen3MoeForCausalLM": ((".mlp.router.", ".mlp.gate."),),
-    "Gemma3ForConditionalGeneration": (("model.", "language_model.model."),),
-    "Phi3ForCausalLM": (
-        (".q_proj.", ".qkv_proj."),
-        (".k_proj.", ".qkv_proj."),
-        (".v_proj.", ".qkv_proj."),
-        (".gate_proj.", ".gate_up_proj."),
-        (".up_proj.", ".gate_up_proj."),
-    ),
-    "OPTForCausalLM": (
-        ("model.", "model.decoder."),
-        ("decoder.norm.", "decoder.final_layer_norm."),
-        (".input_layernorm.", ".self_attn_layer_norm."),
-        (".post_attention_layernorm.", ".final_layer_norm."),
-        (".o_proj.", ".out_proj."),
-        (".mlp.up_proj.", ".fc1."),
-        (".mlp.down_proj.", ".fc2."),
-    ),
-}
-# What a checkpoint may hold beside the text model that we serve.
-_OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
-# OPT's first two rows of learned positions stand for padding.
-POSITION_OFFSET = 2
-
-
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Our name and shape of every weight, in the order of the forward pass: Llama's names, one per projection.
-
-    Linear weights are [out, in]; one that stays fp8 in memory is followed by its weight_scale [out].
-    """
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    if config.learned_positions:
-        shapes["model.embed_positions.weight"] = (config.max_position + POSITION_OFFSET, hidden)
-    for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config, index).items()}
-    if config.norm_places != "after":
-        shapes |= _norm_shapes(config, "model.norm", hidden)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return _with_scales(config, shapes)
-
-
-def _with_scales(config: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    if config.quantization is None:
-        return shapes
-    kept, both = {name for name in quantized_weights(config) if config.quantization.keeps(name)}, {}
-    for name, shape in shapes.items():
-        both[name] = shape
-        if _stored_name(config, name) in kept:
-            both[f"{name}_scale"] = shape[:1]
-    return both
-
-
-def quantized_weights(config: ModelConfig) -> set[str]:
-    """The tensors of a checkpoint that are fp8 and have a scale beside them."""
-    quantization = config.quantization
-    if quantization is None:
-        return set()
-    return {
-        name
-        for name, shape in tensor_shapes(replace(config, quantization=None)).items()
-        if len(shape) == 2 and "embed" not in name and quantization.covers(name.removesuffix(".weight"))
-    }
-
-
-def _layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    hidden, experts = config.hidden_size, config.experts_of(index)
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = {
-        "self_attn.q_proj": (queries, hidden, config.qkv_bias),
-        "self_attn.k_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.v_proj": (keys, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, queries, config.o_bias),
-    }
-    mlps = {"mlp": config.intermediate_size}
-    if experts is not None:
-        linears["mlp.router"] = (experts.experts, hidden, False)
-        mlps = {f"mlp.experts.{expert}": experts.intermediate_size for expert in range(experts.experts)}
-    for mlp, inner in mlps.items():
-        if config.gated:
-            linears[f"{mlp}.gate_proj"] = (inner, hidden, config.mlp_bias)
-        linears[f"{mlp}.up_proj"] = (inner, hidden, config.mlp_bias)
-        linears[f"{mlp}.down_proj"] = (hidden, inner, config.mlp_bias)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        shapes |= _norm_shapes(config, norm, hidden)
-    if config.norm_places == "around":
-        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
-            shapes |= _norm_shapes(config, norm, hidden)
-    if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
-    for name, (rows, columns, bias) in linears.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-    return shapes
-
-
-def _norm_shapes(config: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:
-    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
-    return {f"{name}.{kind}": (size,) for kind in kinds}
-
-
-def stored_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Every tensor name of a checkpoint, and our names of the weights whose rows it holds, one above the other."""
-    stored: dict[str, tuple[str, ...]] = {}
-    for ours in weight_shapes(config):
-        theirs = _stored_name(config, ours)
-        stored[theirs] = (*stored.get(theirs, ()), ours)
-    return stored
-
-
-def _stored_name(config: ModelConfig, ours: str) -> str:
-    for piece, spelling in _SPELLINGS.get(config.architecture, ()):
-        ours = ours.replace(piece, spelling, 1)
-    return ours
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint in Hugging Face's layout, in the order of the forward pass."""
-    shapes = weight_shapes(config)
-    return {
-        theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:])
-        for theirs, ours in stored_weights(config).items()
-    }
-
-
-def check_names(found: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Raise ConfigError unless a checkpoint holds exactly the wanted tensors.
-
-    Tensors too many are refused too: a bias or a scale that we leave out would give wrong answers, not an error.
-    """
-    have, want = set(found), set(wanted)
-    if any(name.startswith("language_model.") for name in want):
-        have = {name for name in have if not name.startswith(_OTHER_MODALITIES)}
-    for what, names in (("lacks", want - have), ("holds unknown", have - want)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ConfigError(f"{where} {what} tensor {min(names)}{more}; is its config the right one?")
 
 
 @dataclass(frozen=True, slots=True)

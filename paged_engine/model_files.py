@@ -15,7 +15,8 @@ import torch
 
 from paged_engine.dummy_weights import dummy_tensors
 from paged_engine.hf_config import model_config_of
-from paged_engine.model_config import DTYPES, ModelConfig, quantized_weights, tensor_shapes
+from paged_engine.model_config import DTYPES, ModelConfig
+from paged_engine.model_tensors import quantized_weights, tensor_shapes
 from paged_engine.quantization import canonical_name, is_passed_over, quantized, unpacked
 from paged_engine.safetensors_files import safetensors_tensors
 from wire.errors import ConfigError

@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 
 from kernels.fp8_reference import dequantize, quantize_weight
-from paged_engine.model_config import Fields, ModelConfig, Quantization, quantized_weights, tensor_shapes
+from paged_engine.model_config import Fields, ModelConfig, Quantization
+from paged_engine.model_tensors import quantized_weights, tensor_shapes
 from wire.errors import ConfigError
 
 __all__ = [

@@ -6,10 +6,7 @@ their parts add to the hidden state. Collectives are torch.distributed's: gloo b
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Protocol
@@ -18,6 +15,7 @@ import msgspec
 import torch
 import torch.distributed
 
+from paged_engine.rank_address import interface_towards
 from wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
@@ -84,7 +82,7 @@ class TorchRanks:
     def __init__(self, address: str, rank: int, size: int, device: torch.device) -> None:
         """Meet the other ranks at rank 0's `host:port`. Raises ConfigError if they do not all come in time."""
         self.rank, self.size = rank, size
-        interface = _interface_towards(address)
+        interface = interface_towards(address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
         on_gpu = device.type == "cuda"
@@ -103,8 +101,9 @@ class TorchRanks:
             self._messages = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=365))
         except RuntimeError as why:
             raise ConfigError(
-                f"rank {rank} did not meet the other {size - 1} ranks at {address} within "
-                f"{_DEADLINE.total_seconds():g} s: {why}"
+                f"rank {rank} of {size} did not meet all others at tensor_parallel_address {address!r}, where they are "
+                f"awaited for {_DEADLINE.total_seconds():g} s: {str(why).splitlines()[0]}; give all ranks rank 0's "
+                "address, start each of them once, and let no firewall stand between their hosts"
             ) from why
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,29 +172,3 @@ class TorchRanks:
 
 # torch 2.13 has renamed it.
 _all_gather = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
-_SIOCGIFADDR = 0x8915
-
-
-def _interface_towards(address: str) -> str:
-    """Name of the network interface whose address this host uses to reach `host:port`.
-
-    Left to themselves, gloo and NCCL take the interface of the host's name, which may be one that others cannot reach.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))  # sends nothing
-            mine = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode())
-                try:
-                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                except OSError:
-                    continue  # an interface without an address
-                if socket.inet_ntoa(reply[20:24]) == mine:
-                    return name
-    except (OSError, ValueError) as why:
-        raise ConfigError(
-            f"tensor_parallel_address {address!r} cannot be reached: {why}; give rank 0's host:port"
-        ) from why
-    raise ConfigError(f"no network interface of this host has the address {mine}, which leads to {address}")

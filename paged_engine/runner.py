@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from kernels.paged_attention import SequenceSpan, plan_attention
+from paged_engine.before_loading import compute_dtype
 from paged_engine.blocks import NULL_BLOCK
 from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
-from paged_engine.kv_pool import KVPool, blocks_in, longest_context
+from paged_engine.kv_pool import CPU_POOL_BYTES, KVPool, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.sampler import Sampler
 from paged_engine.scheduler import Chunk
 from wire.config import EngineConfig
-from wire.errors import ConfigError
 from wire.outputs import TokenLogprobs
 
 __all__ = ["CpuRunner", "Launched", "Runner"]
@@ -109,19 +109,15 @@ class CpuRunner:
         cls, config: EngineConfig, model: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], ranks: Ranks
     ) -> CpuRunner:
         """Load the weights and take the pool. Raises ConfigError when the configuration cannot work."""
-        if config.kv_cache_dtype != "auto" or config.quantization:
-            raise ConfigError("kv_cache_dtype fp8 and quantization fp8 need a GPU; leave them out on a CPU")
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
-        # fp32 unless asked otherwise: bf16 products are ten times slower on CPUs without bf16 units.
-        dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
-        block_tokens = config.block_tokens or 16
-        num_blocks = blocks_in(
-            model, pool_bytes=config.kv_cache_memory or 1 << 30, block_tokens=block_tokens, dtype=dtype
-        )
+        device = torch.device("cpu")
+        dtype = compute_dtype(config, model, device)
+        block_tokens = config.block_tokens or default_block_tokens(device)
+        pool_bytes = config.kv_cache_memory or CPU_POOL_BYTES
+        num_blocks = blocks_in(model, pool_bytes=pool_bytes, block_tokens=block_tokens, dtype=dtype)
         max_model_len = longest_context(
             config.max_model_len, model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype
         )
-        device = torch.device("cpu")
         operations = CpuOperations(model, dtype, ranks)
         decoder = Decoder(model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len)
         pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from paged_engine.model_config import check_names
+from paged_engine.model_tensors import check_names
 from wire.errors import ConfigError
 
 __all__ = ["safetensors_tensors"]

@@ -15,8 +15,10 @@ from unittest.mock import patch
 import torch
 from triton.errors import TritonError
 
-import kernels.paged_decode as decode
 from benchmarks.gpu_timing import Row, median_us
+from kernels import decode_plan
+from kernels.decode_plan import DecodeWorkspace, Tiling, plan_decode
+from kernels.paged_decode import paged_decode
 
 __all__ = ["rows", "sweep"]
 
@@ -41,8 +43,8 @@ class _Shape:
     warps: int
     stages: int
     per_sm: int
-    waves: int = decode.MAX_WAVES
-    wave_units: int = decode.WAVE_UNITS
+    waves: int = decode_plan.MAX_WAVES
+    wave_units: int = decode_plan.WAVE_UNITS
 
     def __str__(self) -> str:
         shape = f"keys {self.keys} warps {self.warps} stages {self.stages} per SM {self.per_sm}"
@@ -66,17 +68,15 @@ WORKS = (
 
 
 def rows() -> Iterator[Row]:
-    """The shipped configuration: all works, then batch-invariant mode, dependent launch, and the plan."""
+    """The shipped configuration: all works, then dependent launch, and the plan."""
     buffer = _random_buffer()
     for fp8, block_tokens, work in itertools.product((False, True), (64, 16), WORKS):
         yield _row(buffer, work, block_tokens, fp8)
-    for work in (ONE, MEDIUM, LARGE):
-        yield _row(buffer, work, 64, False, batch_invariant=True)
     for work in (ONE, MEDIUM):
         yield _row(buffer, work, 64, False, pdl=True)
     for batch in (1, 256):
         workspace, lengths = _workspace(batch), torch.full((batch,), 1000, dtype=torch.int32, device="cuda")
-        us = median_us([lambda w=workspace, n=lengths: decode.plan_decode(n, w, block_tokens=64)] * 8)  # type: ignore[misc]
+        us = median_us([lambda w=workspace, n=lengths: plan_decode(n, w, block_tokens=64)] * 8)  # type: ignore[misc]
         yield Row("plan_decode", f"b{batch}", us)
 
 
@@ -102,12 +102,12 @@ def _tried(
 ) -> Iterator[Row]:
     for shape, work in itertools.product(shapes, works):
         registers = min(255, 65536 // (shape.per_sm * shape.warps * 32) & ~7)
-        tiling = decode.Tiling(shape.keys, shape.warps, shape.stages, registers)
+        tiling = Tiling(shape.keys, shape.warps, shape.stages, registers)
         launch = (tiling, shape.per_sm * SMS_OF_H200)
         with ExitStack() as patches:
-            patches.enter_context(patch.object(decode, "_launch_shape", lambda *_, launch=launch: launch))
-            patches.enter_context(patch.object(decode, "MAX_WAVES", shape.waves))
-            patches.enter_context(patch.object(decode, "WAVE_UNITS", shape.wave_units))
+            patches.enter_context(patch.object(decode_plan, "_launch_shape", lambda *_, launch=launch: launch))
+            patches.enter_context(patch.object(decode_plan, "MAX_WAVES", shape.waves))
+            patches.enter_context(patch.object(decode_plan, "WAVE_UNITS", shape.wave_units))
             try:
                 yield _row(buffer, work, block_tokens, fp8, config=str(shape))
             except TritonError:
@@ -115,25 +115,15 @@ def _tried(
 
 
 def _row(
-    buffer: torch.Tensor,
-    work: _Work,
-    block_tokens: int,
-    fp8: bool,
-    *,
-    batch_invariant: bool = False,
-    pdl: bool = False,
-    config: str = "",
+    buffer: torch.Tensor, work: _Work, block_tokens: int, fp8: bool, *, pdl: bool = False, config: str = ""
 ) -> Row:
-    calls = _calls(buffer, work, block_tokens, fp8, batch_invariant=batch_invariant, pdl=pdl)
+    calls = _calls(buffer, work, block_tokens, fp8, pdl=pdl)
     vector_bytes = HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM
-    options = ", batch-invariant" * batch_invariant + ", pdl" * pdl
-    name = f"{work.name}, {'fp8' if fp8 else 'bf16'}, block {block_tokens}{options}"
+    name = f"{work.name}, {'fp8' if fp8 else 'bf16'}, block {block_tokens}{', pdl' if pdl else ''}"
     return Row("paged_decode", name, median_us(calls), 2.0 * sum(work.lengths) * KV_HEADS * vector_bytes, config=config)
 
 
-def _calls(
-    buffer: torch.Tensor, work: _Work, block_tokens: int, fp8: bool, *, batch_invariant: bool, pdl: bool
-) -> list[Callable[[], object]]:
+def _calls(buffer: torch.Tensor, work: _Work, block_tokens: int, fp8: bool, *, pdl: bool) -> list[Callable[[], object]]:
     """One call per layer, all planned at once."""
     batch, counts = len(work.lengths), [-(-length // block_tokens) for length in work.lengths]
     owned = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
@@ -144,15 +134,15 @@ def _calls(
     fused = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     query = fused[:, : HEADS * HEAD_DIM].view(batch, HEADS, HEAD_DIM)
     out, workspace = torch.empty_like(query), _workspace(batch, 1 if fp8 else 2)
-    decode.plan_decode(lengths, workspace, block_tokens=block_tokens)
+    plan_decode(lengths, workspace, block_tokens=block_tokens)
 
     def call(layer: tuple[torch.Tensor | None, ...]) -> object:
         key, value, key_scales, value_scales = layer
         assert key is not None
         assert value is not None
-        return decode.paged_decode(
+        return paged_decode(
             query, key, value, tables, lengths, workspace, out=out, scale=HEAD_DIM**-0.5, key_scales=key_scales,
-            value_scales=value_scales, batch_invariant=batch_invariant, pdl=pdl,
+            value_scales=value_scales, pdl=pdl,
         )  # fmt: skip
 
     return [lambda layer=layer: call(layer) for layer in layers]  # type: ignore[misc]
@@ -184,8 +174,8 @@ def _random_buffer() -> torch.Tensor:
     return buffer.view(torch.uint8)
 
 
-def _workspace(batch: int, element_bytes: int = 2) -> decode.DecodeWorkspace:
-    return decode.DecodeWorkspace(
+def _workspace(batch: int, element_bytes: int = 2) -> DecodeWorkspace:
+    return DecodeWorkspace(
         max_batch=batch,
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,

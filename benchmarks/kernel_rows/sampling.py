@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu_timing import Row, median_us
-from kernels import fused_sampling
-from kernels.fused_sampling import SlotTables, note_of, record_of, sample
+from kernels import sampling_floors
+from kernels.fused_sampling import sample
+from kernels.sampling_slots import SlotTables, note_of, record_of
 
 __all__ = ["rows", "sweep"]
 
@@ -51,12 +53,8 @@ def sweep() -> Iterator[Row]:
         for tiles in (2, 4, 8):
             for pivots, passes in ((4, 4), (8, 3), (16, 2)):
                 config = f"{tiles} tiles per split, {pivots} pivots, {passes} passes"
-                shipped = fused_sampling._TILES_PER_SPLIT, fused_sampling._PIVOTS, fused_sampling._PASSES
-                fused_sampling._TILES_PER_SPLIT, fused_sampling._PIVOTS, fused_sampling._PASSES = tiles, pivots, passes
-                try:
+                with patch.multiple(sampling_floors, _TILES_PER_SPLIT=tiles, _PIVOTS=pivots, _PASSES=passes):
                     yield from _try("top-p 0.95, flat logits", count, config)
-                finally:
-                    fused_sampling._TILES_PER_SPLIT, fused_sampling._PIVOTS, fused_sampling._PASSES = shipped
 
 
 def _try(work: str, count: int, config: str, **options: Any) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from kernels.fused_act import act_and_mul
 from kernels.fused_norm import rms_norm
 from kernels.gpu_linear import GpuLinear
 from kernels.invariant_gemm import FEW_OUTPUTS, FEW_ROWS, MANY_ROWS, MIDDLE, InvariantTile, invariant_linear
-from kernels.skinny_gemm import MAX_ROWS, Activation, TensorTile, Tile, VectorTile, skinny_linear
+from kernels.skinny_gemm import MAX_ROWS, Activation, RingTile, TensorTile, Tile, VectorTile, skinny_linear
 
 EPS = 1e-5
 COPIES = 8
@@ -185,18 +185,25 @@ def _vector(*shapes: tuple[int, int, int]) -> list[Tile]:
     return [VectorTile(*shape) for shape in shapes]
 
 
+def _ring(*shapes: tuple[int, int, int]) -> list[Tile]:
+    return [RingTile(*shape) for shape in shapes]
+
+
 _PLAIN: Tiles = {
     1: _vector((1, 2048, 4), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8), (4, 2048, 4), (4, 2048, 8)),
-    16: _tensor((64, 256, 4, 3, (2,)), (64, 128, 4, 5, (4, -4, 2)), (64, 128, 4, 3, (4,))),
-    32: _tensor((64, 128, 4, 4, (-4, 2)), (32, 128, 4, 5, (2,))),
-    64: _tensor((64, 64, 4, 5, (-4, 4, 2)), (128, 128, 4, 3, (2,))),
+    16: [
+        *_tensor((64, 256, 4, 3, (2,)), (64, 128, 4, 5, (4,))),
+        *_ring((96, 2, 12), (96, 2, 6), (192, 4, 6), (128, 4, 12), (128, 4, 6), (64, 2, 12)),
+    ],
+    32: [*_tensor((64, 128, 4, 4, (-4,))), *_ring((96, 2, 11), (96, 2, 5), (128, 4, 10), (64, 2, 18), (64, 2, 9))],
+    64: [*_tensor((64, 64, 4, 5, (-4,))), *_ring((96, 2, 9), (96, 2, 4), (64, 2, 14), (64, 2, 7))],
     128: _tensor((64, 64, 4, 4, (4, 2)), (128, 64, 8, 5, (2,))),
 }
 _GATED: Tiles = {
     1: _vector((1, 1024, 4), (1, 4096, 8), (2, 2048, 4), (2, 2048, 8), (2, 4096, 8)),
-    16: [replace(TensorTile(32, 128, tma=True), prefetch=0), *_tensor((32, 128, 4, 5, (-1,)), (64, 128, 4, 3, (1,)))],
-    32: _tensor((64, 128, 4, 3, (1,)), (64, 128, 8, 5, (1,))),
-    64: _tensor((128, 64, 8, 4, (1,)), (64, 128, 8, 4, (1,)), (64, 64, 4, 4, (1,))),
+    16: [TensorTile(32, 128, tma=True, prefetch=0), *_ring((112, 1, 6), (112, 1, 12), (224, 1, 6), (128, 1, 6))],
+    32: [*_tensor((64, 128, 4, 3, (1,))), *_ring((112, 1, 5), (112, 1, 10), (224, 1, 6), (128, 1, 5))],
+    64: [*_tensor((128, 64, 8, 4, (1,))), *_ring((112, 1, 4), (112, 1, 9), (224, 1, 5))],
     128: _tensor((128, 64, 8, 4, (1,)), (64, 64, 8, 3, (1,))),
 }
 # Tiles of 32 weight rows do not fill a wgmma: they would be widened to fp16. 128 of them need 8 warps, or each wgmma
@@ -241,11 +248,6 @@ def sweep() -> Iterator[Row]:
     """Tile shapes of the skinny products with bf16 and with fp8 weights, and of the invariant ones at 256 rows."""
     jobs = [*_skinny_jobs(fp8=False), *_skinny_jobs(fp8=True)]
     yield from _best_at_the_end(_sweep([*jobs, *(Job(k, 256, tile) for tile in _INVARIANT for k in (4096, 14336))]))
-
-
-def sweep_fp8() -> Iterator[Row]:
-    """Tile shapes of the skinny products with fp8 weights."""
-    yield from _best_at_the_end(_sweep(_skinny_jobs(fp8=True)))
 
 
 def _best_at_the_end(measured: Iterator[Row]) -> Iterator[Row]:

@@ -84,8 +84,21 @@ def randn(*shape: int, seed: int, dtype: torch.dtype, device: torch.device, scal
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of NaN (of the largest value in integers)."""
-    if dtype == torch.float8_e4m3fn:
-        return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)
-    return torch.full(
-        shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype, device=device
-    )
+    return _poison(torch.empty(shape, dtype=dtype, device=device))
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives poisoned tensors: of an output that is not handed in, nothing may be left as it was.
+
+    Not for tests of dependent launch: the poison's own launch would stand between the kernels.
+    """
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: _poison(empty(*shape, **options)))
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8).fill_(0x7F)
+        return tensor
+    return tensor.fill_(torch.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)

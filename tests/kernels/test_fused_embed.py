@@ -1,4 +1,4 @@
-"""Embedding in Triton: ids from the host or from the sampler, Gemma's scale, a rank's part of the vocabulary."""
+"""Embedding in Triton: ids from the host or from the sampler, Gemma's scale."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from kernels.norm_rope_act import embed as embed_twin
-from tests.kernels.rounding import assert_same, exact_rounding, poisoned, randn
+from tests.kernels.rounding import exact_rounding, poisoned_memory, randn
 
-fused = pytest.importorskip("kernels.fused_embed", exc_type=ImportError)
+pytest.importorskip("triton")
+from kernels.fused_embed import embed
+from kernels.fused_sampling import sample
+from kernels.sampling_slots import SlotTables
+
 pytestmark = pytest.mark.usefixtures(exact_rounding.__name__)
+in_poisoned_memory = pytest.mark.usefixtures(poisoned_memory.__name__)
 
 gpu = pytest.mark.gpu
 SHAPES = [
@@ -27,6 +32,7 @@ def _ids(tokens, device, seed, index=torch.int64):
     return draw(VOCAB, tokens).to(device, index), draw(VOCAB, 16).to(device), source.to(device)
 
 
+@in_poisoned_memory
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 2560**0.5])
 @pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
@@ -34,51 +40,30 @@ def test_ids_come_from_the_sampler_where_a_source_is_named(device, tokens, hidde
     token_ids, sampled, source = _ids(tokens, device, seed=tokens + hidden)
     token_ids[source >= 0] = torch.iinfo(torch.int64).max  # must not be looked up
     table = randn(VOCAB, hidden, seed=1, dtype=dtype, device=device)
-    out = poisoned(tokens, hidden, dtype=dtype, device=device)
-    resolved = poisoned(tokens, dtype=torch.int64, device=device)
-    assert fused.embed(token_ids, sampled, source, table, scale=scale, resolved=resolved, out=out) is out
-    rows, ids = embed_twin(token_ids, sampled, source, table, scale=scale)
-    assert torch.equal(resolved, ids)
-    assert torch.equal(out, rows)
+    out = embed(token_ids, sampled, source, table, scale=scale)
+    assert torch.equal(out, embed_twin(token_ids, sampled, source, table, scale=scale))
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-def test_ids_may_be_resolved_in_place(device, index):
-    token_ids, sampled, source = _ids(40, device, seed=2, index=index)
+@in_poisoned_memory
+def test_ids_of_the_engine_in_tiles_of_part_of_a_row(device):
+    token_ids, sampled, source = _ids(40, device, seed=2, index=torch.int32)
     table = randn(VOCAB, 64, seed=3, dtype=torch.bfloat16, device=device)
-    rows, ids = embed_twin(token_ids, sampled, source, table)
-    out = fused.embed(token_ids, sampled, source, table, resolved=token_ids, tile=(16, 1))
-    assert torch.equal(out, rows)
-    assert token_ids.tolist() == ids.tolist()
+    out = embed(token_ids, sampled, source, table, tile=(16, 1))
+    assert torch.equal(out, embed_twin(token_ids, sampled, source, table))
 
 
-def test_parts_of_the_vocabulary_add_up_to_the_whole(device):
-    token_ids, sampled, source = _ids(20, device, seed=4)
-    table = randn(VOCAB, 96, seed=5, dtype=torch.float16, device=device)
-    ids, total = [], torch.zeros(20, 96, dtype=table.dtype, device=device)
-    for start, end in ((0, 100), (100, 211)):
-        resolved, out = torch.empty_like(token_ids), poisoned(20, 96, dtype=table.dtype, device=device)
-        shard = {"vocab_start": start, "vocab_end": end, "resolved": resolved, "out": out}
-        part = fused.embed(token_ids, sampled, source, table[start:end].clone(), **shard)
-        assert torch.equal(part, embed_twin(token_ids, sampled, source, table[start:end], vocab_start=start)[0])
-        total += part
-        ids.append(resolved.tolist())
-    assert ids[0] == ids[1]
-    assert_same(total, embed_twin(token_ids, sampled, source, table)[0])
-
-
-def test_strided_tables_and_outputs_and_no_tokens(device):
+@in_poisoned_memory
+def test_strided_tables_and_no_tokens(device):
     token_ids, sampled, source = _ids(6, device, seed=6)
-    wide, target = (randn(VOCAB, 200, seed=s, dtype=torch.float32, device=device) for s in (7, 8))
-    beside = target[:6, 100:].clone()
-    fused.embed(token_ids, sampled, source, wide[:, 50:150], out=target[:6, :100])
-    assert torch.equal(target[:6, :100], embed_twin(token_ids, sampled, source, wide[:, 50:150])[0])
-    assert torch.equal(target[:6, 100:], beside)
-    assert fused.embed(token_ids[:0], sampled, source[:0], wide).shape == (0, 200)
-    with pytest.raises(ValueError, match="table has"):
-        fused.embed(token_ids, sampled, source, wide, vocab_start=5, vocab_end=5 + VOCAB + 1)
+    wide = randn(VOCAB, 200, seed=7, dtype=torch.float32, device=device)
+    table = wide[:, 50:150]
+    out = embed(token_ids, sampled, source, table)
+    assert torch.equal(out, embed_twin(token_ids, sampled, source, table))
+    assert embed(token_ids[:0], sampled, source[:0], wide).shape == (0, 200)
     with pytest.raises(ValueError, match="fit"):
-        fused.embed(token_ids, sampled, source[:5], wide)
+        embed(token_ids, sampled, source[:5], wide)
+    with pytest.raises(ValueError, match="contiguous"):
+        embed(token_ids, sampled, source, wide.T)
 
 
 @gpu
@@ -86,31 +71,30 @@ def test_a_table_beyond_4_gib(device):
     table = torch.zeros(300_000, 8192, dtype=torch.bfloat16, device=device)
     table[-1] = randn(8192, seed=9, dtype=table.dtype, device=device)
     last = torch.tensor([299_999], device=device)
-    out = fused.embed(last, last, torch.tensor([-1], dtype=torch.int32, device=device), table)
+    out = embed(last, last, torch.tensor([-1], dtype=torch.int32, device=device), table)
     assert torch.equal(out, table[-1:])
 
 
 @gpu
 def test_dependent_launch_reads_what_was_just_sampled(device):
-    token_ids, sampled, source = _ids(16, device, seed=10)
+    """As in the engine: the sampler's last kernel writes the ids, and the embedding is launched before it has ended."""
+    rows = 16
+    tables = SlotTables.empty(rows, VOCAB, device)  # whose zeros mean greedy
+    logits = torch.empty(rows, VOCAB, dtype=torch.float32, device=device)
     table = randn(VOCAB, 4096, seed=11, dtype=torch.bfloat16, device=device)
-    previous = torch.empty(16, dtype=torch.int64, device=device)
-    outs = []
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    no_ids, outs = torch.zeros_like(slots), []
 
-    def chain():
-        for _ in range(4):  # resolved ids of one call are the sampled tokens of the next
-            fused.embed(token_ids, sampled, source, table, resolved=previous, pdl=True)
-            outs[:] = [fused.embed(token_ids, previous, source, table, resolved=sampled, pdl=True)]
+    def step():
+        sample(logits, slots, tables, cut=False, adjusted=False, pdl=True)
+        outs[:] = [embed(no_ids, tables.sampled, slots, table, pdl=True)]
 
-    chain()
+    logits.normal_()
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain()
+        step()
     for _ in range(50):
-        sampled.copy_(torch.randint(VOCAB, (16,), device=device))
-        expected, rows = sampled.clone(), None
-        for _ in range(8):
-            rows, expected = embed_twin(token_ids, expected, source, table)
+        logits.normal_()
         graph.replay()
-        assert torch.equal(outs[0], rows)
-        assert torch.equal(sampled, expected)
+        assert torch.equal(outs[0], table[logits.argmax(-1)])

@@ -9,13 +9,17 @@ import torch
 
 from kernels.philox import uniform
 from kernels.sampling import keep_likely
+from tests.kernels.rounding import poisoned_memory
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kernels import fused_sampling
-from kernels.fused_sampling import SlotTables, TokenMask, record_of, sample
+from kernels import fused_sampling, sampling_floors
+from kernels.fused_sampling import sample
+from kernels.sampling_slots import Rows, SlotTables, TokenMask, record_of
+
+in_poisoned_memory = pytest.mark.usefixtures(poisoned_memory.__name__)
 
 # How far a sum of probabilities may be off by rounding.
 MASS = 2e-6
@@ -104,14 +108,13 @@ def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, params: list[dict[s
 def floors_of(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The floors that sample() is going to find, one entry for each call."""
     found: list[torch.Tensor] = []
-    find = fused_sampling._find_floors
+    find = fused_sampling.find_floors
 
     def spy(rows, tiles, floors, options):
-        floors.fill_(torch.nan)
         find(rows, tiles, floors, options)
         found.append(floors)
 
-    monkeypatch.setattr(fused_sampling, "_find_floors", spy)
+    monkeypatch.setattr(fused_sampling, "find_floors", spy)
     return found
 
 
@@ -131,6 +134,7 @@ def numbered(cuts: list[dict[str, float]], seed: int, temperature: float) -> lis
     ]
 
 
+@in_poisoned_memory
 @pytest.mark.parametrize("seed", [1])
 @pytest.mark.parametrize(
     ("shape", "vocab", "dtype", "temperature"),
@@ -149,15 +153,14 @@ def test_floors_and_draws_equal_the_twin(shape, vocab, dtype, temperature, seed,
     params = numbered(CUTS, seed, temperature)
     logits = make_logits(shape, len(params), vocab, seed, dtype).to(device)
     floors = floors_of(monkeypatch)
-    out = torch.full((len(params),), -7, device=device)
-    tokens = sample(logits, backwards(len(params), device), tables_for(params, vocab, device), out=out)
-    assert tokens is out
+    tokens = sample(logits, backwards(len(params), device), tables_for(params, vocab, device))
     check_floors(floors[0], logits, params)
     check_tokens(tokens, logits, params)
 
 
+@in_poisoned_memory
 def test_a_row_with_too_many_candidates_is_cut_the_slow_way(device, monkeypatch):
-    monkeypatch.setattr(fused_sampling, "_ROOM", 16)
+    monkeypatch.setattr(sampling_floors, "_ROOM", 16)
     cuts = [{"top_k": 300}, {"top_k": 300, "top_p": 0.7}, {"top_p": 0.97}, {"top_k": 17}]
     params = numbered(cuts, 9, 1.0)
     logits = make_logits("normal", len(params), 1500, 9, torch.float32).to(device)
@@ -167,9 +170,10 @@ def test_a_row_with_too_many_candidates_is_cut_the_slow_way(device, monkeypatch)
     check_tokens(tokens, logits, params)
 
 
+@in_poisoned_memory
 def test_top_k_beyond_the_maxima_and_masses_are_narrowed_by_pivots(device, monkeypatch):
     """With little room the brackets go through every pass: some thousand logits, 64 places."""
-    monkeypatch.setattr(fused_sampling, "_ROOM", 64)
+    monkeypatch.setattr(sampling_floors, "_ROOM", 64)
     params = numbered([{"top_k": 100}, {"top_k": 2000}, {"top_p": 0.5}, {"top_p": 0.99}, {"min_p": 0.3}], 3, 1.2)
     logits = make_logits("normal", len(params), 3000, 4, torch.float32).to(device)
     floors = floors_of(monkeypatch)
@@ -190,14 +194,13 @@ def test_random_numbers_are_those_of_the_twin_bit_for_bit(device):
     params = [{"seed": s, "choice": c, "token_index": i, "temperature": 1.0} for s, c, i in triples]
     tables = tables_for(params[::-1], 1024, device)
     out = torch.full((len(params),), -1, dtype=torch.int64, device=device)
-    nothing = fused_sampling._Rows(
-        tables.notes, 0, 0, 0, backwards(1, device), tables.parameters, None, None, None, None
-    )
+    nothing = Rows(tables.notes, 0, 0, 0, backwards(1, device), tables.parameters, None, None, None, None)
     _uniforms[(1,)](nothing, out, COUNT=len(params))
     expected = uniform(*(torch.tensor(values) for values in zip(*triples, strict=True))) * 2**24
     assert out.tolist() == expected.long().tolist()
 
 
+@in_poisoned_memory
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_takes_the_lowest_of_equal_tokens(dtype, device):
     logits = make_logits("normal", 3, 3000, 5, dtype)
@@ -208,6 +211,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens(dtype, device):
     assert tokens.tolist() == [17, 1023, int(logits[2].float().argmax())]
 
 
+@in_poisoned_memory
 @pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 50, "top_p": 0.9}])
 def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary(cut, device):
     vocab = 1500
@@ -233,6 +237,7 @@ def test_a_tiny_temperature_is_greedy(temperature, device):
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
+@in_poisoned_memory
 def test_padding_touches_no_slot_and_others_move_on(device):
     params = numbered([{}, {"top_p": 0.9}, {}], 1, 1.0)
     tables = tables_for(params, 1100, device)
@@ -240,7 +245,7 @@ def test_padding_touches_no_slot_and_others_move_on(device):
     before = tables.parameters.clone()
     logits = make_logits("normal", 4, 1100, 8, torch.float32).to(device)
     slots = torch.tensor([-1, 1, -1], dtype=torch.int32, device=device)
-    tokens = sample(logits, slots, tables, out=torch.full((3,), 99, device=device))
+    tokens = sample(logits, slots, tables)
     assert tokens.tolist()[::2] == [0, 0]
     assert tables.sampled.tolist() == [-5, int(tokens[1]), -5]
     before[1, 11] += 1
@@ -282,6 +287,7 @@ def test_a_token_does_not_depend_on_the_batch(device):
     assert run([0, 1, 2, 3, 4], adjusted=False, num_warps=4, tiles_per_program=3) == together
 
 
+@in_poisoned_memory
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("vocab", "dtype"),

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernels.decode_plan import DecodeWorkspace, plan_decode
 from kernels.paged_attention import SequenceSpan, attend, plan_attention
-from kernels.paged_decode import DecodeWorkspace, paged_decode, plan_decode
+from kernels.paged_decode import paged_decode
 from tests.kernels.rounding import assert_attention
 
 LAYERS = 2
@@ -143,8 +144,6 @@ def _workspace(
     )
     workspace.part_mixed.fill_(torch.nan)
     workspace.part_weight.fill_(torch.nan)
-    for poisoned in workspace.grid()[1:]:
-        poisoned.fill_(torch.nan)
     return workspace
 
 
@@ -161,7 +160,6 @@ def _check(
     window: int = 0,
     softcap: float = 0.0,
     seed: int = 0,
-    batch_invariant: bool = False,
 ) -> None:
     pool = _fill(
         lengths, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=dtype, fp8=fp8, seed=seed,
@@ -174,14 +172,13 @@ def _check(
     out = torch.full((len(lengths), heads, head_dim), torch.nan, dtype=dtype, device=device)
     paged_decode(
         query, pool.key, pool.value, pool.tables, context_lens, workspace, out=out, scale=scale, window=window,
-        softcap=softcap, batch_invariant=batch_invariant, **pool.scales,
+        softcap=softcap, **pool.scales,
     )  # fmt: skip
     expected = _plain(query, pool, scale, window, softcap)
     long = context_lens > 0
     assert_attention(out[long], expected[long], lengths)
     assert torch.equal(out[~long], torch.zeros_like(out[~long]))
     assert not workspace.arrivals.any()
-    assert not workspace.grid()[0].any()
 
 
 MIXES = {
@@ -194,12 +191,8 @@ MIXES = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_any_mixture_of_lengths(mix, batch_invariant, device):
-    _check(
-        MIXES[mix], heads=4, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
+def test_any_mixture_of_lengths(mix, device):
+    _check(MIXES[mix], heads=4, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -223,11 +216,10 @@ def test_groups_of_query_heads(group, device):
 
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 100, 1000])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_windows(window, batch_invariant, device):
+def test_windows(window, device):
     _check(
         [300, 1, 64, 0, 165], heads=4, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device,
-        window=window, batch_invariant=batch_invariant,
+        window=window,
     )  # fmt: skip
 
 
@@ -261,27 +253,6 @@ def test_equals_the_torch_twin(device):
     torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
-def test_rows_do_not_depend_on_their_batch(device):
-    """Batch-invariant mode: more than 16 x 512 keys (so parts of 1,024) and short sequences, alone and together."""
-    lengths, heads, kv_heads, head_dim, block_tokens = [8800, 513, 40, 1024], 2, 1, 64, 64
-    pool = _fill(lengths, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=BF16, device=device)
-    query = _query(4, heads, kv_heads, head_dim, BF16, device, 0)
-    workspace = _workspace(5, heads, kv_heads, head_dim, device)
-
-    def run(rows: list[int]) -> torch.Tensor:
-        out = torch.full((len(rows), heads, head_dim), torch.nan, dtype=BF16, device=device)
-        return paged_decode(
-            query[rows], pool.key, pool.value, pool.tables[rows], _lengths([lengths[row] for row in rows], device),
-            workspace, out=out, scale=head_dim**-0.5, batch_invariant=True,
-        )  # fmt: skip
-
-    together = run([0, 1, 2, 3])
-    assert_attention(together, _plain(query, pool, head_dim**-0.5), lengths)
-    for row in range(4):
-        assert torch.equal(run([row])[0], together[row])
-    assert torch.equal(run([3, 2, 1, 0, 2]), together[[3, 2, 1, 0, 2]])
-
-
 def test_launches_in_a_row_give_the_same_bits(device):
     """The counters are zero again after each launch, and who arrives last does not matter."""
     lengths, heads, kv_heads, head_dim = [600, 5, 200], 4, 2, 64
@@ -296,23 +267,6 @@ def test_launches_in_a_row_give_the_same_bits(device):
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-def test_shares_are_equal_and_cover_all_units(device):
-    """The plan's starts are the positions p * share on the line of units."""
-    lengths, kv_heads, window = [1000, 0, 64, 1, 333, 0], 2, 130
-    workspace, context_lens = _workspace(6, 4, kv_heads, 64, device), _lengths(lengths, device)
-    for chosen in (0, window):
-        plan_decode(context_lens, workspace, block_tokens=16, window=chosen)
-        line = []  # (sequence, length, KV head, unit) of every unit
-        for sequence, length in enumerate(lengths):
-            units = -(-length // 64) - (max(0, length - chosen) // 64 if chosen else 0)
-            line += [(sequence, length, head, unit) for head in range(kv_heads) for unit in range(units)]
-        share, total = workspace.line.tolist()
-        assert total == len(line)
-        starts = [tuple(start) for start in workspace.starts.tolist()]
-        assert starts[: -(-total // share)] == line[::share]
-        assert total <= share * len(starts)
-
-
 def test_a_call_that_was_not_planned_is_refused(device):
     workspace, context_lens = _workspace(2, 4, 2, 64, device), _lengths([3, 4], device)
     pool = _fill([3, 4], kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device)
@@ -322,8 +276,6 @@ def test_a_call_that_was_not_planned_is_refused(device):
         paged_decode(
             query, pool.key, pool.value, pool.tables, context_lens, workspace, out=query.clone(), scale=1.0, window=9
         )
-    with pytest.raises(ValueError, match="workspace is for 2"):
-        plan_decode(_lengths([1, 1, 1], device), workspace, block_tokens=16)
 
 
 # From here on a GPU is needed.
@@ -335,7 +287,7 @@ def test_a_call_that_was_not_planned_is_refused(device):
 @pytest.mark.parametrize("block_tokens", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_full_grid_on_a_gpu(head_dim, block_tokens, fp8, device):
-    """Every combination has one dtype, group size, soft cap and mode, because each of these is a compilation."""
+    """Every combination has one dtype, group size and soft cap, because each of these is a compilation."""
     number = head_dim // 16 + block_tokens // 16 + 3 * fp8
     dtype = [torch.bfloat16, torch.float16][number // 2 % 2]
     heads, kv_heads = [(8, 8), (8, 4), (8, 2), (14, 2), (32, 4)][number % 5]
@@ -349,7 +301,6 @@ def test_full_grid_on_a_gpu(head_dim, block_tokens, fp8, device):
         _check(
             lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=dtype,
             device=device, fp8=fp8, window=window, softcap=[0.0, 0.0, 30.0][number % 3], seed=number,
-            batch_invariant=number % 4 == 0,
         )  # fmt: skip
 
 
@@ -384,9 +335,8 @@ def test_blocks_beyond_four_gibibytes(block_tokens, fp8, device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
-@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("pdl", [False, True])
-def test_a_graph_replays_with_other_lengths_and_tables(pdl, batch_invariant, device):
+def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
     if pdl and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
     batch, heads, kv_heads, head_dim, block_tokens, layers = 64, 8, 2, 128, 64, 4
@@ -418,10 +368,7 @@ def test_a_graph_replays_with_other_lengths_and_tables(pdl, batch_invariant, dev
         plan_decode(context_lens, workspace, block_tokens=block_tokens)
         query.add_(0)  # what stands between plan and decode in a model
         for out in outs:
-            paged_decode(
-                query, key, value, tables, context_lens, workspace, out=out, scale=0.1, pdl=pdl,
-                batch_invariant=batch_invariant,
-            )  # fmt: skip
+            paged_decode(query, key, value, tables, context_lens, workspace, out=out, scale=0.1, pdl=pdl)
 
     step()
     graph = torch.cuda.CUDAGraph()

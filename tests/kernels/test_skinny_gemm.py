@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,16 @@ pytest.importorskip("triton")
 
 from kernels import skinny_gemm
 from kernels.fp8_reference import quantize_rows_reference, quantize_weight
-from kernels.skinny_gemm import MAX_ROWS, TensorTile, VectorTile, default_tile, skinny_linear
+from kernels.skinny_gemm import (
+    MAX_ROWS,
+    RING_ROWS,
+    RingTile,
+    TensorTile,
+    VectorTile,
+    default_tile,
+    fits_ring,
+    skinny_linear,
+)
 
 ON_GPU = torch.cuda.is_available()
 # Triton's interpreter multiplies bf16 matrices as integers; so without a GPU, tiles are tested in fp16.
@@ -24,6 +36,12 @@ SMALL_TILES = [
     TensorTile(16, 64, stages=2, split=2, tma=True),
     TensorTile(64, 32, stages=2, tma=True),
 ]
+
+
+RING_TILES = [RingTile(64, 1, 3), RingTile(96, 2, 4), RingTile(112, 1, 2), RingTile(128, 4, 6), RingTile(48, 1, 11)]
+needs_ring = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability() != (9, 0), reason="a kernel for Hopper alone"
+)
 
 
 def random(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = DTYPE, scale: float = 1.0):
@@ -292,3 +310,86 @@ class TestOnGpu:
             graph.replay()
             assert torch.equal(hidden, expected)
         assert not skinny_gemm._workspace(hidden.device)[1].any()
+
+
+COMPILE_RING = """
+import re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from kernels.skinny_hopper import ring_kernel as kernel
+
+gated, block_m, rows, split, slots = sys.argv[1] == "gated", *map(int, sys.argv[2:])
+layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank={}, transposed=False,"
+layout += " fp4_padded=False, cga_layout=[])"
+groups, space = rows // 16, triton.next_power_of_2(rows)
+types = dict.fromkeys(kernel.arg_names, "i32")
+types.update(x=f"tensordesc<bf16[{block_m}, 64],{layout.format(2)}>")
+types.update(weight=f"tensordesc<bf16[{groups & -groups}, 2, 8, 64],{layout.format(4)}>")
+types.update(residual="*bf16", out="*bf16", partials="*fp32", arrivals="*i32")
+constants = dict(STEPS=64, SPLIT=split, ROWS=rows, SPACE=space, SLOTS=slots, PDL=True, bias=None, GATE=None)
+if gated:
+    constants.update(GATE="silu", residual=None)
+types.update(dict.fromkeys(constants, "constexpr"))
+aligned = [i for i, n in enumerate(kernel.arg_names) if types[n].startswith("*") or n == "N" or n.endswith("_stride")]
+source = GluonASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 128})
+with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    file.write(compiled.asm["ptx"]); file.flush()
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+    log = subprocess.run(command, capture_output=True, text=True)
+assert log.returncode == 0, log.stderr
+assert "serialized" not in log.stderr, log.stderr
+print(sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr)), compiled.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize(("kind", "block_m", "rows", "split"), [("gated", 64, 112, 1), ("plain", 32, 96, 2)])
+def test_the_ring_kernel_compiles_for_two_programs_per_sm(kind, block_m, rows, split):
+    """Needs no GPU: in a process without the interpreter. No register is spilled, and two rings fit an SM's memory."""
+    slots = skinny_gemm._slots(rows, block_m, 2)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE_RING, kind, *map(str, (block_m, rows, split, slots))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    spilled, shared = map(int, done.stdout.split())
+    assert spilled == 0
+    assert 2 * (shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.gpu
+@needs_ring
+class TestRing:
+    """The ring kernel: groups of 16 weight rows, parts of K, gates in halves of a group."""
+
+    @pytest.mark.parametrize("tile", RING_TILES, ids=str)
+    @pytest.mark.parametrize("m", [2, 16, 17, RING_ROWS])
+    @pytest.mark.parametrize(("n", "k"), [(304, 1024), (1040, 4104), (16, 200)])
+    @pytest.mark.parametrize("fused", [{}, {"bias": True, "residual": True}])
+    def test_products(self, m, n, k, fused, tile, device):
+        check(m, n, k, device, seed=m + n, tile=tile, pdl=True, **fused)
+
+    @pytest.mark.parametrize("tile", [tile for tile in RING_TILES if tile.split == 1], ids=str)
+    @pytest.mark.parametrize("m", [1, 16, 33])
+    @pytest.mark.parametrize(("n", "k"), [(152, 1024), (520, 4104), (8, 200)])
+    @pytest.mark.parametrize("fused", [{"gate": "gelu_tanh"}, {"gate": "silu", "bias": True}])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_gates(self, m, n, k, fused, dtype, tile, device):
+        check(m, n, k, device, seed=m + n, tile=tile, dtype=dtype, **fused)
+
+    @pytest.mark.parametrize("tile", RING_TILES, ids=str)
+    def test_a_row_has_the_same_bits_among_any_others(self, tile, device):
+        x, weight = random(33, 1024, seed=3, device=device), random(208, 1024, seed=4, device=device)
+        whole = skinny_linear(x, weight, tile=tile)
+        for rows in (slice(0, 2), slice(5, 21), slice(7, 24), slice(32, 33)):
+            assert torch.equal(skinny_linear(x[rows], weight, tile=tile), whole[rows])
+
+    def test_serves_weights_in_groups_alone(self, device):
+        assert fits_ring(random(32, 64, seed=1, device=device))
+        for weight in (random(40, 64, seed=1, device=device), random(32, 60, seed=1, device=device)):
+            assert not fits_ring(weight)
+            assert not isinstance(default_tile(random(4, 64, seed=2, device=device), weight, gated=False), RingTile)
+        with pytest.raises(ValueError, match="RingTile"):
+            skinny_linear(
+                random(4, 64, seed=2, device=device), random(40, 64, seed=1, device=device), tile=RING_TILES[0]
+            )

@@ -51,7 +51,7 @@ COMMANDS = {
     "prefill": ["--port=0"],
     "decode": ["--port=0"],
     "serve": ["--port=0"],
-    "rank": ["--tensor-parallel=2", "--tensor-parallel-local=1", "--tensor-parallel-address=10.0.0.1:5000"],
+    "rank": ["--tensor-parallel=2", "--tensor-parallel-local=1", "--tensor-parallel-address=127.0.0.1:5000"],
 }
 
 

@@ -79,6 +79,50 @@ def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
         assert words in err
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
+        ({"max_model_len": 1000}, "max_model_len 1000 is above the model's own limit of 512; lower it"),
+        ({"tensor_parallel_address": "192.0.2.7:5000"}, "'192.0.2.7:5000' is not of this host, where rank 0 runs"),
+        ({"tensor_parallel_address": "127.0.0.1:{taken}"}, "port {taken} is taken; choose another one"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, tiny, repository):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = str(listener.getsockname()[1])
+        config = {"model": str(tiny), "tensor_parallel": 2} | settings
+        if "tensor_parallel_address" in settings:
+            config["tensor_parallel_address"] = settings["tensor_parallel_address"].replace("{taken}", taken)
+        child = start([sys.executable, str(SCRIPT)], config, repository)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert words.replace("{taken}", taken) in err
+    assert "rank 1" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["serve", "--port=0", "--tensor-parallel-address=192.0.2.7:5000"], "'192.0.2.7:5000' is not of this host"),
+        (
+            ["rank", "--tensor-parallel-address=no-such-host.invalid:5000"],
+            "'no-such-host.invalid:5000' cannot be reached",
+        ),
+        (["rank", "--tensor-parallel-address=127.0.0.1:5000", "--max-model-len=1000"], "the model's own limit of 512"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_on_the_command_line(command, words, tiny, repository):
+    more = [f"--model={tiny}", "--cpu", "--tensor-parallel=2", "--tensor-parallel-local=1"]
+    child = start([sys.executable, "-m", "kvrelay.cli", *command, *more], {}, repository)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 2
+    (line,) = err.splitlines()
+    assert words in line
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_gpus_equal_one_alone(ranks, tmp_path, repository):

@@ -13,8 +13,9 @@ from test_engine import SAMPLED, drain, make, output, prompt, submit
 from tiny_models import make_tiny
 
 from paged_engine.decoder import by_projection
-from paged_engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling, tensor_shapes, weight_shapes
+from paged_engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling
 from paged_engine.model_files import read_model_config, read_tensors
+from paged_engine.model_tensors import tensor_shapes, weight_shapes
 from paged_engine.request import Request
 from paged_engine.scheduler import Chunk
 from wire.engine_messages import Submit

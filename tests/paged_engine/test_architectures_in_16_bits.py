@@ -15,7 +15,8 @@ import torch
 from paged_engine import engine as engine_module
 from paged_engine.engine import Engine
 from paged_engine.hf_config import model_config_of
-from paged_engine.model_config import ModelConfig, tensor_shapes
+from paged_engine.model_config import ModelConfig
+from paged_engine.model_tensors import tensor_shapes
 from paged_engine.request import Request
 from paged_engine.scheduler import Chunk
 from wire.config import EngineConfig
@@ -89,7 +90,7 @@ def test_log_probabilities_are_those_of_fp32(
     """
     model = model_config_of({"architectures": [architecture], **SIZES, **MODELS[architecture]}, {}, "tiny", "test")
     weights = weights_of(model)
-    monkeypatch.setattr(engine_module, "read_model_config", lambda *_: model)
+    monkeypatch.setattr(engine_module, "checked_model", lambda *_: model)
     monkeypatch.setattr(engine_module, "read_tensors", lambda *_: iter(weights.items()))
 
     def make(device: str, dtype: str, **options: Any) -> Engine:

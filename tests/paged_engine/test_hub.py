@@ -22,11 +22,13 @@ import huggingface_hub
 import huggingface_hub.constants
 import huggingface_hub.utils
 import pytest
+import torch
 from fake_hub import FakeHub, Repository, fake_hub
 from tiny_models import make_tiny
 
 from paged_engine.hub import resolve_model
 from paged_engine.model_files import read_model_config, read_tensors
+from wire.config import EngineConfig
 from wire.errors import ConfigError
 
 MEBIBYTE = 1 << 20
@@ -80,13 +82,21 @@ def environment(hub: FakeHub, home: Path) -> dict[str, str]:
     return {**os.environ, **here, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
 
 
-RESOLVE = "import sys; from paged_engine.hub import resolve_model; print(resolve_model(sys.argv[1]))"
+RESOLVE = (
+    "import sys; from paged_engine.hub import resolve_model; from wire.config import EngineConfig; "
+    "print(resolve_model(EngineConfig(sys.argv[1])))"
+)
+
+
+def resolve(model: str, **given: Any) -> Path:
+    """Where the model of that engine is."""
+    return resolve_model(EngineConfig(model, **given))
 
 
 def refused(model: str, **given: Any) -> str:
     """The message with which a model is refused: one line."""
     with pytest.raises(ConfigError) as caught:
-        resolve_model(model, **given)
+        resolve(model, **given)
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -96,7 +106,7 @@ def refused(model: str, **given: Any) -> str:
 
 def test_a_model_is_downloaded_and_can_be_read(hub: FakeHub, tiny: dict[str, bytes]) -> None:
     hub.repositories["org/Tiny-1B"] = Repository(tiny)
-    folder = resolve_model("org/Tiny-1B")
+    folder = resolve("org/Tiny-1B")
     assert set(hub.downloaded()) == {
         "config.json",
         "generation_config.json",
@@ -113,7 +123,7 @@ def test_a_model_is_downloaded_and_can_be_read(hub: FakeHub, tiny: dict[str, byt
 def test_of_a_sharded_model_the_shards_of_its_index_are_downloaded(hub: FakeHub, sharded: dict[str, bytes]) -> None:
     other = {"model-00001-of-00099.safetensors": b"of another index"}
     hub.repositories["org/sharded"] = Repository(sharded | other)
-    folder = resolve_model("org/sharded")
+    folder = resolve("org/sharded")
     weights = {file for file in hub.downloaded() if file.endswith(".safetensors")}
     assert len(weights) > 2
     assert weights == {name for name in sharded if name.startswith("model-")}
@@ -122,20 +132,20 @@ def test_of_a_sharded_model_the_shards_of_its_index_are_downloaded(hub: FakeHub,
 
 def test_without_weights_only_config_and_tokenizer_are_downloaded(hub: FakeHub, tiny: dict[str, bytes]) -> None:
     hub.repositories["org/tiny"] = Repository(tiny)
-    folder = resolve_model("org/tiny", weights=False)
+    folder = resolve("org/tiny", load_format="dummy")
     assert not any(name.endswith(".safetensors") for name in hub.downloaded())
     assert dict(read_tensors(str(folder), read_model_config(str(folder), "dummy"), "dummy"))
-    assert resolve_model("org/tiny") == folder
+    assert resolve("org/tiny") == folder
     assert "model.safetensors" in hub.downloaded()
 
 
 def test_one_gguf_file_is_downloaded_alone(hub: FakeHub) -> None:
     files = {"a.Q4_K_M.gguf": b"GGUF four", "sub/b.Q8_0.gguf": b"GGUF eight", "model.safetensors": b"x"}
     hub.repositories["org/tiny-GGUF"] = Repository(files, {"v2": {"a.Q4_K_M.gguf": b"GGUF new"}})
-    path = resolve_model("org/tiny-GGUF/a.Q4_K_M.gguf")
+    path = resolve("org/tiny-GGUF/a.Q4_K_M.gguf")
     assert (path.name, path.suffix, path.read_bytes()) == ("a.Q4_K_M.gguf", ".gguf", b"GGUF four")
-    assert resolve_model("org/tiny-GGUF/sub/b.Q8_0.gguf").read_bytes() == b"GGUF eight"
-    assert resolve_model("org/tiny-GGUF/a.Q4_K_M.gguf@v2").read_bytes() == b"GGUF new"
+    assert resolve("org/tiny-GGUF/sub/b.Q8_0.gguf").read_bytes() == b"GGUF eight"
+    assert resolve("org/tiny-GGUF/a.Q4_K_M.gguf@v2").read_bytes() == b"GGUF new"
     assert len(hub.downloaded()) == 3
     assert "holds no c.gguf; it holds GGUF files, for example --model org/tiny-GGUF/a.Q4" in refused(
         "org/tiny-GGUF/c.gguf"
@@ -144,13 +154,13 @@ def test_one_gguf_file_is_downloaded_alone(hub: FakeHub) -> None:
 
 def test_a_revision_stands_behind_the_id_or_in_its_own_setting(hub: FakeHub, tiny: dict[str, bytes]) -> None:
     hub.repositories["org/tiny"] = Repository(tiny, {"v2": tiny | {"tokenizer.json": b'{"v": 2}'}, "pr/1": tiny})
-    main, second = resolve_model("org/tiny"), resolve_model("org/tiny@v2")
+    main, second = resolve("org/tiny"), resolve("org/tiny@v2")
     assert main != second
     assert (second / "tokenizer.json").read_bytes() == b'{"v": 2}'
-    assert resolve_model("org/tiny", revision="v2") == second
-    assert resolve_model("org/tiny@v2", revision="v2") == second
-    assert resolve_model(f"org/tiny@{second.name}") == second
-    assert resolve_model("org/tiny@pr/1").exists()
+    assert resolve("org/tiny", revision="v2") == second
+    assert resolve("org/tiny@v2", revision="v2") == second
+    assert resolve(f"org/tiny@{second.name}") == second
+    assert resolve("org/tiny@pr/1").exists()
     assert "name two revisions" in refused("org/tiny@v2", revision="main")
     assert refused("org/tiny@v3") == "org/tiny on the Hub has no revision 'v3'"
 
@@ -162,10 +172,10 @@ def test_a_token_is_sent_from_the_argument_or_from_the_environment(
     assert "no folder 'org/private' here and no such model on the Hub; if it is private, give a token" in refused(
         "org/private"
     )
-    assert resolve_model("org/private", token="secret").exists()
+    assert resolve("org/private", hub_token="secret").exists()
     shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
     monkeypatch.setenv("HF_TOKEN", "secret")
-    assert resolve_model("org/private").exists()
+    assert resolve("org/private").exists()
 
 
 # --- what is on this machine already
@@ -178,9 +188,9 @@ def test_a_path_is_left_as_it_is_and_the_hub_is_not_asked(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     hub.broken = 500
-    assert resolve_model("org/tiny") == Path("org/tiny")
-    assert resolve_model(str(tmp_path)) == tmp_path
-    assert resolve_model("~/org/tiny") == tmp_path / "org" / "tiny"
+    assert resolve("org/tiny") == Path("org/tiny")
+    assert resolve(str(tmp_path)) == tmp_path
+    assert resolve("~/org/tiny") == tmp_path / "org" / "tiny"
     for missing in ("./org/other", "org/tiny/sub", "/nowhere", "name", "~/x", "org/tiny/x.bin", "../org", ".org/x"):
         assert refused(missing).startswith(f"model {missing!r} does not exist; pass a folder")
     assert hub.asked == []
@@ -188,7 +198,8 @@ def test_a_path_is_left_as_it_is_and_the_hub_is_not_asked(
 
 def test_a_path_costs_no_import() -> None:
     code = (
-        "import sys; from paged_engine.hub import resolve_model; resolve_model('.'); "
+        "import sys; from paged_engine.hub import resolve_model; from wire.config import EngineConfig; "
+        "resolve_model(EngineConfig('.')); "
         "assert not {'huggingface_hub', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
@@ -199,13 +210,13 @@ def test_what_is_cached_is_not_downloaded_again_and_works_without_network(
 ) -> None:
     hub.repositories["org/tiny"] = Repository(sharded)
     hub.repositories["org/gguf"] = Repository({"a.gguf": b"GGUF"})
-    folder, file = resolve_model("org/tiny"), resolve_model("org/gguf/a.gguf")
+    folder, file = resolve("org/tiny"), resolve("org/gguf/a.gguf")
     hub.asked.clear()
 
     def all_is_there() -> None:
-        assert resolve_model("org/tiny") == folder
-        assert resolve_model(f"org/tiny@{folder.name}") == folder
-        assert resolve_model("org/gguf/a.gguf") == file
+        assert resolve("org/tiny") == folder
+        assert resolve(f"org/tiny@{folder.name}") == folder
+        assert resolve("org/gguf/a.gguf") == file
         assert hub.downloaded() == []
 
     all_is_there()
@@ -222,10 +233,10 @@ def test_what_is_cached_is_not_downloaded_again_and_works_without_network(
 
 def test_a_branch_that_has_moved_is_downloaded_anew(hub: FakeHub, tiny: dict[str, bytes]) -> None:
     hub.repositories["org/tiny"] = Repository(tiny)
-    before = resolve_model("org/tiny")
+    before = resolve("org/tiny")
     hub.repositories["org/tiny"] = Repository(tiny | {"new": b""})
     hub.asked.clear()
-    after = resolve_model("org/tiny")
+    after = resolve("org/tiny")
     assert before != after
     assert hub.downloaded() == [], "files that are equal are shared between revisions"
 
@@ -240,7 +251,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.repositories["org/tiny"] = Repository(tiny)
     hub.cut_after["model.safetensors"] = 25_000
-    folder = resolve_model("org/tiny")
+    folder = resolve("org/tiny")
     ranges = [span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")]
     assert ranges == ["", "bytes=20000-"]
     assert (folder / "model.safetensors").read_bytes() == tiny["model.safetensors"]
@@ -290,7 +301,7 @@ def test_what_is_there_is_checked_before_it_is_used(hub: FakeHub, tiny: dict[str
     part.parent.mkdir(parents=True)
     part.write_bytes(bytes(20_000))
     assert "what was there of model.safetensors was damaged, and is deleted; start again" in refused("org/tiny")
-    assert (resolve_model("org/tiny") / "model.safetensors").read_bytes() == content
+    assert (resolve("org/tiny") / "model.safetensors").read_bytes() == content
     ranges = [span for method, file, span in hub.asked if (method, file) == ("GET", "model.safetensors")]
     assert ranges == ["bytes=20000-", ""]
 
@@ -311,7 +322,7 @@ def test_only_what_is_left_must_fit_on_the_disk(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 0, 200_000))
     monkeypatch.setattr("paged_engine.hub.PROGRESS_INTERVAL_S", 0.001)
     with caplog.at_level("INFO", logger="kvrelay.engine"):
-        folder = resolve_model("org/tiny")
+        folder = resolve("org/tiny")
     assert (folder / "model.safetensors").read_bytes() == content
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == f"org/tiny: downloading 0.2 MB to {huggingface_hub.constants.HF_HUB_CACHE}"
@@ -326,8 +337,8 @@ def test_errors_of_the_hub_are_told_in_one_sentence(hub: FakeHub, tiny: dict[str
     gated = refused("org/gated")
     assert "org/gated is gated; accept its terms on https://huggingface.co/org/gated" in gated
     assert "--hub-token or in HF_TOKEN" in gated
-    assert resolve_model("org/gated", token="secret").exists()
-    assert "does not accept the token" in refused("org/tiny", token="broken-token")
+    assert resolve("org/gated", hub_token="secret").exists()
+    assert "does not accept the token" in refused("org/tiny", hub_token="broken-token")
     assert "neither a path that exists nor a Hub id" in refused("org/a--b")
     hub.broken = 500
     assert "the Hub cannot be reached" in refused("org/tiny")
@@ -362,6 +373,42 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
     lost = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
     assert "holds no model-1.safetensors" in refused_with({"model.safetensors.index.json": lost})
     assert not any(name.endswith((".safetensors", ".bin", ".gguf")) for name in hub.downloaded())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 1000}, "max_model_len 1000 is above the model's own limit of 512; lower it"),
+        ({"tensor_parallel": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
+        ({"kv_cache_memory": 100_000, "max_model_len": 500}, "max_model_len 500 does not fit: the KV pool of"),
+        ({"kv_cache_memory": 1000}, "a KV pool of 1000 bytes holds 0 blocks"),
+        ({"quantization": "fp8"}, "quantization fp8 need a GPU; leave them out on a CPU"),
+        ({"device": "cuda"}, "device cuda was asked for, but torch sees no GPU"),
+        ({"load_format": "gguf"}, "load_format gguf does not fit org/tiny, which holds no GGUF file; leave"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused_before_its_weights_are_downloaded(
+    hub: FakeHub, tiny: dict[str, bytes], settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repositories["org/tiny"] = Repository(tiny)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert message in refused("org/tiny", **settings)
+    assert not any(name.endswith(".safetensors") for name in hub.downloaded())
+
+
+def test_a_load_format_that_does_not_fit_the_name_is_refused_before_the_download(hub: FakeHub) -> None:
+    hub.repositories["org/gguf"] = Repository({"a.Q4.gguf": b"GGUF", "b.Q8.gguf": b"GGUF", "config.json": b"{}"})
+    assert refused("org/gguf/a.Q4.gguf", load_format="safetensors") == (
+        "load_format safetensors does not read the GGUF file 'org/gguf/a.Q4.gguf'; gguf and auto do"
+    )
+    assert refused("org/gguf", load_format="gguf") == (
+        "load_format gguf reads one file, and org/gguf is a repository; name a file of it, for example "
+        "--model org/gguf/a.Q4.gguf"
+    )
+    assert "holds no model.safetensors; it holds GGUF files, for example --model org/gguf/a.Q4.gguf" in refused(
+        "org/gguf", load_format="safetensors"
+    )
+    assert not any(name.endswith(".gguf") for name in hub.downloaded())
 
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space")

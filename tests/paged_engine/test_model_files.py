@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import DIFFERENCES, make_tiny
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from paged_engine.model_config import RopeScaling, tensor_shapes
+from paged_engine.model_config import RopeScaling
 from paged_engine.model_files import read_model_config, read_tensors
+from paged_engine.model_tensors import tensor_shapes
 from wire.errors import ConfigError
 
 

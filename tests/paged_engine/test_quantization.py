@@ -15,15 +15,9 @@ from tiny_models import make_tiny
 
 from kernels.fp8_reference import dequantize
 from paged_engine.engine import Engine
-from paged_engine.model_config import (
-    ModelConfig,
-    Quantization,
-    quantized_weights,
-    stored_weights,
-    tensor_shapes,
-    weight_shapes,
-)
+from paged_engine.model_config import ModelConfig, Quantization
 from paged_engine.model_files import read_model_config, read_tensors
+from paged_engine.model_tensors import quantized_weights, stored_weights, tensor_shapes, weight_shapes
 from paged_engine.quantization import dequantized
 from paged_engine.request import Request
 from wire.config import EngineConfig

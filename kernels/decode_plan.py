@@ -1,0 +1,190 @@
+"""How the keys of a batch of decodes are cut among programs, and the memory that plan and kernel share. Triton.
+
+Owns the plan, made once per step for all layers of one window, and the launch shape. `kernels/paged_decode.py` is the
+kernel that follows it.
+
+The work is a line of *units* of 64 keys: sequence after sequence, in each KV head after KV head. `plan_decode` cuts the
+line, whatever the mixture of lengths, into equal *shares*, one for each program, as stream-k does for matrix products.
+A program that begins within a sequence finds where without a search, in `DecodeWorkspace.starts`.
+
+Grid of the plan: (programs / 16). Source: Osama et al., "Stream-K", 2023.
+"""
+
+# ruff: noqa: N803
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["UNIT", "DecodeWorkspace", "Tiling", "decode_programs", "first_key", "plan_decode"]
+
+UNIT = tl.constexpr(64)
+# Programs planned by one program of the plan's grid.
+PLAN_ROWS = tl.constexpr(16)
+
+# Up to this many shares for each program that runs at a time: a slow SM then takes fewer of them.
+MAX_WAVES = 2
+# But not shares of fewer units than this, because each one fills its pipeline anew.
+WAVE_UNITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Launch shape of the decode kernel."""
+
+    keys: int
+    """Keys per tile."""
+    warps: int
+    stages: int
+    """Tiles in shared memory, plus one."""
+    registers: int
+    """Per thread, at most."""
+
+
+class DecodeWorkspace:
+    """What plan and decode keep on the device; allocated once, so its addresses stay valid in CUDA graphs.
+
+    It holds one plan: layers with another window need a workspace of their own. Not to be shared by two streams.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        element_bytes: int = 2,
+    ) -> None:
+        """`element_bytes`: size of a cached element, 2 or, in fp8, 1."""
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
+        self.max_batch, self.num_heads, self.num_kv_heads, self.head_dim = max_batch, num_heads, num_kv_heads, head_dim
+        self.device = torch.device(device)
+        self.element_bytes = element_bytes
+        self.tiling, self.resident = _launch_shape(head_dim, element_bytes, self.device)
+        self.planned: tuple[int, int] | None = None
+        """Batch size and window of the plan."""
+        programs, group = MAX_WAVES * self.resident, num_heads // num_kv_heads
+        self.line = self._zeros(2)  # units per share, units in all
+        self.starts = self._zeros(programs, 4)  # of each share: sequence, its length, KV head, unit within the piece
+        self.arrivals = self._zeros(programs)
+        # Slot p: the part of a piece that began before program p's share. Slot programs + p: of one that begins in it.
+        self.part_mixed = torch.empty(2 * programs, group, head_dim, device=device)
+        self.part_weight = torch.empty(2 * programs, group, device=device)  # log2 of the sum of exponentials
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+
+def _launch_shape(head_dim: int, element_bytes: int, device: torch.device) -> tuple[Tiling, int]:
+    """The tiling, and how many programs the device runs at a time.
+
+    Several programs share the memory of an SM, so that one computes while the others' copies are in flight; fewer where
+    it is too small for two tiles of each. Measured on an H200 (128 dimensions, batch 128 x 1k): four programs of two
+    warps and 32 keys 4.25 TB/s, three of four warps and 64 keys 3.76; fp8 is bound by its conversion, and best in two
+    programs of 128 keys.
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        sms, shared_bytes = properties.multi_processor_count, properties.shared_memory_per_multiprocessor
+    else:
+        sms, shared_bytes = 2, 228 << 10
+    dims = triton.next_power_of_2(head_dim)
+    other_bytes = 8 << 10  # the query, reductions, and what the driver takes
+    if dims == 256:
+        keys, warps, per_sm, tiles = 32, 4, 2, 4
+    else:
+        keys, warps, per_sm, tiles = (32, 2, 4, 3) if element_bytes == 2 else (128, 4, 2, 2)
+    tile_bytes = 2 * keys * dims * element_bytes
+    per_sm = max(1, min(per_sm, shared_bytes // (2 * tile_bytes + other_bytes)))
+    tiles = min(tiles, (shared_bytes // per_sm - other_bytes) // tile_bytes)
+    registers = min(255, 65536 // (per_sm * warps * 32) & ~7)
+    return Tiling(keys, warps, stages=tiles + 1, registers=registers), per_sm * sms
+
+
+def decode_programs(batch: int, workspace: DecodeWorkspace) -> int:
+    """As many waves as the batch's pieces fill, because a program without a share still costs its launch."""
+    waves = batch * workspace.num_kv_heads // workspace.resident
+    return workspace.resident * max(1, min(waves, MAX_WAVES))
+
+
+def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_tokens: int, window: int = 0) -> None:
+    """Cut the keys of a batch into equal shares, for all layers of one step that have this window. No host sync.
+
+    context_lens [B] int32: keys of each sequence, its newest token's included; 0 marks a padding row.
+    """
+    (batch,) = context_lens.shape
+    if batch > workspace.max_batch:
+        raise ValueError(f"{batch} sequences, but the workspace is for {workspace.max_batch}")
+    if block_tokens not in (16, 32, 64):
+        raise ValueError(f"block_tokens must be 16, 32 or 64, got {block_tokens}")
+    programs = decode_programs(batch, workspace)
+    _plan_kernel[(triton.cdiv(programs, PLAN_ROWS.value),)](
+        context_lens,
+        workspace.line,
+        workspace.starts,
+        batch,
+        programs,
+        workspace.resident,
+        window,
+        KV_HEADS=workspace.num_kv_heads,
+        WAVE_UNITS=WAVE_UNITS,
+        BATCH=triton.next_power_of_2(batch),
+    )
+    workspace.planned = (batch, window)
+
+
+# Not specialized: one binary serves all batch sizes and windows.
+@triton.jit(do_not_specialize=["batch", "programs", "resident", "window"])  # type: ignore[untyped-decorator]
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    context_lens,  # [batch] int32
+    line,  # [2] int32: units per share, units in all
+    starts,  # [programs, 4] int32: where each share begins: sequence, its length, KV head, unit within the piece
+    batch,
+    programs,
+    resident,
+    window,
+    KV_HEADS: tl.constexpr,
+    WAVE_UNITS: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """Grid (programs / PLAN_ROWS): each finds where PLAN_ROWS shares begin on the line."""
+    sequence = tl.arange(0, BATCH)
+    length = tl.load(context_lens + sequence, mask=sequence < batch, other=0)
+    units = tl.cdiv(length, UNIT) - first_key(length, window) // UNIT  # [BATCH] of each KV head
+    end = tl.cumsum(units * KV_HEADS, 0)  # where each sequence ends on the line
+    total = tl.sum(units * KV_HEADS, 0)
+    waves = tl.minimum(tl.maximum(total // (resident * WAVE_UNITS), 1), programs // resident)
+    share = tl.maximum(tl.cdiv(total, waves * resident), 1)
+    # Pieces that would be cut in two, by about half as many programs as run at a time, are not: these are enough to
+    # keep the memory busy, and nothing is joined (batch 32 x 1k on an H200: 36 us against 40).
+    pieces, longest = tl.sum((units > 0).to(tl.int32), 0) * KV_HEADS, tl.max(units, 0)
+    share = tl.where((longest <= 2 * share) & (pieces * 17 >= resident * 8), tl.maximum(share, longest), share)
+    program = tl.program_id(0) * PLAN_ROWS + tl.arange(0, PLAN_ROWS)
+    begin = program * share
+    passed = end[None, :] <= begin[:, None]  # [PLAN_ROWS, BATCH] the sequences before the one in which a share begins
+    current = tl.sum(passed.to(tl.int32), 1)
+    inside = begin - tl.sum(tl.where(passed, units[None, :] * KV_HEADS, 0), 1)
+    here = current[:, None] == sequence[None, :]
+    piece = tl.sum(tl.where(here, units[None, :], 0), 1)
+    head = inside // tl.maximum(piece, 1)
+    start = starts + program * 4
+    real = begin < total
+    tl.store(start, current, mask=real)
+    tl.store(start + 1, tl.sum(tl.where(here, length[None, :], 0), 1), mask=real)
+    tl.store(start + 2, head, mask=real)
+    tl.store(start + 3, inside - head * piece, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(line, share)
+        tl.store(line + 1, total)
+
+
+@triton.jit
+def first_key(length, window):  # type: ignore[no-untyped-def]
+    """The oldest key that the newest token sees."""
+    return tl.where(window > 0, tl.maximum(length - window, 0), 0)

@@ -1,0 +1,284 @@
+"""What each slot's request asks of the sampler, on the device; and a row's logits as its request wants them. Triton.
+
+A *slot* is a running request's place in `SlotTables`; row i of a launch belongs to `slots[i]`, -1 is padding. Logits
+are read as they are (bf16, fp16, fp32) and never changed: bias, forbidden tokens, penalties and a grammar's mask are
+applied wherever a tile is read (`logits_of`), so that no copy exists.
+
+A *share* is a probability in units of the likeliest token's. *Masses* are shares to be added: as integers in units of
+2**-40, or in pairs, so no layout that the compiler chooses, and no order of the hardware's, changes a bit of the sums.
+The launches are in `kernels/fused_sampling.py`.
+"""
+
+# Triton's constexprs are upper case; its `and` evaluates both sides, so nested ifs are no clumsy `and`.
+# ruff: noqa: N803, SIM102
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "CHOICE",
+    "FLOOR",
+    "IS_ADJUSTED",
+    "IS_CUT",
+    "IS_PENALIZED",
+    "IS_SEARCHED",
+    "MAX_BIASES",
+    "SCALE",
+    "SEED",
+    "SUBTILE",
+    "TILE",
+    "TOKEN_INDEX",
+    "TOP_K",
+    "TOP_P",
+    "UNIT",
+    "Rows",
+    "SlotTables",
+    "Tiles",
+    "TokenMask",
+    "has_flag",
+    "logits_of",
+    "masses_of",
+    "note_of",
+    "peak_and_masses",
+    "real_of",
+    "record_of",
+    "shares_of",
+    "wait",
+    "word_of",
+]
+
+MAX_BIASES = 1024
+# Tokens of a tile, which a program reads at a time, and of its parts, whose maxima bound the k-th largest logit.
+TILE = 1024
+SUBTILE = 128
+
+# The 16 words of a slot's parameters, see record_of().
+FLAGS = tl.constexpr(0)
+SCALE = tl.constexpr(1)
+TOP_K = tl.constexpr(2)
+TOP_P = tl.constexpr(3)
+FLOOR = tl.constexpr(4)
+REPETITION = tl.constexpr(5)
+PRESENCE = tl.constexpr(6)
+FREQUENCY = tl.constexpr(7)
+SEED = tl.constexpr(8)
+CHOICE = tl.constexpr(10)
+TOKEN_INDEX = tl.constexpr(11)
+MIN_TOKENS = tl.constexpr(12)
+BIASES = tl.constexpr(13)
+_RECORD = struct.Struct("<ififffffqIiii8x")
+
+# Flags of a slot.
+IS_CUT = tl.constexpr(1)
+IS_SEARCHED = tl.constexpr(2)  # cut by top-k or top-p; min-p alone needs no search
+IS_BIASED = tl.constexpr(4)
+HAS_MINIMUM = tl.constexpr(8)  # of tokens
+IS_PENALIZED = tl.constexpr(16)
+IS_ADJUSTED = tl.constexpr(4 | 8 | 16)
+
+# A note on one token of one slot: how often it is in the output, and three bits.
+_COUNT = tl.constexpr((1 << 28) - 1)
+_IN_PROMPT = tl.constexpr(1 << 28)
+_ENDS = tl.constexpr(1 << 29)
+_HAS_BIAS = tl.constexpr(1 << 30)
+
+# Of masses: 1 / UNIT.
+UNIT = tl.constexpr(float(1 << 40))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """What the device knows of each slot. 131 MB for 256 slots and 128,256 tokens."""
+
+    parameters: torch.Tensor  # int32 [slots, 16]
+    notes: torch.Tensor  # int32 [slots, vocab]; read only of slots with bias, min_tokens or penalties
+    biases: torch.Tensor  # int32 [slots, MAX_BIASES, 2]: token ids, ascending, and the bits of their fp32 bias
+    sampled: torch.Tensor  # int64 [slots]: the newest token
+
+    @classmethod
+    def empty(cls, slots: int, vocab: int, device: torch.device) -> SlotTables:
+        """Tables without requests."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(zeros(slots, 16), zeros(slots, vocab), zeros(slots, MAX_BIASES, 2), zeros(slots, dtype=torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """The tokens that grammars allow in each row of a launch."""
+
+    allowed: torch.Tensor  # int32 [rows, ceil(vocab / 32)]; bit i of word w is token 32 * w + i
+    constrained: torch.Tensor  # int32 [rows]: 0 where the row's words do not count
+
+
+def record_of(
+    *,
+    seed: int,
+    choice: int,
+    token_index: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    min_tokens: int = 0,
+    biases: int = 0,
+) -> bytes:
+    """A slot's parameters as the kernels read them, 64 bytes.
+
+    token_index: that of the next token. top_k: 0 if it cuts nothing. biases: how many tokens have one.
+    """
+    random = temperature > 0
+    searched = random and (top_k > 0 or top_p < 1)
+    cut = searched or (random and min_p > 0)
+    penalized = repetition != 1.0 or presence != 0 or frequency != 0
+    flags = cut * 1 | searched * 2 | (biases > 0) * 4 | (token_index < min_tokens) * 8 | penalized * 16
+    # Lower temperatures are as good as this one, whose inverse is finite.
+    scale = math.log2(math.e) / max(temperature, 1e-30) if random else 0.0
+    floor = temperature * math.log(min_p) if min_p > 0 else -math.inf
+    return _RECORD.pack(
+        flags, scale, top_k, top_p, floor, repetition, presence, frequency, seed, choice & 0xFFFFFFFF, token_index,
+        min(min_tokens, 1 << 30), biases,
+    )  # fmt: skip
+
+
+def note_of(*, count: Any = 0, in_prompt: Any = 0, ends: Any = 0, has_bias: Any = 0) -> Any:
+    """The word in `SlotTables.notes` of one token, or of an array of them; the last three are 0 or 1."""
+    return count | in_prompt * _IN_PROMPT.value | ends * _ENDS.value | has_bias * _HAS_BIAS.value
+
+
+class Rows(NamedTuple):
+    """What a launch reads. Absent notes or masks are compiled away."""
+
+    logits: torch.Tensor
+    stride: int
+    vocab: int
+    tiles: int
+    slots: torch.Tensor
+    parameters: torch.Tensor
+    notes: torch.Tensor | None
+    biases: torch.Tensor | None
+    allowed: torch.Tensor | None
+    constrained: torch.Tensor | None
+
+
+class Tiles(NamedTuple):
+    """What is known of each tile, [rows, tiles]. The maxima [rows, tiles * 8] and minima are for top-k."""
+
+    peaks: torch.Tensor
+    sums: torch.Tensor
+    bests: torch.Tensor
+    maxima: torch.Tensor | None
+    minima: torch.Tensor | None
+
+
+# --- one row: its parameters, its logits ----------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    if PDL:
+        # The next kernel reads and writes nothing before its own wait, so it may come as soon as there is room.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def word_of(rows, slot, field: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(rows.parameters + slot * 16 + field)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def real_of(rows, slot, field: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(rows.parameters + slot * 16 + field).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def has_flag(rows, slot, flag: tl.constexpr):  # type: ignore[no-untyped-def]
+    return (word_of(rows, slot, FLAGS) & flag) != 0
+
+
+@triton.jit
+def logits_of(rows, slot, row, tokens):  # type: ignore[no-untyped-def]
+    """Logits of `tokens` in one row, adjusted and masked, fp32; -inf beyond the vocabulary."""
+    inside = tokens < rows.vocab
+    x = tl.load(rows.logits + row.to(tl.int64) * rows.stride + tokens, mask=inside, other=-float("inf"))
+    x = x.to(tl.float32)
+    if rows.notes is not None:
+        if has_flag(rows, slot, IS_ADJUSTED):
+            x = _adjusted(x, rows, slot, tokens, inside)
+    if rows.allowed is not None:
+        if tl.load(rows.constrained + row) != 0:
+            words = (rows.vocab + 31) // 32
+            word = tl.load(rows.allowed + row.to(tl.int64) * words + (tokens >> 5), mask=inside, other=0)
+            x = tl.where(((word >> (tokens & 31)) & 1) != 0, x, -float("inf"))
+    return x
+
+
+@triton.jit
+def _adjusted(x, rows, slot, tokens, inside):  # type: ignore[no-untyped-def]
+    """Bias, tokens that may not end the text yet, penalties; in the order of paged_engine/sampler.py."""
+    note = tl.load(rows.notes + slot.to(tl.int64) * rows.vocab + tokens, mask=inside, other=0)
+    if has_flag(rows, slot, IS_BIASED):
+        x = _biased(x, rows, slot, tokens, (note & _HAS_BIAS) != 0)
+    if word_of(rows, slot, TOKEN_INDEX) < word_of(rows, slot, MIN_TOKENS):
+        x = tl.where((note & _ENDS) != 0, -float("inf"), x)
+    if has_flag(rows, slot, IS_PENALIZED):
+        repetition = real_of(rows, slot, REPETITION)
+        repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+        x = tl.where((note & (_COUNT | _IN_PROMPT)) != 0, repeated, x)
+        count = note & _COUNT
+        penalty = real_of(rows, slot, PRESENCE) + real_of(rows, slot, FREQUENCY) * count.to(tl.float32)
+        x = tl.where(count > 0, x - penalty, x)
+    return x
+
+
+@triton.jit
+def _biased(x, rows, slot, tokens, has_bias):  # type: ignore[no-untyped-def]
+    """Add the bias of tokens that have one: each is searched in the slot's ascending list."""
+    if tl.max(has_bias.to(tl.int32), axis=0) > 0:
+        pairs = rows.biases + slot.to(tl.int64) * (2 * 1024)
+        first = tl.zeros_like(tokens)
+        end = first + word_of(rows, slot, BIASES)
+        for _ in range(11):  # up to 2**10 entries
+            middle = (first + end) // 2
+            open_ = has_bias & (first < end)
+            before = tl.load(pairs + 2 * middle, mask=open_, other=0) < tokens
+            first = tl.where(open_ & before, middle + 1, first)
+            end = tl.where(open_ & (before == 0), middle, end)
+        x += tl.load(pairs + 2 * first + 1, mask=has_bias, other=0).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def shares_of(x, peak, scale):  # type: ignore[no-untyped-def]
+    """exp((x - peak) / temperature), 0 for -inf, also where the peak itself is -inf."""
+    return tl.exp2((x - tl.where(peak > -float("inf"), peak, 0.0)) * scale)
+
+
+@triton.jit
+def masses_of(shares):  # type: ignore[no-untyped-def]
+    """Shares as int64 in units of 2**-40; NaN is 0."""
+    return (tl.where(shares > 0, shares, 0.0) * UNIT).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def peak_and_masses(tiles, row, num_tiles, scale, ALL_TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's largest logit, and the mass of each of its tiles."""
+    index = tl.arange(0, ALL_TILES)
+    inside = index < num_tiles
+    peaks = tl.load(tiles.peaks + row * num_tiles + index, mask=inside, other=-float("inf"))
+    sums = tl.load(tiles.sums + row * num_tiles + index, mask=inside, other=0.0)
+    peak = tl.max(peaks, axis=0)
+    return peak, masses_of(sums * shares_of(peaks, peak, scale))

@@ -1,0 +1,71 @@
+"""The address at which the ranks of a tensor-parallel group meet: what can be wrong with it, and the way there.
+
+Asks this host alone and sends nothing; without torch, so that it can be asked before anything else is done.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import struct
+
+from wire.errors import ConfigError
+
+__all__ = ["check_rank_0", "interface_towards"]
+
+_SIOCGIFADDR = 0x8915
+
+
+def check_rank_0(address: str) -> None:
+    """Raise ConfigError if the rank 0 of this host cannot be met at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        _bind(host, 0)
+    except OSError as why:
+        raise ConfigError(
+            f"tensor_parallel_address {address!r} is not of this host, where rank 0 runs ({why.strerror}); give an "
+            "address of this host that the other ranks can reach, or none if all ranks run here"
+        ) from why
+    try:
+        _bind("", int(port))  # the ranks are awaited on all addresses
+    except OSError as why:
+        taken = why.errno == errno.EADDRINUSE
+        raise ConfigError(
+            f"rank 0 cannot listen at tensor_parallel_address {address!r}: port {port} "
+            f"{'is taken' if taken else f'is refused ({why.strerror})'}; choose another one, the same for all ranks"
+        ) from why
+
+
+def _bind(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
+        probe.bind((host, port))
+
+
+def interface_towards(address: str) -> str:
+    """Name of the network interface whose address this host uses to reach `host:port`. Raises ConfigError.
+
+    Left to themselves, gloo and NCCL take the interface of the host's name, which may be one that others cannot reach.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing
+            mine = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode())
+                try:
+                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                except OSError:
+                    continue  # an interface without an address
+                if socket.inet_ntoa(reply[20:24]) == mine:
+                    return name
+    except (OSError, ValueError) as why:
+        raise ConfigError(
+            f"tensor_parallel_address {address!r} cannot be reached from this host: {why}; give rank 0's host:port"
+        ) from why
+    raise ConfigError(
+        f"no network interface of this host has the address {mine}, from which tensor_parallel_address {address!r} is "
+        "reached; give one that is reached from an interface's own address"
+    )
