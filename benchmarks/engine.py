@@ -41,6 +41,22 @@ DECODES = {
 OTHERS = ("prefill-4k", "generate-128-512")
 
 
+class _Arrivals:
+    """A `Handover` whose fetches arrive at once."""
+
+    def __init__(self) -> None:
+        self.fetches: list[Fetch] = []
+
+    def fetch(self, fetch: Fetch) -> None:
+        self.fetches.append(fetch)
+
+    def offer(self, request: Request) -> None:
+        """Nobody reads here."""
+
+    def grow(self, request: Request, tokens: int) -> None:
+        """Nobody reads here."""
+
+
 class Bench:
     """One engine, and what is measured on it."""
 
@@ -69,9 +85,9 @@ class Bench:
 
     def step(self) -> list[Request]:
         """One engine step; fetches arrive at once."""
-        arrived: list[Fetch] = []
-        updated = self.engine.step(arrived.append)
-        for fetch in arrived:
+        arrivals = _Arrivals()
+        updated = self.engine.step(arrivals)
+        for fetch in arrivals.fetches:
             self.engine.scheduler.fetched(fetch.request.request_id)
         return updated
 

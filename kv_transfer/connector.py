@@ -7,13 +7,26 @@ never touches scheduler or block pool: what happened is told in `events()`, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from wire.outputs import TokenLogprobs
 from wire.transfer import KvTransferParams
 
-__all__ = ["Connector", "Event", "FetchFailed", "Fetched", "PoolRegion", "Released", "Settled", "TransferStats"]
+__all__ = [
+    "Completion",
+    "Connector",
+    "Event",
+    "FetchFailed",
+    "Fetched",
+    "PoolRegion",
+    "Released",
+    "Settled",
+    "TransferStats",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +38,13 @@ class PoolRegion:
     block_bytes: int
     device: str
     """`cpu` or `cuda:N`."""
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What a request whose KV is complete has generated: tokens, and their log-probabilities if it wants any."""
+
+    generated: list[int]
+    logprobs: list[TokenLogprobs] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +62,10 @@ class Fetched:
     request_id: str
     num_bytes: int
     seconds: float
+    completion: Completion | None = None
+    """Of a growing ticket: how the source's part of the request has ended."""
+    exposed_s: float = 0.0
+    """Seconds from the moment at which the KV was complete, or the fetch was asked for if that was later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +95,9 @@ class TransferStats:
     leases_expired: int = 0
     leases_held: int = 0
     fetches: int = 0
-    fetches_failed: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Failed fetches by their error's name."""
+    retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
 
@@ -91,8 +117,18 @@ class Connector(Protocol):
     def address(self) -> tuple[str, int]:
         """Host and port of the control channel that peers dial."""
 
-    def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvTransferParams:
-        """Source: lease these finished blocks to whoever comes with the returned params. One Released follows."""
+    def offer(
+        self, request_id: str, block_ids: Sequence[int], num_tokens: int, ready: int | None = None
+    ) -> KvTransferParams:
+        """Source: lease these blocks to whoever comes with the returned params. One Released follows.
+
+        `ready`: the KV still grows, so many of the blocks can be read. None: all of it is there."""
+
+    def grow(self, request_id: str, ready: int) -> None:
+        """Source: so many blocks of a growing offer can be read. Unknown ids are ignored."""
+
+    def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
+        """Source: all KV of a growing offer is there. The params for a reader that comes now; None for unknown ids."""
 
     def release(self, request_id: str) -> None:
         """Source: end the lease now. Unknown ids are ignored."""

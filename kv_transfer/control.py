@@ -3,12 +3,16 @@
 Carries messages and tells when a connection is gone; what they mean is the desk's. Neither blocks nor answers for a
 slow peer: sends never wait, and every deadline is kept by `ControlDesk.beat`, which this thread calls at least as often
 as it asks for, whatever the step loop does.
+
+With a cluster secret every connection is authenticated and encrypted (ZMQ CURVE); nobody without the secret gets a word
+in or out. Without one, it is neither, and the configuration allows loopback addresses only.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
 import logging
 import math
 import socket
@@ -20,6 +24,7 @@ from typing import Protocol
 
 import msgspec
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kv_transfer.fetches import PeerKey
@@ -35,15 +40,22 @@ log = logging.getLogger(__name__)
 BURST = 256
 # How long farewells may take when we close; the whole close must end within a second.
 LINGER_MS = 100
-GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-GONE |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+# What a CURVE message has beyond its content (nonce, authenticator, flags): counted by zmq's size limit.
+CURVE_OVERHEAD_BYTES = 33
+# A source that has another secret hangs up during the handshake; one with and one without are a protocol error.
+STRANGER = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+STRANGER |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
+GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | STRANGER
+NO_HANDSHAKE = (
+    "no handshake; most likely it has another cluster_secret: set the same KVRELAY_CLUSTER_SECRET on all nodes"
+)
 
 
 class ControlDesk(Protocol):
     """What this thread calls; all of it returns at once."""
 
-    def answer(self, message: Message) -> Message | None:
-        """As the source: a peer said this."""
+    def answer(self, sender: bytes, message: Message) -> Message | None:
+        """As the source: a peer said this; `sender` is its name for `ControlThread.tell`."""
 
     def hear(self, peer: PeerKey, message: Message) -> None:
         """As the reader: a peer that we dialled said this."""
@@ -61,9 +73,12 @@ class ControlDesk(Protocol):
 class ControlThread:
     """See the module. Public methods may be called from any thread and return at once, except `close`."""
 
-    def __init__(self, desk: ControlDesk, host: str, port: int) -> None:
-        """Listens from here on. Raises ConfigError if the address cannot be had."""
+    def __init__(self, desk: ControlDesk, host: str, port: int, secret: str) -> None:
+        """Listens from here on, to peers with the same secret (to all of this machine if it is empty).
+
+        Raises ConfigError if the address cannot be had, or zmq cannot encrypt."""
         self._desk = desk
+        self._keys = _keys(secret) if secret else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._todo: collections.deque[Callable[[], None]] = collections.deque()
@@ -95,6 +110,10 @@ class ControlThread:
     def say(self, peer: PeerKey, message: Message) -> None:
         """Send to a peer that was dialled. Lost without a word if the peer is gone or does not take what it has."""
         self._post(partial(self._say, peer, encode(message)))
+
+    def tell(self, sender: bytes, message: Message) -> None:
+        """Send to a peer that has dialled us, by the name it had in `answer`. Lost without a word if it is gone."""
+        self._post(partial(self._tell, sender, encode(message)))
 
     def hang_up(self, peer: PeerKey) -> None:
         """Forget a peer. No `gone` follows."""
@@ -144,9 +163,13 @@ class ControlThread:
             self._listen(peer)
         # After the messages: a peer's last words count even if the connection ended right behind them.
         for peer in [p for p, monitor in self._monitors.items() if monitor in ready]:
-            recv_monitor_message(self._monitors[peer], zmq.NOBLOCK)
+            event = recv_monitor_message(self._monitors[peer], zmq.NOBLOCK)["event"]
             self._hang_up(peer)
-            self._desk.gone(peer)
+            if event & STRANGER:
+                # In a word of theirs, as they cannot say it: no message passes before the handshake.
+                self._desk.hear(peer, Refused(NO_HANDSHAKE))
+            else:
+                self._desk.gone(peer)
 
     def _work_off(self) -> None:
         while self._todo:
@@ -161,7 +184,7 @@ class ControlThread:
                 return
             try:
                 (frame,) = frames
-                answer = self._desk.answer(decode(frame))
+                answer = self._desk.answer(sender, decode(frame))
                 reply = (
                     None if answer is None else encode(answer)
                 )  # ValueError too: an answer may be longer than a question
@@ -211,6 +234,11 @@ class ControlThread:
             with contextlib.suppress(zmq.Again):
                 dealer.send(frame, zmq.NOBLOCK)
 
+    def _tell(self, sender: bytes, frame: bytes) -> None:
+        # A reader that does not take it loses its lease later on; nobody waits for it.
+        with contextlib.suppress(zmq.Again):
+            self._router.send_multipart([sender, frame], zmq.NOBLOCK)
+
     def _hang_up(self, peer: PeerKey, *, registered: bool = True) -> None:
         dealer, monitor = self._dealers.pop(peer, None), self._monitors.pop(peer, None)
         if dealer is None or monitor is None:
@@ -233,8 +261,31 @@ class ControlThread:
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.IPV6, 1)
-        sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
+        if self._keys is not None:
+            sock.curve_publickey, sock.curve_secretkey = self._keys
+            if kind == zmq.ROUTER:
+                sock.curve_server = True
+            else:
+                sock.curve_serverkey = self._keys[0]
         return sock
+
+
+def _keys(secret: str) -> tuple[bytes, bytes]:
+    """The cluster's CURVE key pair, (public, secret), the same on every node. Raises ConfigError without CURVE.
+
+    No ZAP handler lists who may come in: a client shows with its very first message that it knows the server's public
+    key, CURVE never sends that key in the clear, and here it is made of the secret and published nowhere. So the
+    handshake alone proves to both ends that the other one has the secret.
+    """
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"cluster_secret needs CURVE, which libzmq {zmq.zmq_version()} was built without here; take pyzmq from a "
+            "wheel: pip install --force-reinstall --only-binary pyzmq pyzmq"
+        )
+    # Any 32 bytes are a secret key.
+    mine = z85.encode(hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvrelay-curve").digest())
+    return zmq.curve_public(mine), mine
 
 
 def _bracketed(host: str) -> str:

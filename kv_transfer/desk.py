@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from kv_transfer.connector import Event, PoolRegion, TransferStats
+import msgspec
+
+from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats
 from kv_transfer.control import ControlThread
 from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
+from kv_transfer.growth import GrowthTable
 from kv_transfer.leases import LeaseId, LeaseTable
-from kv_transfer.messages import End, Ended, Hello, Message, Refused, Renew, Renewed, Welcome
+from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
 from kv_transfer.planes import DataPlane, PlaneThread
+from kv_transfer.tickets import refusal, signed
 from wire.config import TransferConfig
 from wire.errors import Incompatible, KvrelayError, PeerLost
 from wire.transfer import Fingerprint, KvTransferParams
@@ -30,6 +34,9 @@ __all__ = ["Desk"]
 RENEW_BATCH, MAX_ID_CHARS = 1000, 256
 # Two threads to join, and close() promises a second.
 JOIN_S = 0.4
+# A step loop that has not looked for so long hangs: what it was computing will not be there. One step of a long prompt
+# on a CPU takes seconds.
+STALL_S = 60.0
 
 
 @dataclass(slots=True)
@@ -63,13 +70,16 @@ class Desk:
         self._wake = wake
         self._lock = threading.Lock()
         self._leases = LeaseTable(config.lease_s)
+        self._growths = GrowthTable()
+        self._offers: dict[str, KvTransferParams] = {}  # of tickets that grow
+        self._stepped_at = time.monotonic()
         self._fetches = FetchTable(
             FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, region.block_bytes)
         )
         self._peers: dict[PeerKey, _Peer] = {}
         self._hello_at = float("-inf")
         self._broken: Exception | None = None
-        self._control = ControlThread(self, config.kv_host, config.kv_port)
+        self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         self._plane = PlaneThread(plane, self)
         try:
             self._metadata = self._plane.open()
@@ -95,15 +105,18 @@ class Desk:
         """Host and port of the control channel that peers dial."""
         return self._control.address
 
-    def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> KvTransferParams:
+    def offer(
+        self, request_id: str, block_ids: Sequence[int], num_tokens: int, ready: int | None = None
+    ) -> KvTransferParams:
         """Source: see Connector. Raises ValueError for a request that is offered already, or too long an id."""
         if len(request_id) > MAX_ID_CHARS:
             raise ValueError(f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}")
         with self._turn():
-            lease = self._leases.grant(request_id, time.monotonic())
+            lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
+            self._growths.begin(lease, len(block_ids) if ready is None else ready)
         self._plane.nudge()
         host, port = self.address
-        return KvTransferParams(
+        ticket = KvTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self._engine_id,
             remote_block_ids=[list(block_ids)],
@@ -114,7 +127,27 @@ class Desk:
             generation=self._generation,
             lease_epoch=lease.epoch,
             num_tokens=num_tokens,
+            growing=ready is not None,
         )
+        secret, now = self._config.cluster_secret, time.time()
+        if ready is not None:
+            # As it will be when it is complete: whether it grows is signed, too.
+            self._offers[request_id] = signed(msgspec.structs.replace(ticket, growing=False), secret, now)
+        return signed(ticket, secret, now)
+
+    def grow(self, request_id: str, ready: int) -> None:
+        """Source: see Connector."""
+        with self._turn():
+            self._growths.grow(request_id, ready)
+
+    def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
+        """Source: see Connector."""
+        with self._turn():
+            if not self._leases.complete(request_id, time.monotonic()):
+                return None
+            ticket = self._offers.pop(request_id)
+            self._growths.complete(request_id, _blocks(ticket), completion)
+        return msgspec.structs.replace(ticket, growing=False)
 
     def release(self, request_id: str) -> None:
         """Source: see Connector."""
@@ -125,9 +158,10 @@ class Desk:
         """Reader: see Connector. Raises ValueError if the request is watched already, or not settled yet."""
         peer = PeerKey(params.remote_host or "", params.remote_port or 0, params.generation or "")
         lease = LeaseId(params.remote_request_id or "", params.lease_epoch)
+        refused = refusal(params, self._config.cluster_secret, time.time())
         now = time.monotonic()
         with self._turn():
-            self._fetches.watch(request_id, peer, lease)
+            self._fetches.watch(request_id, peer, lease, _blocks(params) if params.growing else None)
             known = self._peers.get(peer)
             if not all((*peer, lease.request_id)) or len(lease.request_id) > MAX_ID_CHARS:
                 self._fetches.doom(
@@ -138,6 +172,9 @@ class Desk:
                         f" {lease.request_id[:MAX_ID_CHARS]!r}"
                     ),
                 )
+            elif refused is not None:
+                # Before anything is dialled: the address is part of what the signature vouches for.
+                self._fetches.doom(request_id, Incompatible(refused))
             elif known is None:
                 # Whoever does not answer for a lease has let it run out, too.
                 self._peers[peer] = _Peer(answer_by=now + self._config.lease_s)
@@ -146,6 +183,8 @@ class Desk:
                 self._fetches.doom(request_id, known.lost)
             elif known.welcomed:
                 self._renew(peer, [lease], now)
+                if params.growing:
+                    self._control.say(peer, Follow(lease))
 
     def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
         """Reader: see Connector. Raises ValueError for unwatched requests and blocks outside the pool."""
@@ -165,6 +204,7 @@ class Desk:
         if self._broken is not None:
             raise RuntimeError(f"a thread of the KV connector has ended: {self._broken}") from self._broken
         with self._lock:
+            self._stepped_at = time.monotonic()
             news: list[Event] = [*self._leases.events, *self._fetches.events]
             self._leases.events.clear()
             self._fetches.events.clear()
@@ -179,8 +219,9 @@ class Desk:
                 leases_released=leases.released,
                 leases_expired=leases.expired,
                 leases_held=len(leases),
-                fetches=fetches.fetched + fetches.failed,
-                fetches_failed=fetches.failed,
+                fetches=fetches.fetched + fetches.failures.total(),
+                failures=dict(fetches.failures),
+                retries=fetches.retries,
                 fetched_bytes=fetches.fetched_bytes,
                 fetch_s=fetches.fetch_s,
             )
@@ -196,15 +237,19 @@ class Desk:
 
     # Called from the control thread.
 
-    def answer(self, message: Message) -> Message | None:
-        """Source: what a peer asks."""
+    def answer(self, sender: bytes, message: Message) -> Message | None:
+        """Source: what a peer asks; `sender` names it to `ControlThread.tell`."""
         now = time.monotonic()
         if isinstance(message, Hello):
             return self._welcome(message, now)
         with self._turn():
             if isinstance(message, Renew):
                 kept, lost = self._leases.renew(message.leases, now)
+                if now - self._stepped_at > STALL_S:
+                    kept, lost = [], message.leases
                 return Renewed(message.sent_at, kept, lost)
+            if isinstance(message, Follow):
+                return self._growths.follow(message.lease, sender) or Renewed(now, [], [message.lease])
             if isinstance(message, End):
                 return Ended(message.token, self._leases.end(message.lease, now))
         return Refused(f"a source does not expect {type(message).__name__}")
@@ -220,6 +265,8 @@ class Desk:
                 self._fetches.renewed(peer, message.kept, message.lost, message.sent_at, now)
             elif isinstance(message, Ended):
                 self._fetches.confirmed(peer, message.token, held=message.held, now=now)
+            elif isinstance(message, Grown):
+                self._fetches.grown(peer, message.lease, message.ready, message.completion, now)
             elif isinstance(message, Refused):
                 self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"))
             elif isinstance(message, Welcome) and not known.welcomed:
@@ -261,13 +308,13 @@ class Desk:
     def read_ended(self, peer: PeerKey, read_id: int) -> None:
         """All bytes of a read are in."""
         with self._turn():
-            self._fetches.read_ended(read_id)
+            self._fetches.read_ended(read_id, time.monotonic())
             self._retire(peer)
 
     def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
         """A read broke."""
         with self._turn():
-            self._fetches.read_failed(read_id, error, in_flight=in_flight)
+            self._fetches.read_failed(read_id, error, time.monotonic(), in_flight=in_flight)
             self._retire(peer)
 
     def serving(self) -> bool:
@@ -290,6 +337,12 @@ class Desk:
                     self._plane.read(command)
                 else:
                     self._control.say(command.peer, End(command.lease, command.token))
+            for ended in self._leases.events:
+                self._growths.forget(ended.request_id)
+                self._offers.pop(ended.request_id, None)
+            growth, self._growths.news = self._growths.news, []
+            for follower, grown in growth:
+                self._control.tell(follower, grown)
             news = any(chain(self._leases.events, self._fetches.events))
         if news:
             self._wake()
@@ -317,6 +370,8 @@ class Desk:
         else:
             known.welcomed, known.renew_at = True, now + self._config.heartbeat_s
             self._renew(peer, self._fetches.leases(peer), now)
+            for lease in self._fetches.growing(peer):
+                self._control.say(peer, Follow(lease))
             self._plane.add_peer(peer, welcome)
 
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
@@ -339,3 +394,7 @@ class Desk:
         if known is not None and known.lost is not None and not self._fetches.reading(peer):
             del self._peers[peer]
             self._plane.drop_peer(peer)
+
+
+def _blocks(ticket: KvTransferParams) -> int:
+    return sum(map(len, ticket.remote_block_ids or []))

@@ -10,6 +10,10 @@ at any later time. KV is *admitted* only when the source confirms, after the las
 then. Our clock alone would not do for that: a source may end a lease early (its router released it), and a reader that
 slept cannot tell from its own clock what was overwritten before it woke.
 
+Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ takes what has been
+announced since the last one, and the fetch ends when the KV is complete and read. Until then it has no deadline: the
+prompt is being computed.
+
 The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the transfer was seen done or
 disconnected: NIXL hands back a cancelled handle and goes on writing (seen: 969 of 1024 MiB landed after the release).
 """
@@ -17,13 +21,14 @@ disconnected: NIXL hands back a cancelled handle and goes on writing (seen: 969 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kv_transfer.connector import Fetched, FetchFailed, Settled
+from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
 from kv_transfer.leases import LeaseId
-from wire.errors import KvrelayError, LeaseLost, TransferTimeout
+from wire.errors import KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
 __all__ = ["Command", "End", "FetchLimits", "FetchTable", "PeerKey", "Read", "sentence"]
 
@@ -56,7 +61,7 @@ class End:
     peer: PeerKey
     lease: LeaseId
     token: int
-    """The id of the READ that waits for the answer; 0 if nobody does."""
+    """A number of the fetch that waits for the answer; 0 if nobody does."""
 
 
 Command = Read | End
@@ -74,7 +79,7 @@ class FetchLimits:
 
 class _State(enum.Enum):
     WATCHED = enum.auto()  # not asked for yet
-    WAITING = enum.auto()  # asked for; the peer or its renewal is not there yet
+    WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is not there yet
     READING = enum.auto()  # a READ is in flight
     CONFIRMING = enum.auto()  # all bytes are in; the source's word is not
     ABANDONED = enum.auto()  # nobody wants the KV any more, but a READ is in flight
@@ -88,12 +93,28 @@ class _Fetch:
     state: _State = _State.WATCHED
     held_until: float = float("-inf")  # entry fence
     lost: KvrelayError | None = None  # why a fetch would fail at once
+    growing: bool = False  # the ticket was made before its KV was there
+    blocks: int = 0  # in the ticket
+    ready: int = 0  # of these, how many can be read
+    completion: Completion | None = None
+    complete: bool = True
     read_id: int | None = None  # of the READ in flight
+    taken: int = 0  # of our blocks, those whose READ was posted
+    landed: int = 0  # and of these, those that are in
+    retried: bool = False
     token: int = 0  # of the End that is to confirm it
     remote_blocks: tuple[int, ...] = field(default=())
     local_blocks: tuple[int, ...] = field(default=())
     asked_at: float = 0.0
+    exposed_at: float = 0.0  # from here on nobody waits but for us
     deadline: float = float("inf")
+
+    @property
+    def announced(self) -> int:
+        """Of our blocks, those that can be read: the ticket's last ones are ours, the others were cached here."""
+        if self.complete:
+            return len(self.local_blocks)
+        return max(0, self.ready - (self.blocks - len(self.local_blocks)))
 
 
 def sentence(error: KvrelayError) -> str:
@@ -110,18 +131,23 @@ class FetchTable:
         self.events: list[Fetched | FetchFailed | Settled] = []
         self.commands: list[Command] = []
         self.fetched = 0
-        self.failed = 0
+        self.failures: Counter[str] = Counter()  # by kind of error
+        self.retries = 0
         self.fetched_bytes = 0
         self.fetch_s = 0.0
         self._fetches: dict[str, _Fetch] = {}
         self._ready: set[PeerKey] = set()
         self._reads = 0
 
-    def watch(self, request_id: str, peer: PeerKey, lease: LeaseId) -> None:
-        """Begin to care for a lease. Raises ValueError if the request is watched, or not settled yet."""
+    def watch(self, request_id: str, peer: PeerKey, lease: LeaseId, growing: int | None = None) -> None:
+        """Begin to care for a lease. `growing`: how many blocks its KV will have; None: all of it is there.
+
+        Raises ValueError if the request is watched, or not settled yet."""
         if request_id in self._fetches:
             raise ValueError(f"request {request_id!r} is already {self._fetches[request_id].state.name.lower()}")
-        self._fetches[request_id] = _Fetch(request_id, peer, lease)
+        self._fetches[request_id] = _Fetch(
+            request_id, peer, lease, growing=growing is not None, blocks=growing or 0, complete=growing is None
+        )
 
     def doom(self, request_id: str, error: KvrelayError) -> None:
         """A watched request whose KV cannot be had: its fetch will fail at once."""
@@ -136,12 +162,14 @@ class FetchTable:
             raise ValueError(f"request {request_id!r} is {fetch.state.name.lower() if fetch else 'not watched'}")
         if len(remote_blocks) != len(local_blocks):
             raise ValueError(f"{len(remote_blocks)} remote blocks for {len(local_blocks)} local ones")
-        num_bytes = len(local_blocks) * self.limits.block_bytes
+        if fetch.growing and len(remote_blocks) > fetch.blocks:
+            raise ValueError(f"{len(remote_blocks)} blocks of a ticket for {fetch.blocks}")
         fetch.remote_blocks, fetch.local_blocks = tuple(remote_blocks), tuple(local_blocks)
         fetch.asked_at = now
-        fetch.deadline = now + self.limits.deadline_s + num_bytes / self.limits.floor_bytes_s
         fetch.state = _State.WAITING
-        if not local_blocks:
+        if fetch.complete:
+            self._hurry(fetch, now)
+        if not local_blocks and not fetch.growing:
             self._end_lease(fetch)
             self._finish(fetch, now)
         elif fetch.lost is not None:
@@ -180,6 +208,18 @@ class FetchTable:
         for fetch in self._of(peer):
             self._lose(fetch, error)
 
+    def grown(self, peer: PeerKey, lease: LeaseId, ready: int, completion: Completion | None, now: float) -> None:
+        """The first `ready` blocks of this lease can be read; all of them, if there is a completion."""
+        for fetch in self._of(peer):
+            if fetch.lease != lease or fetch.complete:
+                continue
+            fetch.ready = min(fetch.blocks, max(fetch.ready, ready))
+            if completion is not None:
+                fetch.complete, fetch.completion = True, completion
+                if fetch.state in (_State.WAITING, _State.READING):
+                    self._hurry(fetch, now)
+            self._start(fetch, now)
+
     def renewed(
         self, peer: PeerKey, kept: Iterable[LeaseId], lost: Iterable[LeaseId], sent_at: float, now: float
     ) -> None:
@@ -203,26 +243,33 @@ class FetchTable:
             else:
                 self._fail(fetch, self._lease_lost(fetch))
 
-    def read_ended(self, read_id: int) -> None:
+    def read_ended(self, read_id: int, now: float) -> None:
         """All bytes of the READ are in."""
         fetch = self._reading(read_id)
         if fetch is None:
             return
-        fetch.read_id = None
+        fetch.read_id, fetch.landed = None, fetch.taken
         if fetch.state is _State.ABANDONED:
             self._settle(fetch)
         else:
-            fetch.state, fetch.token = _State.CONFIRMING, read_id
-            self._end_lease(fetch)
+            fetch.state = _State.WAITING
+            self._start(fetch, now)
 
-    def read_failed(self, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
-        """The READ broke. `in_flight`: bytes may still land, and `read_ended` or another `read_failed` follows."""
+    def read_failed(self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool) -> None:
+        """The READ broke. `in_flight`: bytes may still land, and `read_ended` or another `read_failed` follows.
+
+        It is tried again once, where that can help: the peer is there, and nothing of the first try is on its way."""
         fetch = self._reading(read_id)
         if fetch is None:
             return
         if not in_flight:
             fetch.read_id = None
         if fetch.state is _State.READING:
+            if not (in_flight or fetch.retried or isinstance(error, PeerLost)):
+                self.retries += 1
+                fetch.retried, fetch.taken, fetch.state = True, fetch.landed, _State.WAITING
+                self._start(fetch, now)
+                return
             self._end_lease(fetch)
             self._fail(fetch, error)
         elif fetch.read_id is None:
@@ -238,7 +285,7 @@ class FetchTable:
             )
             if fetch.state is not _State.CONFIRMING:
                 self._end_lease(fetch)
-            limit_s = fetch.deadline - fetch.asked_at
+            limit_s = fetch.deadline - fetch.exposed_at
             self._fail(
                 fetch,
                 TransferTimeout(
@@ -251,6 +298,12 @@ class FetchTable:
         """When `tick` has something to do."""
         running = (f.deadline for f in self._fetches.values() if f.state is not _State.ABANDONED)
         return min((d for d in running if d != float("inf")), default=None)
+
+    def growing(self, peer: PeerKey) -> list[LeaseId]:
+        """Leases of which we want to hear how far they are."""
+        return [
+            f.lease for f in self._of(peer) if not f.complete and f.lost is None and f.state is not _State.ABANDONED
+        ]
 
     def leases(self, peer: PeerKey) -> list[LeaseId]:
         """Leases to renew at this peer."""
@@ -265,7 +318,14 @@ class FetchTable:
         """Assert the invariants: a READ is in flight in the two states that have one, and abandoned means just that."""
         for fetch in self._fetches.values():
             assert (fetch.read_id is not None) == (fetch.state in (_State.READING, _State.ABANDONED)), fetch
-            assert (fetch.deadline == float("inf")) == (fetch.state is _State.WATCHED), fetch
+            asked = fetch.state is not _State.WATCHED
+            assert (fetch.deadline < float("inf")) == (asked and fetch.complete) or fetch.state is _State.ABANDONED, (
+                fetch
+            )
+            assert fetch.landed <= fetch.taken <= len(fetch.local_blocks), fetch
+            assert fetch.state is not _State.CONFIRMING or (
+                fetch.complete and fetch.taken == len(fetch.local_blocks)
+            ), fetch
             assert fetch.lost is None or fetch.state is _State.WATCHED, fetch
         reads = [f.read_id for f in self._fetches.values() if f.read_id is not None]
         assert len(reads) == len(set(reads))
@@ -276,13 +336,29 @@ class FetchTable:
     def _reading(self, read_id: int) -> _Fetch | None:
         return next((f for f in self._fetches.values() if f.read_id == read_id), None)
 
+    def _hurry(self, fetch: _Fetch, now: float) -> None:
+        """The KV is complete and asked for: from here on time counts."""
+        num_bytes = (len(fetch.local_blocks) - fetch.taken) * self.limits.block_bytes
+        fetch.exposed_at = now
+        fetch.deadline = now + self.limits.deadline_s + num_bytes / self.limits.floor_bytes_s
+
     def _start(self, fetch: _Fetch, now: float) -> None:
-        """WAITING -> READING, if the entry fence is open."""
-        if fetch.state is not _State.WAITING or fetch.peer not in self._ready or now >= fetch.held_until:
+        """WAITING -> READING what was announced, if the entry fence is open; or, with all in, -> CONFIRMING."""
+        if fetch.state is not _State.WAITING:
             return
-        self._reads += 1
-        fetch.read_id, fetch.state = self._reads, _State.READING
-        self.commands.append(Read(self._reads, fetch.peer, fetch.remote_blocks, fetch.local_blocks))
+        announced = fetch.announced
+        if fetch.taken < announced:
+            if fetch.peer not in self._ready or now >= fetch.held_until:
+                return
+            self._reads += 1
+            fetch.read_id, fetch.state = self._reads, _State.READING
+            part = slice(fetch.taken, announced)
+            fetch.taken = announced
+            self.commands.append(Read(self._reads, fetch.peer, fetch.remote_blocks[part], fetch.local_blocks[part]))
+        elif fetch.complete:
+            self._reads += 1
+            fetch.state, fetch.token = _State.CONFIRMING, self._reads
+            self._end_lease(fetch)
 
     def _end_lease(self, fetch: _Fetch) -> None:
         if fetch.lost is None:
@@ -303,14 +379,15 @@ class FetchTable:
 
     def _finish(self, fetch: _Fetch, now: float) -> None:
         num_bytes, seconds = len(fetch.local_blocks) * self.limits.block_bytes, now - fetch.asked_at
+        exposed_s = now - fetch.exposed_at
         self.fetched += 1
         self.fetched_bytes += num_bytes
-        self.fetch_s += seconds
-        self.events.append(Fetched(fetch.request_id, num_bytes, seconds))
+        self.fetch_s += exposed_s
+        self.events.append(Fetched(fetch.request_id, num_bytes, seconds, fetch.completion, exposed_s))
         del self._fetches[fetch.request_id]
 
     def _fail(self, fetch: _Fetch, error: KvrelayError) -> None:
-        self.failed += 1
+        self.failures[type(error).__name__] += 1
         self.events.append(FetchFailed(fetch.request_id, sentence(error)))
         self._abandon(fetch)
 

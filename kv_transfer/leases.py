@@ -1,6 +1,8 @@
 """Leases of the source side: which offered KV is still held, and until when. Pure: `now` is an argument.
 
 Owns nothing but the table: no clock, no sockets, no blocks. A lease ends exactly once; each end is told in `events`.
+While its KV grows a lease has no end of its own: whoever computes the prompt is waited for, as the router waits. Its
+time begins when the KV is complete.
 """
 
 from __future__ import annotations
@@ -32,26 +34,38 @@ class LeaseTable:
         # Request id -> (epoch, expires at). Every grant and renewal moves to the end and all leases are equally long,
         # so the order is the order of expiry: a sweep costs what it expires, not what is held.
         self._held: dict[str, tuple[int, float]] = {}
+        self._growing: dict[str, int] = {}  # request id -> epoch
 
     def __len__(self) -> int:
         """Leases held now."""
-        return len(self._held)
+        return len(self._held) + len(self._growing)
 
-    def grant(self, request_id: str, now: float) -> LeaseId:
+    def grant(self, request_id: str, now: float, *, growing: bool = False) -> LeaseId:
         """Begin a lease. Raises ValueError if the request has one already."""
-        if request_id in self._held:
+        if request_id in self._held or request_id in self._growing:
             raise ValueError(f"request {request_id!r} already has a lease; release it before offering it again")
         self.granted += 1
-        self._held[request_id] = (self.granted, now + self.lease_s)
+        if growing:
+            self._growing[request_id] = self.granted
+        else:
+            self._held[request_id] = (self.granted, now + self.lease_s)
         return LeaseId(request_id, self.granted)
+
+    def complete(self, request_id: str, now: float) -> bool:
+        """The KV of a growing lease is all there: its time begins. False if it is not growing, or has ended."""
+        epoch = self._growing.pop(request_id, None)
+        if epoch is None:
+            return False
+        self._held[request_id] = (epoch, now + self.lease_s)
+        return True
 
     def renew(self, leases: Iterable[LeaseId], now: float) -> tuple[list[LeaseId], list[LeaseId]]:
         """Prolong leases to `now + lease_s`. Returns (kept, lost); what is lost never comes back."""
         self.expire(now)
         kept, lost = self._split(leases)
         for lease in kept:
-            del self._held[lease.request_id]
-            self._held[lease.request_id] = (lease.epoch, now + self.lease_s)
+            if self._held.pop(lease.request_id, None) is not None:
+                self._held[lease.request_id] = (lease.epoch, now + self.lease_s)
         return kept, lost
 
     def end(self, lease: LeaseId, now: float) -> bool:
@@ -62,7 +76,7 @@ class LeaseTable:
 
     def release(self, request_id: str) -> bool:
         """End the lease of a request, whatever its epoch. False if there is none."""
-        if request_id not in self._held:
+        if request_id not in self._held and request_id not in self._growing:
             return False
         self._close(request_id, expired=False)
         return True
@@ -78,7 +92,8 @@ class LeaseTable:
 
     def check(self) -> None:
         """Assert the invariants: every lease is held or has ended once, and the order is that of expiry."""
-        assert self.granted == self.released + self.expired + len(self._held)
+        assert self.granted == self.released + self.expired + len(self)
+        assert not self._held.keys() & self._growing.keys()
         expiries = [expires_at for _, expires_at in self._held.values()]
         assert expiries == sorted(expiries)
 
@@ -86,12 +101,13 @@ class LeaseTable:
         ours: list[LeaseId] = []
         lost: list[LeaseId] = []
         for lease in dict.fromkeys(leases):
-            epoch, _ = self._held.get(lease.request_id, (None, 0.0))
+            epoch, _ = self._held.get(lease.request_id, (self._growing.get(lease.request_id), 0.0))
             (ours if epoch == lease.epoch else lost).append(lease)
         return ours, lost
 
     def _close(self, request_id: str, *, expired: bool) -> None:
-        del self._held[request_id]
+        if self._growing.pop(request_id, None) is None:
+            del self._held[request_id]
         self.expired += expired
         self.released += not expired
         self.events.append(Released(request_id, expired))

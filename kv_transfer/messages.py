@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kv_transfer.connector import PoolRegion
+from kv_transfer.connector import Completion, PoolRegion
 from kv_transfer.leases import LeaseId
 from wire.transfer import Fingerprint
 
@@ -15,6 +15,8 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "End",
     "Ended",
+    "Follow",
+    "Grown",
     "Hello",
     "Message",
     "Refused",
@@ -81,7 +83,21 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     held: bool
 
 
-Message = Hello | Welcome | Refused | Renew | Renewed | End | Ended
+class Follow(msgspec.Struct, tag="follow", frozen=True):
+    """Reader -> source: say how far the KV of this lease is, now and whenever it has grown."""
+
+    lease: LeaseId
+
+
+class Grown(msgspec.Struct, tag="grown", frozen=True):
+    """Source -> reader: the first `ready` blocks of the ticket can be read; all of them with a completion."""
+
+    lease: LeaseId
+    ready: int
+    completion: Completion | None
+
+
+Message = Hello | Welcome | Refused | Renew | Renewed | End | Ended | Follow | Grown
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

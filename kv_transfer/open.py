@@ -22,4 +22,8 @@ def open_connector(
         from kv_transfer.via_nixl import NixlConnector
 
         return NixlConnector(engine_id, fingerprint, region, config, wake)
-    raise ConfigError(f"kv_connector {config.kv_connector!r} is not one of nixl")
+    if config.kv_connector == "direct":
+        from kv_transfer.via_direct import DirectConnector
+
+        return DirectConnector(engine_id, fingerprint, region, config, wake)
+    raise ConfigError(f"kv_connector {config.kv_connector!r} is not one of nixl, direct")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
-from kvrelay.plan import API_KEY, NODE_API_KEY, ClusterConfig
+from kvrelay.plan import API_KEY, CLUSTER_SECRET, NODE_API_KEY, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
 from wire.config import NodeConfig, RanksConfig, Role, RouterConfig
@@ -85,7 +86,8 @@ def _serving_ranks(values: dict[str, object]) -> int:
 
 
 def _running_cluster(values: dict[str, object]) -> int:
-    config = build(ClusterConfig, _named(values))
+    # A cluster that nobody gave a secret draws its own: no other node of this machine can join it.
+    config = build(ClusterConfig, {"cluster_secret": secrets.token_urlsafe(32)} | _named(values))
     check_port(config.host, config.port)
     _log_to_stderr()
     config = _with_model_here(config)
@@ -180,14 +182,21 @@ _add(
     ClusterConfig,
     _running_cluster,
     _CLUSTER_SKIP,
-    {"api_key": API_KEY},
+    {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET},
 )
 for _role, _name, _about in (
     (Role.PREFILL, "prefill", "Serve a prefill node: it computes prompts and gives their KV away."),
     (Role.DECODE, "decode", "Serve a decode node: it takes KV and generates."),
     (Role.AGGREGATED, "serve", "Serve one node alone, without a router."),
 ):
-    _add(_name, _about, NodeConfig, _serving_node(_role), ("role",), {"api_key": NODE_API_KEY})
+    _add(
+        _name,
+        _about,
+        NodeConfig,
+        _serving_node(_role),
+        ("role",),
+        {"api_key": NODE_API_KEY, "cluster_secret": CLUSTER_SECRET},
+    )
 _add(
     "rank",
     "Serve ranks of a tensor-parallel engine whose rank 0 is a node on another host.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvrelay.settings import flags_of
@@ -17,6 +17,7 @@ from wire.errors import ConfigError
 
 __all__ = [
     "API_KEY",
+    "CLUSTER_SECRET",
     "NODE_API_KEY",
     "ClusterConfig",
     "Machine",
@@ -29,6 +30,8 @@ __all__ = [
 
 API_KEY = "KVRELAY_API_KEY"
 NODE_API_KEY = "KVRELAY_NODE_API_KEY"
+CLUSTER_SECRET = "KVRELAY_CLUSTER_SECRET"
+_NOT_FLAGS = frozenset({"role", "api_key", "hub_token", "cluster_secret"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class Machine:
     """Values for CUDA_VISIBLE_DEVICES, one per GPU."""
     ports: tuple[int, ...]
     """Free ports: the router's first, then one per node."""
-    environ: Mapping[str, str]
+    environ: Mapping[str, str] = field(repr=False)
     """The environment that the children start from."""
 
 
@@ -116,7 +119,11 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     """The processes of the cluster, router last. Secrets go into the environment, everything else into flags."""
     roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
     base = {**machine.environ, NODE_API_KEY: node_key}
-    base.pop(API_KEY, None)
+    for name in (API_KEY, CLUSTER_SECRET):
+        base.pop(name, None)
+    # For the nodes only: the router carries tickets and need not know what signs them.
+    secret = config.transfer.cluster_secret
+    for_nodes = base | ({CLUSTER_SECRET: secret} if secret else {})
     urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
     on_gpus = machine.gpus and config.engine.device != "cpu"
     gpus = gpus_of_nodes(len(roles), config.engine.tensor_parallel, machine.gpus) if on_gpus else None
@@ -126,13 +133,13 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
         # More threads than cores: a waiting one that spins for long steals the core that another process needs, one
         # that never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside
         # another such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000 (GNU OpenMP's own is 300,000): 63 / 429.
-        env = {"GOMP_SPINCOUNT": "3000"} | base | {"OMP_NUM_THREADS": str(threads)}
+        env = {"GOMP_SPINCOUNT": "3000"} | for_nodes | {"OMP_NUM_THREADS": str(threads)}
         engine = replace(config.engine, threads=threads)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus[index].visible
             engine = _sharing(engine, gpus[index].sharers)
         url = f"http://127.0.0.1:{port}"
-        flags = flags_of(_node_config(config, engine, role, port), skip={"role", "api_key", "hub_token"})
+        flags = flags_of(_node_config(config, engine, role, port), skip=_NOT_FLAGS)
         specs.append(_spec(f"{role}-{len(urls[role])}", role.value, flags, url, log_dir, env))
         urls[role].append(url)
     router = RouterConfig(

@@ -47,6 +47,8 @@ class Setting:
     help: str
     group: str
     """The config type it belongs to, without `Config`."""
+    secret: bool = False
+    """Its value is shown nowhere: the field has no place in its config's repr."""
 
     @property
     def flag(self) -> str:
@@ -63,7 +65,8 @@ def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
             found |= settings_of(typing.cast(type, kind), skip)
         elif field.name not in skip:
             group = config.__name__.removesuffix("Config")
-            found[field.name] = Setting(field.name, kind, field.default, _docs(config).get(field.name, ""), group)
+            about = _docs(config).get(field.name, "")
+            found[field.name] = Setting(field.name, kind, field.default, about, group, secret=not field.repr)
     return found
 
 
@@ -93,6 +96,8 @@ def convert(setting: Setting, raw: object, source: str) -> object:
     if value is None:
         quotes = "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
         got = repr(raw) if isinstance(raw, str) else f"{raw!r} ({type(raw).__name__})"
+        if setting.secret:
+            got = f"{type(raw).__name__} (not shown)"
         raise ConfigError(f"{source} must be {_KINDS[setting.kind]}, got {got}{quotes}")
     return value
 
@@ -121,6 +126,12 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as why:
+        # Not in its own words: they quote the line, and a secret may stand there.
+        line = f"line {why.problem_mark.line + 1}" if why.problem_mark else "it"
+        raise ConfigError(
+            f"cannot read config file {path}: {line} is not valid YAML; values with special characters need quotes"
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
         raise ConfigError(f"cannot read config file {path}: {' '.join(str(why).split())}") from why
     if not isinstance(content, dict):

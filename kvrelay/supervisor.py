@@ -41,8 +41,8 @@ class ChildSpec:
     command: tuple[str, ...]
     health_url: str
     log: Path
-    env: Mapping[str, str]
-    """Its whole environment."""
+    env: Mapping[str, str] = field(repr=False)
+    """Its whole environment, secrets among it."""
 
 
 @dataclass(slots=True)

@@ -245,7 +245,8 @@ def _account(
     if timing is not None:
         stages = (
             f" queue={timing.queue_s * 1e3:.1f} prefill={timing.prefill_s * 1e3:.1f}"
-            f" transfer={timing.transfer_s * 1e3:.1f} decode={timing.decode_s * 1e3:.1f}"
+            f" transfer={timing.transfer_s * 1e3:.1f} exposed={timing.exposed_s * 1e3:.1f}"
+            f" decode={timing.decode_s * 1e3:.1f}"
         )
     log.info(
         "%s %s prompt=%d cached=%d out=%d%s total=%.1f ms%s",

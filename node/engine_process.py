@@ -17,7 +17,7 @@ import uuid
 import msgspec
 import zmq
 
-from kv_transfer.connector import Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.open import open_connector
 from node.parent import die_with_parent
 from node.ranks import join_as_rank_0
@@ -184,6 +184,8 @@ class EngineProcess:
             raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
         if (submit.hold or fetch is not None) and self._config.engine.tensor_parallel > 1:
             raise ValueError("hand-over between tensor-parallel nodes is not built yet")
+        if submit.hold and submit.params.max_tokens != 1:
+            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
         if fetch is not None:
             blocks = -(-fetch.num_tokens // self.engine.pool.block_tokens)
             if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
@@ -191,7 +193,7 @@ class EngineProcess:
 
     def _abort(self, request_id: str) -> None:
         request = self.engine.scheduler.abort(request_id)
-        if request is None:
+        if request is None or request.offered:
             # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will fetch it.
             self.connector.release(request_id)
         elif request.fetch is not None:
@@ -202,12 +204,11 @@ class EngineProcess:
         for event in self.connector.events():
             request = scheduler.get(event.request_id)
             match event:
-                case Fetched(request_id, num_bytes, _):
+                case Fetched():
                     if request is None:
-                        scheduler.settled(request_id)  # aborted after the last byte was in
+                        scheduler.settled(event.request_id)  # aborted after the last byte was in
                     else:
-                        request.fetched_s, request.fetched_bytes = time.monotonic(), num_bytes
-                        scheduler.fetched(request_id)
+                        self._fetched(request, event)
                 case FetchFailed(request_id, reason):
                     if request is not None:
                         log.warning("request %s: KV not fetched, computing the prompt here: %s", request_id, reason)
@@ -220,15 +221,40 @@ class EngineProcess:
                         log.warning("request %s: nobody fetched its KV before the lease ended", request_id)
                     scheduler.released(request_id)
 
-    def _start_fetch(self, fetch: Fetch) -> None:
+    def _fetched(self, request: Request, fetched: Fetched) -> None:
+        """A request goes on here; if the source has sent its first tokens with the KV, they are this node's too."""
+        request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
+        request.exposed_s = fetched.exposed_s
+        completion = fetched.completion or Completion([])
+        if not request.output_tokens:
+            request.new_logprobs += completion.logprobs
+        self.engine.scheduler.fetched(request.request_id, completion.generated)
+        if request.new_tokens:
+            request.first_token_s = request.fetched_s
+            self._updates.append(self._update(request))
+
+    # The engine's Handover.
+
+    def fetch(self, fetch: Fetch) -> None:
+        """See Handover."""
         self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
+
+    def offer(self, request: Request) -> None:
+        """See Handover. The ticket goes out at once, not after the step: a decode node makes room meanwhile."""
+        ticket = self.connector.offer(request.request_id, request.blocks, request.prompt_tokens, ready=0)
+        update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=request.cached_tokens or 0)
+        self._send(StepOutputs([update], self.engine.scheduler.load()))
+
+    def grow(self, request: Request, tokens: int) -> None:
+        """See Handover."""
+        self.connector.grow(request.request_id, tokens // self.engine.pool.block_tokens)
 
     def _step(self) -> bool:
         """One engine step, if there is anything to do; whether anything was computed."""
         if not self.engine.has_work:
             return False
         before = self.engine.counters.steps
-        for request in self.engine.step(self._start_fetch):
+        for request in self.engine.step(self):
             self._updates.append(self._update(request))
         return self.engine.counters.steps != before or self.engine.in_flight
 
@@ -239,20 +265,23 @@ class EngineProcess:
             logprobs=request.new_logprobs or None,
             finish=request.finish,
             cached_tokens=request.cached_tokens or 0,
-            held=self._offer(request),
+            held=self._completed(request) if request.finish is not None and request.offered else None,
             timing=request.timing(time.monotonic()) if request.finish else None,
             fetch_error=request.fetch_error,
         )
         request.new_tokens, request.new_logprobs = [], []
         return update
 
-    def _offer(self, request: Request) -> KvTransferParams | None:
-        if request.finish is None:
+    def _completed(self, request: Request) -> KvTransferParams | None:
+        """An offered request has ended: its ticket, if its KV is held; else nobody will read it."""
+        request_id, scheduler = request.request_id, self.engine.scheduler
+        if scheduler.held(request_id) is None:
+            self.connector.release(request_id)
             return None
-        blocks = self.engine.scheduler.held(request.request_id)
-        if blocks is None:
-            return None
-        return self.connector.offer(request.request_id, blocks, request.prompt_tokens)
+        ticket = self.connector.complete(request_id, Completion(request.new_tokens, request.new_logprobs))
+        if ticket is None:  # its lease was ended while it grew
+            scheduler.released(request_id)
+        return ticket
 
     # --- what goes out -------------------------------------------------------------------------------------------
 
@@ -282,7 +311,8 @@ class EngineProcess:
             generated_tokens=counters.generated_tokens,
             preemptions=scheduler.preemptions,
             fetches=transfers.fetches,
-            fetches_failed=transfers.fetches_failed,
+            fetch_failures=dict(transfers.failures),
+            fetch_retries=transfers.retries,
             fetched_bytes=transfers.fetched_bytes,
             fetch_s=transfers.fetch_s,
             leases_granted=transfers.leases_granted,

@@ -70,9 +70,9 @@ class _EngineCollector(Collector):
             "kvrelay_engine_steps": ("Engine steps", stats.steps),
             "kvrelay_engine_step_seconds": ("Time inside engine steps", stats.step_s),
             "kvrelay_fetches": ("KV fetches started", stats.fetches),
-            "kvrelay_fetches_failed": ("KV fetches that failed; the prompt was computed here", stats.fetches_failed),
+            "kvrelay_fetch_retries": ("Reads of a KV fetch that broke and were tried again", stats.fetch_retries),
             "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", stats.fetched_bytes),
-            "kvrelay_fetch_seconds": ("Time inside KV fetches", stats.fetch_s),
+            "kvrelay_fetch_seconds": ("Time in which fetched KV was waited for, prompts computed", stats.fetch_s),
             "kvrelay_leases_granted": ("Leases given to decode nodes", stats.leases_granted),
             "kvrelay_leases_released": ("Leases ended by their reader or by the router", stats.leases_released),
             "kvrelay_leases_expired": ("Leases that nobody ended in time", stats.leases_expired),
@@ -86,6 +86,16 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
+        failed = CounterMetricFamily(
+            "kvrelay_fetches_failed", "KV fetches that failed; the prompt was computed here", labels=[*names, "cause"]
+        )
+        for cause in sorted({*_CAUSES, *stats.fetch_failures}):
+            failed.add_metric([*values, cause], stats.fetch_failures.get(cause, 0))
+        yield failed
+
+
+# Named from the start, so that a rate can be taken of the first one.
+_CAUSES = ("Incompatible", "LeaseLost", "PeerLost", "TransferError", "TransferTimeout")
 
 
 class NodeMetrics:
@@ -106,7 +116,12 @@ class NodeMetrics:
         self._queue = histogram("vllm:request_queue_time_seconds", "Waiting for a seat or for blocks")
         self._prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt")
         self._decode = histogram("vllm:request_decode_time_seconds", "From the first to the last token")
-        self._transfer = histogram("kvrelay_transfer_seconds", "KV transfer of a request", _HAND_OVER_SECONDS)
+        self._transfer = histogram(
+            "kvrelay_transfer_seconds", "From a request's first wait for its KV to the last byte", _HAND_OVER_SECONDS
+        )
+        self._exposed = histogram(
+            "kvrelay_transfer_exposed_seconds", "Of that, after the prompt was computed", _HAND_OVER_SECONDS
+        )
         self._success = Counter(
             "vllm:request_success",
             "Requests by how they ended",
@@ -138,6 +153,7 @@ class NodeMetrics:
         self._decode.labels(*self._values).observe(timing.decode_s)
         if timing.transfer_bytes:
             self._transfer.labels(*self._values).observe(timing.transfer_s)
+            self._exposed.labels(*self._values).observe(timing.exposed_s)
         if tokens > 1:
             self._tpot.labels(*self._values).observe(timing.decode_s / (tokens - 1))
 

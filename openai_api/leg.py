@@ -33,7 +33,7 @@ class Leg:
         """The frames of one engine update. Raises NodeFailed if the engine lost the request."""
         if update.finish is Finish.ERROR:
             raise NodeFailed(update.error or "the engine gave the request up")
-        if not self.submit.generated:
+        if not self.submit.generated and self.submit.fetch is None:
             self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
         payload = self.writer.tokens(update.token_ids, update.logprobs)
         if self.writer.stopped:
@@ -80,6 +80,7 @@ def stages(update: RequestUpdate) -> dict[str, float] | None:
         "queue": timing.queue_s,
         "prefill": timing.prefill_s,
         "transfer": timing.transfer_s,
+        "exposed": timing.exposed_s,
         "decode": timing.decode_s,
     }
     return {name: round(seconds * 1e3, 3) for name, seconds in stages_s.items()}

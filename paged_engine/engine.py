@@ -1,7 +1,7 @@
 """The engine of one node: model, pool, scheduler and sampler joined into one step. No HTTP, no peers, no roles.
 
 It knows that KV may come from elsewhere (`fetch`) or be kept for others (`hold`), but not how: the process around it
-(node/engine_process.py) moves the bytes.
+(node/engine_process.py) moves the bytes, and is the engine's `Handover`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -21,11 +22,11 @@ from paged_engine.quantization import dequantized
 from paged_engine.ranks import Alone, Ranks, TorchRanks
 from paged_engine.request import Request
 from paged_engine.runner import CpuRunner, Launched, Runner
-from paged_engine.scheduler import Chunk, Fetch, Scheduler
+from paged_engine.scheduler import Chunk, Fetch, Scheduler, StepPlan
 from paged_engine.sharding import shard_config, shard_weights
 from wire.config import EngineConfig
 
-__all__ = ["Counters", "Engine", "follow"]
+__all__ = ["Counters", "Engine", "Handover", "follow"]
 
 # What all ranks of an engine must be told alike, beside the model.
 _ALIKE = (
@@ -52,6 +53,27 @@ class Counters:
     generated_tokens: int = 0
 
 
+class Handover(Protocol):
+    """What the engine asks of whoever moves KV between nodes. Each returns at once."""
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Read remote blocks into local ones, which nobody writes to any more."""
+
+    def offer(self, request: Request) -> None:
+        """The request holds its KV for a reader. Its prompt's blocks are known, and none can be read yet."""
+
+    def grow(self, request: Request, tokens: int) -> None:
+        """KV of the first `tokens` tokens of an offered request can be read: the device has written it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that the device is running."""
+
+    launched: Launched
+    chunks: list[Chunk]
+
+
 class Engine:
     """Loads the model and serves requests step by step. Raises ConfigError when the configuration cannot work."""
 
@@ -75,7 +97,7 @@ class Engine:
             prefix_cache=config.prefix_cache,
         )
         self.counters = Counters()
-        self._in_flight: Launched | None = None
+        self._in_flight: _InFlight | None = None
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +113,7 @@ class Engine:
         """End the other ranks."""
         self._runner.close()
 
-    def step(self, start_fetch: Callable[[Fetch], None] | None = None) -> list[Request]:
+    def step(self, handover: Handover | None = None) -> list[Request]:
         """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
 
         On a GPU the host stays one step ahead. On a CPU a launch computes at once, and its tokens are taken at once.
@@ -99,36 +121,43 @@ class Engine:
         began = self._clock()
         plan = self.scheduler.schedule(began)
         before, self._in_flight = self._in_flight, None
+        if handover is not None:
+            for request in plan.offers:
+                handover.offer(request)
         if before is None:
-            self._start(plan.fetches, start_fetch)
+            self._fetch(plan, handover)
         if plan.chunks:
-            self._in_flight = self._runner.launch(plan.chunks)
+            self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks)
             for chunk in plan.chunks:
                 self._count(chunk)
                 self.scheduler.launched(chunk)
-        updated = self._take_tokens(before) if before is not None else []
+        updated = self._take_tokens(before, handover) if before is not None else []
         if before is not None:
             # Only now may others write to blocks that have just become free: the step that has ended was the last one
             # which could touch them.
-            self._start(plan.fetches, start_fetch)
+            self._fetch(plan, handover)
         if self._in_flight is not None and not self._runner.runs_ahead:
             done, self._in_flight = self._in_flight, None
-            updated += self._take_tokens(done)
+            updated += self._take_tokens(done, handover)
         self.counters.step_s += self._clock() - began
         return updated
 
-    def _start(self, fetches: list[Fetch], start_fetch: Callable[[Fetch], None] | None) -> None:
-        for fetch in fetches:
-            assert start_fetch is not None, "a request with a fetch needs a connector"
-            start_fetch(fetch)
+    def _fetch(self, plan: StepPlan, handover: Handover | None) -> None:
+        for fetch in plan.fetches:
+            assert handover is not None, "a request with a fetch needs a connector"
+            handover.fetch(fetch)
 
-    def _take_tokens(self, launched: Launched) -> list[Request]:
+    def _take_tokens(self, step: _InFlight, handover: Handover | None) -> list[Request]:
         """Give each request of a launched step its token; those that take it."""
-        tokens, logprobs = launched.wait()
+        tokens, logprobs = step.launched.wait()
         now = self._clock()
         self.counters.steps += 1
+        if handover is not None:
+            for chunk in step.chunks:
+                if chunk.request.offered and chunk.request.finish is None:
+                    handover.grow(chunk.request, chunk.start + chunk.count)
         updated = []
-        for request, token, logprob in zip(launched.requests, tokens, logprobs, strict=True):
+        for request, token, logprob in zip(step.launched.requests, tokens, logprobs, strict=True):
             if request.finish is None:
                 updated.append(request)
                 if logprob is not None:
@@ -138,14 +167,15 @@ class Engine:
         return updated
 
     def _count(self, chunk: Chunk) -> None:
-        """Prompt tokens, each once, however often it is computed after preemptions."""
+        """Prompt tokens computed here, each once, however often it is computed after preemptions."""
         request = chunk.request
         if not request.num_counted:
             request.num_counted = request.cached_tokens or 0
             self.counters.cached_prompt_tokens += request.num_counted
+        begin = max(chunk.start, request.num_counted)
         end = min(chunk.start + chunk.count, request.prompt_tokens)
-        if end > request.num_counted:
-            self.counters.prompt_tokens += end - request.num_counted
+        if end > begin:
+            self.counters.prompt_tokens += end - begin
             request.num_counted = end
 
 

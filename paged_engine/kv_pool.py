@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.pool_memory import zeros
 from paged_engine.model_config import ModelConfig
 from wire.errors import ConfigError
 
@@ -46,7 +47,8 @@ class KVPool:
         self.bytes_per_head = _bytes_per_head(config, block_tokens, dtype)
         self.block_bytes = heads * self.bytes_per_head
         # Zeros, not empty: masked positions are multiplied by an exact zero, and zero times a stray NaN is NaN.
-        self.bytes = torch.zeros(num_blocks, heads, self.bytes_per_head, dtype=torch.uint8, device=device)
+        # And memory that peers on this host can map.
+        self.bytes = zeros(num_blocks * self.block_bytes, device).view(num_blocks, heads, self.bytes_per_head)
         vectors = layers * 2 * block_tokens * dim * dtype.itemsize
         shape = (num_blocks, heads, layers, 2, block_tokens, dim)
         self.view = self.bytes[:, :, :vectors].view(dtype).view(shape)

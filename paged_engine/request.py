@@ -34,6 +34,7 @@ class Request:
     arrival_s: float
     root: BlockHash
     hold: bool = False
+    offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None
     state: State = State.WAITING
     blocks: list[int] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Request:
     fetch_started_s: float | None = None
     fetched_s: float | None = None
     fetched_bytes: int = 0
+    exposed_s: float = 0.0
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> Request:
@@ -98,4 +100,5 @@ class Request:
             transfer_s=transfer,
             decode_s=now - computed,
             transfer_bytes=self.fetched_bytes,
+            exposed_s=self.exposed_s,
         )

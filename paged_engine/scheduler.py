@@ -9,7 +9,7 @@ prefix cache. Blocks that a transfer may touch are never given to anybody else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from paged_engine.blocks import BlockPool
@@ -51,6 +51,8 @@ class StepPlan:
 
     chunks: list[Chunk]
     fetches: list[Fetch]
+    offers: list[Request]
+    """Requests that hold their KV for a reader and have just begun: all blocks of their prompt are known."""
 
 
 class Scheduler:
@@ -102,10 +104,13 @@ class Scheduler:
             self._end(request, Finish.ABORT)
         return request
 
-    def fetched(self, request_id: str) -> None:
-        """The KV of a fetching request is in its blocks."""
+    def fetched(self, request_id: str, generated: Sequence[int] = ()) -> None:
+        """The KV of a fetching request is in its blocks; `generated`: what it has generated where it was computed."""
         request = self._fetching.pop(request_id)
         assert request.fetch is not None
+        if not request.output_tokens:
+            request.token_ids += generated
+            request.new_tokens += generated
         # A third party's ticket may come without the first token: then the last prompt token is computed once more.
         request.num_computed = min(request.fetch.num_tokens, len(request.token_ids) - 1)
         request.fetch = None
@@ -151,8 +156,10 @@ class Scheduler:
             while not self._grow(request, chunk.start + chunk.count):
                 preempted = True
                 # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
-                going_on = [r for r in self._running if not self._ends_with_pending(r)]
-                victim = max(going_on, key=lambda r: r.arrival_s)
+                going_on = [r for r in self._running if not (r.offered or self._ends_with_pending(r))]
+                victim = max(going_on, key=lambda r: r.arrival_s, default=None)
+                if victim is None:
+                    break
                 self._preempt(victim)
                 chunks = [chunk for chunk in chunks if chunk.request is not victim]
                 if victim is request:
@@ -160,10 +167,11 @@ class Scheduler:
             else:
                 chunks.append(chunk)
                 budget -= chunk.count
-        fetches = [] if preempted else list(self._admit(chunks, budget, now))
-        return StepPlan(chunks, fetches)
+        offers: list[Request] = []
+        fetches = [] if preempted else list(self._admit(chunks, offers, budget, now))
+        return StepPlan(chunks, fetches, offers)
 
-    def _admit(self, chunks: list[Chunk], budget: int, now: float) -> Iterator[Fetch]:
+    def _admit(self, chunks: list[Chunk], offers: list[Request], budget: int, now: float) -> Iterator[Fetch]:
         """Start waiting requests in order of arrival, while seats, budget and blocks last."""
         while self._waiting and len(self._running) + len(self._fetching) < self._max_running:
             request = self._waiting[0]
@@ -179,8 +187,11 @@ class Scheduler:
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
             chunk = Chunk.next_of(request, budget)
-            grown = self._grow(request, chunk.start + chunk.count)
+            grown = self._grow(request, len(request.token_ids) if request.hold else chunk.start + chunk.count)
             assert grown, "admission checked that the whole request fits"
+            if request.hold and not request.offered:
+                request.offered = True
+                offers.append(request)
             chunks.append(chunk)
             budget -= chunk.count
 

@@ -1,4 +1,8 @@
-"""A prefill node's part of a request: one token, then a hand-over, unless that token ends the request."""
+"""A prefill node's part of a request: one token, then a hand-over, unless that token ends the request.
+
+To a router that asks for it the ticket goes out before the prompt is computed, so that a decode node makes room and
+reads what is there while the rest is computed.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,14 @@ class PrefillLeg(Leg):
         )
         super().__init__(submit, writer)
         self._asked = asked
+
+    def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
+        """A ticket that comes before the end is the news of an update that has no other."""
+        if update.held is None or update.finish is not None:
+            yield from super().frames(update, load)
+        elif self._asked.pipelined:
+            early = msgspec.structs.replace(self._params(update), sent_text=None)
+            yield Frame(FrameKind.TICKET, params=early, load=load)
 
     def last_frames(self, payload: bytes, update: RequestUpdate, load: Load) -> Iterator[Frame]:
         """With KV held for a decode node, the request goes on there."""

@@ -1,5 +1,8 @@
 """The walk of one request: prefill leg, hand-over, decode leg; what to do when one breaks; giving back what it took.
 
+The decode leg begins with the prefill leg's ticket, before the prompt is computed: its node makes room, and reads what
+is computed while the rest is. The first token comes through whichever leg has it first.
+
 Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
 """
 
@@ -15,7 +18,7 @@ from router.job import Job, decode_body, prefill_body
 from router.legs import LegFailed, Legs
 from router.metrics import Metrics
 from router.pool import Lease, Node, Pool
-from router.progress import Progress
+from router.progress import Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
 from wire.config import Role
@@ -56,21 +59,49 @@ class Walk:
         self._attempts = attempts
         self._deadline_s = deadline_s
         self._prefill_cut = False
+        self._prefilling: asyncio.Task[bool] | None = None
+        self._decoding: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
         try:
             async with asyncio.timeout(self._deadline_s - (time.monotonic() - self.timeline.arrived)):
                 self._pool.require_ready()
-                if await self._prefill():
-                    await self._decode()
+                await self._walk()
         except TimeoutError as why:
             raise DeadlineExceeded(
                 f"the request did not finish within {self._deadline_s:g} s; "
                 "ask for fewer tokens, or raise request_deadline_s"
             ) from why
         finally:
+            await self._end_tasks()
             self._give_back()
+
+    async def _walk(self) -> None:
+        """Both legs, the second beside the first as soon as there is a ticket."""
+        self._prefilling = asyncio.create_task(self._prefill())
+        try:
+            goes_on = await self._prefilling
+        except asyncio.CancelledError:
+            # By the decode leg, when it has told all that there is; or the walk itself is cancelled.
+            me = asyncio.current_task()
+            if self._decoding is None or not self._decoding.done() or (me is not None and me.cancelling()):
+                raise
+            goes_on = True
+        if goes_on:
+            await (self._decoding or self._decode())
+
+    async def _decode_early(self) -> None:
+        await self._decode()
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+
+    async def _end_tasks(self) -> None:
+        tasks = [task for task in (self._prefilling, self._decoding) if task is not None]
+        for task in tasks:
+            task.cancel()
+        # What they raise has been raised already, or nobody wants to know any more.
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prefill(self) -> bool:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on."""
@@ -81,7 +112,7 @@ class Walk:
                 self.prefill_node = lease.node
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
-                    ended = await self._leg(lease, body)
+                    ended = await self._leg(lease, body, Place())
                     self.timeline.handed_over = time.monotonic()
                     return ended is FrameKind.HANDOVER
                 except asyncio.CancelledError:
@@ -90,6 +121,10 @@ class Walk:
                 except LegFailed as why:
                     self._blame(lease.node, why, tried)
                     failure = why
+            if self._decoding is not None:
+                # It computes the prompt itself, if it must.
+                self._metrics.failovers.labels("prefill").inc()
+                return True
             if not self.progress.start_over():
                 self.progress.decode_params()  # raises where the answer cannot be continued
                 self._metrics.failovers.labels("prefill").inc()
@@ -104,7 +139,8 @@ class Walk:
             with self._pool.lease(Role.DECODE, tried, self.progress.tokens_to_compute(params)) as lease:
                 self.decode_node = lease.node
                 try:
-                    await self._leg(lease, decode_body(self.job, params))
+                    place = Place(len(params.generated), decoding=True)
+                    await self._leg(lease, decode_body(self.job, params), place)
                     return
                 except LegFailed as why:
                     self._blame(lease.node, why, tried)
@@ -112,16 +148,18 @@ class Walk:
             self.progress.decode_params()  # raises where the answer cannot be continued
             self._require_another(Role.DECODE, tried, failure)
 
-    async def _leg(self, lease: Lease, body: bytes) -> FrameKind:
+    async def _leg(self, lease: Lease, body: bytes, place: Place) -> FrameKind:
         """One leg on one node, its frames passed on. Raises LegFailed, Refused."""
-        decoding = lease.node.role is Role.DECODE
+        decoding = place.decoding
 
         async def take(frames: Sequence[Frame]) -> None:
             for frame in frames:
-                self.progress.take(frame)
-                self.reply.put(frame.payload)
-                if frame.token_ids:
-                    self.timeline.tokens(time.monotonic(), decoding)
+                if self.progress.take(frame, place):
+                    self.reply.put(frame.payload)
+                    if frame.token_ids:
+                        self.timeline.tokens(time.monotonic(), decoding)
+                if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
+                    self._decoding = asyncio.create_task(self._decode_early())
                 if frame.timing is not None:
                     self.timeline.inside(lease.node.role.value, frame.timing)
             await self.reply.room()
@@ -149,7 +187,7 @@ class Walk:
 
     def _give_back(self) -> None:
         """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""
-        node, handover = self.prefill_node, self.progress.handover
+        node, handover = self.prefill_node, self.progress.handover or self.progress.ticket
         if node is None or self.progress.settled:
             return
         if handover is not None and handover.remote_request_id is not None:

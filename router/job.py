@@ -122,6 +122,7 @@ def prefill_body(job: Job) -> bytes:
         "remote_host": None,
         "remote_port": None,
         "client_max_tokens": job.max_tokens,
+        "pipelined": True,
         "created": job.created,
         "seed": job.seed,
     }

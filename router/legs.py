@@ -165,7 +165,7 @@ async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFram
         for at, frame in enumerate(frames):
             if frame.load is not None:
                 node.note_load(frame.load)
-            if frame.kind is not FrameKind.TOKENS:
+            if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
                 await take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
                 return _ending(frame)
         await take(frames)

@@ -1,10 +1,13 @@
 """How far an answer is, seen from its frames, and what the next leg must be told. Pure.
 
 The rule that it keeps: no token is lost or doubled. What the client has seen is never computed again with another
-outcome; what it has not seen may be.
+outcome; what it has not seen may be. Two legs may tell of the same token: the decode leg that has begun with the ticket
+tells of all, the prefill leg of the first. Whoever comes first is passed on.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 
@@ -13,7 +16,15 @@ from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
-__all__ = ["Progress"]
+__all__ = ["Place", "Progress"]
+
+
+@dataclass(slots=True)
+class Place:
+    """How far one leg is: tokens of the answer up to its next frame."""
+
+    at: int = 0
+    decoding: bool = False
 
 
 class Progress:
@@ -21,6 +32,7 @@ class Progress:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self.ticket: KvTransferParams | None = None
         self.handover: KvTransferParams | None = None
         self.token_ids: list[int] = []
         self.sent_text: int | None = None
@@ -28,36 +40,56 @@ class Progress:
         """The client was given bytes."""
         self.settled = False
         """A decode leg has shown that it needs the prefill node's KV no more."""
+        self.ended = False
         self._kept = 0  # of token_ids, those that a re-binding starts from
         self._forwarded_since = False
 
-    def take(self, frame: Frame) -> None:
-        """Count a frame, before its payload is given to the client."""
+    def take(self, frame: Frame, place: Place) -> bool:
+        """Count a frame of the leg at `place`; whether its payload is news to the client.
+
+        Raises NodeFailed if two legs cut the answer differently.
+        """
+        begin, place.at = place.at, place.at + len(frame.token_ids)
+        if frame.kind is FrameKind.TICKET:
+            self.ticket = frame.params
+            return False
         if frame.kind is FrameKind.HANDOVER and frame.params is not None:
-            self.handover = frame.params
-            self.token_ids = list(frame.params.generated)
-            self._kept = len(self.token_ids)
-            self.sent_text = frame.params.sent_text
-            self._forwarded_since = False
+            self._take_handover(frame.params)
             self.forwarded |= bool(frame.payload)
-            return
-        if frame.kind in (FrameKind.TOKENS, FrameKind.END):
-            self.token_ids += frame.token_ids
-            if frame.kind is FrameKind.TOKENS and (frame.token_ids or frame.payload):
-                self.sent_text = frame.sent_text
-            self.settled |= self.handover is not None and (frame.kind is FrameKind.END or bool(frame.token_ids))
-            self.forwarded |= bool(frame.payload)
-            self._forwarded_since |= bool(frame.payload)
+            return True
+        if frame.kind not in (FrameKind.TOKENS, FrameKind.END) or self.ended:
+            return False
+        over = frame.kind is FrameKind.END
+        self.settled |= place.decoding and (over or bool(frame.token_ids))
+        if begin < len(self.token_ids):
+            if place.at > len(self.token_ids) or over:
+                raise NodeFailed("two nodes have cut the same answer differently; send the request again")
+            return False
+        self.token_ids += frame.token_ids
+        self.ended = over
+        if not over and (frame.token_ids or frame.payload):
+            self.sent_text = frame.sent_text
+        self.forwarded |= bool(frame.payload)
+        self._forwarded_since |= bool(frame.payload)
+        return True
+
+    def _take_handover(self, params: KvTransferParams) -> None:
+        self.handover = params
+        self._kept = len(params.generated)
+        # A decode leg that has begun with the ticket may be further already.
+        self._forwarded_since = len(self.token_ids) > self._kept
+        if not self._forwarded_since:
+            self.token_ids, self.sent_text = list(params.generated), params.sent_text
 
     def start_over(self) -> bool:
         """Forget a broken prefill leg; False if the client has already seen a part of it."""
         if self.forwarded:
             return False
-        self.token_ids, self.sent_text, self.handover = [], None, None
+        self.token_ids, self.sent_text, self.handover, self.ticket = [], None, None, None
         return True
 
     def decode_params(self) -> KvTransferParams:
-        """What the next decode leg starts from: the hand-over itself, or all tokens so far.
+        """What the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far.
 
         Raises NodeFailed if the client has seen more than the hand-over and token ids alone cannot continue it.
         """
@@ -67,6 +99,8 @@ class Progress:
             if not self._job.resumable:
                 self.token_ids, self.sent_text = self.token_ids[: self._kept], self.handover.sent_text
                 return self.handover
+        if self.handover is None and self.ticket is not None and len(self.token_ids) <= 1:
+            return self.ticket  # it will tell of the first token again
         if not self._job.resumable:
             raise NodeFailed(
                 "a node broke after a part of the answer was sent, and an answer with logprobs or several choices "
@@ -82,11 +116,15 @@ class Progress:
         return prompt + len(params.generated)
 
     def _resume(self) -> KvTransferParams:
-        base = self.handover or KvTransferParams(
-            do_remote_prefill=True,
-            client_max_tokens=self._job.max_tokens,
-            created=self._job.created,
-            seed=self._job.seed,
+        base = (
+            self.handover
+            or self.ticket
+            or KvTransferParams(
+                do_remote_prefill=True,
+                client_max_tokens=self._job.max_tokens,
+                created=self._job.created,
+                seed=self._job.seed,
+            )
         )
         return msgspec.structs.replace(
             base,
@@ -97,6 +135,7 @@ class Progress:
             remote_port=None,
             generation=None,
             num_tokens=0,
+            growing=False,
             generated=list(self.token_ids),
             sent_text=self.sent_text,
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 import re
 from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 
-__all__ = ["EngineConfig", "NodeConfig", "RanksConfig", "Role", "RouterConfig", "TransferConfig"]
+__all__ = ["EngineConfig", "NodeConfig", "RanksConfig", "Role", "RouterConfig", "TransferConfig", "is_loopback"]
+
+MIN_SECRET_CHARS = 16
 
 
 class Role(enum.StrEnum):
@@ -27,6 +30,14 @@ def _require(ok: bool, message: str) -> None:
 def _is_address(text: str) -> bool:
     found = re.fullmatch(r"[^\s:]+:(\d+)", text)
     return found is not None and 0 < int(found[1]) < 65536
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address leads to its own machine, whatever a name server says: localhost, 127.0.0.0/8 or ::1."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -172,6 +183,10 @@ class TransferConfig:
     """Address at which peers reach this node's control channel."""
     kv_port: int = 0
     """Port of the control channel; 0 takes a free one."""
+    cluster_secret: str = field(default="", repr=False)
+    """One secret for all nodes of a cluster, at least 16 characters: it encrypts their control channels and signs their
+    tickets; better put it into the environment as KVRELAY_CLUSTER_SECRET. Without one a node hands KV over on its own
+    machine only."""
     lease_s: float = 5.0
     """KV is kept this long after the last heartbeat for it."""
     heartbeat_s: float = 1.0
@@ -183,6 +198,17 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         _require(self.kv_connector in ("nixl",), f"kv_connector {self.kv_connector!r} is not one of nixl")
+        # Never the secret itself in an error: it would end in a log.
+        _require(
+            not self.cluster_secret or len(self.cluster_secret) >= MIN_SECRET_CHARS,
+            f"cluster_secret must have at least {MIN_SECRET_CHARS} characters, got {len(self.cluster_secret)}; draw "
+            "one at random, for example with `openssl rand -hex 32`",
+        )
+        _require(
+            bool(self.cluster_secret) or is_loopback(self.kv_host),
+            f"without cluster_secret kv_host must be a loopback address, got {self.kv_host!r}; set the same "
+            "KVRELAY_CLUSTER_SECRET on all nodes",
+        )
         _require(0 <= self.kv_port < 65536, f"kv_port must be between 0 and 65535, got {self.kv_port}")
         _positive(self, "lease_s", "heartbeat_s", "transfer_deadline_s", "transfer_floor_bytes_s")
         _require(

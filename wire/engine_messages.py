@@ -69,6 +69,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     transfer_s: float = 0.0
     decode_s: float = 0.0
     transfer_bytes: int = 0
+    exposed_s: float = 0.0
+    """Of transfer_s, what came after the last of the prompt was computed."""
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +129,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     generated_tokens: int = 0
     preemptions: int = 0
     fetches: int = 0
-    fetches_failed: int = 0
+    fetch_failures: dict[str, int] = {}
+    fetch_retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     leases_granted: int = 0

@@ -23,12 +23,16 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
 class FrameKind(enum.IntEnum):
-    """TOKENS: some output. HANDOVER: this leg is done, `params` opens the next. END: all is done. ERROR: it broke."""
+    """TOKENS: some output. HANDOVER: this leg is done, `params` opens the next. END: all is done. ERROR: it broke.
+
+    TICKET: the prompt is about to be computed, and `params` opens the next leg already; this one goes on.
+    """
 
     TOKENS = 0
     HANDOVER = 1
     END = 2
     ERROR = 3
+    TICKET = 4
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +40,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     `payload` goes to the client as it is: SSE events when the client streams; in an END frame of an answer that is not
     streamed, the whole JSON body. `token_ids` are the tokens that this frame is about, `sent_text` the characters of
-    text sent in total after it. `status` and `error` are set in ERROR frames, `params` in HANDOVER frames.
+    text sent in total after it. `status` and `error` are set in ERROR frames, `params` in TICKET and HANDOVER frames.
     """
 
     kind: FrameKind

@@ -1,8 +1,9 @@
 """The hand-over contract: what a prefill node gives away and what a decode node must know to take it.
 
 `KvTransferParams` is the JSON object `kv_transfer_params` of the field (vLLM's names first, ours behind them), so
-that a third-party proxy can drive our nodes. A ticket is a claim on finished KV; a lease keeps the ticket's blocks
-alive on the prefill node; a generation is a fresh id made at every process start.
+that a third-party proxy can drive our nodes. A ticket is a claim on finished KV, signed by its source (see
+`kv_transfer.tickets`); a lease keeps the ticket's blocks alive on the prefill node; a generation is a fresh id made at
+every process start.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     # To the prefill node: the client's own max_tokens, so that it knows when token 1 ends the request (0: not said).
     client_max_tokens: int = 0
+    # To the prefill node: send a TICKET frame before the prompt is computed.
+    pipelined: bool = False
     # To both nodes: made once by the router and carried on, so that all chunks of a stream agree.
     created: int | None = None
 
@@ -41,6 +44,12 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     generation: str | None = None
     lease_epoch: int = 0
     num_tokens: int = 0
+    # The prompt is still being computed: the source says which blocks can be read already.
+    growing: bool = False
+    # Unix second after which the ticket leads nowhere, and the source's signature of it (hexadecimal). None without a
+    # cluster secret.
+    expires_at: int | None = None
+    signature: str | None = None
     # What the decode node would otherwise compute twice. `generated` are output tokens so far (after the prefill node:
     # the first one; after a fail-over: all that the client may have seen), `sent_text` the characters of their text
     # that the client already has (None: nobody has sent the first token, the decode node emits it).

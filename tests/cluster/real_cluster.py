@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -83,10 +84,11 @@ class Process:
 
 @dataclass
 class Cluster:
-    """Processes by role; `url` is the router's."""
+    """Processes by role; `url` is the router's. The nodes share a secret that the router does not know."""
 
     folder: Path
     flags: list[str]
+    secret: str = field(default_factory=secrets.token_urlsafe)
     nodes: list[Process] = field(default_factory=list)
     router: Process | None = None
 
@@ -119,6 +121,9 @@ class Cluster:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         }
+        environment.pop("KVRELAY_CLUSTER_SECRET", None)
+        if role != "router":
+            environment["KVRELAY_CLUSTER_SECRET"] = self.secret
         with log.open("ab") as out:
             popen = subprocess.Popen(argv, stdout=out, stderr=out, env=environment, cwd=self.folder)
         return Process(role, port, popen, log, argv)

@@ -4,13 +4,19 @@ import asyncio
 import json
 import random
 import signal
+import socket
 import time
+from pathlib import Path
 
 import aiohttp
 import httpx2
+import msgspec
 import openai
 import pytest
 from real_cluster import Cluster, running, wait_until
+
+from kv_transfer.tickets import signed
+from wire.transfer import KvTransferParams
 
 pytestmark = pytest.mark.cluster
 
@@ -196,13 +202,62 @@ def test_a_forged_ticket_is_a_400_and_hurts_nobody(cluster, changes):
     assert decode.health() is not None
 
 
-def test_a_ticket_to_nowhere_is_computed_here(cluster):
+def _signed(ticket: dict, secret: str, at: float) -> dict:
+    """As a node that has this secret would give it away."""
+    return json.loads(msgspec.json.encode(signed(msgspec.convert(ticket, KvTransferParams), secret, at)))
+
+
+def test_a_signed_ticket_to_nowhere_is_computed_here(cluster):
     decode = cluster.of("decode")[0]
     failed = decode.metric("kvrelay_fetches_failed_total")
-    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", kv_transfer_params=_ticket()), timeout=30)
+    ticket = _signed(_ticket(), cluster.secret, time.time())
+    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", kv_transfer_params=ticket), timeout=30)
     assert answer.json()["usage"]["completion_tokens"] == 12
     assert decode.metric("kvrelay_fetches_failed_total") == failed + 1
     assert decode.metric("kvrelay_recomputed_prompts_total") >= 1
+    assert "PeerLost: the connection to 127.0.0.1:9 " in decode.log.read_text()
+
+
+def test_a_ticket_that_no_node_of_the_cluster_signed_is_computed_here_and_never_dialled(cluster):
+    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    first = httpx2.post(f"{prefill.url}/v1/completions", json=body("d" * 50, max_tokens=1, kv_transfer_params=asked))
+    given = first.json()["kv_transfer_params"]
+    whole = httpx2.post(f"{decode.url}/v1/completions", json=body("d" * 50)).json()["choices"][0]["text"]
+    failed = decode.metric("kvrelay_fetches_failed_total")
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        moved = given | {"remote_port": stranger.getsockname()[1]}
+        forged = {
+            "altered, or signed with another": moved,
+            "is not signed": {name: value for name, value in moved.items() if name != "signature"},
+            "the ticket expired": _signed(moved, cluster.secret, time.time() - 3600),
+        }
+        for reason, ticket in forged.items():
+            # Another salt each time: what is cached here would not be fetched.
+            answer = httpx2.post(
+                f"{decode.url}/v1/completions",
+                json=body("d" * 50, kv_transfer_params=ticket, cache_salt=reason),
+                timeout=30,
+            )
+            assert answer.json()["choices"][0]["text"] == whole
+            assert reason in decode.log.read_text()
+        assert decode.metric("kvrelay_fetches_failed_total") == failed + len(forged)
+        stranger.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            stranger.accept()
+
+
+def test_the_secret_is_shown_nowhere(cluster):
+    everything = [*cluster.nodes, cluster.router]
+    for process in everything:
+        assert cluster.secret not in process.log.read_text()
+        assert cluster.secret not in httpx2.get(f"{process.url}/metrics", timeout=5).text
+        assert cluster.secret not in httpx2.get(f"{process.url}/health", timeout=5).text
+    for pid in [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        try:
+            assert cluster.secret.encode() not in (pid / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended
 
 
 def test_a_ticket_that_is_not_needed_is_given_back_at_once(cluster):

@@ -1,6 +1,6 @@
 """One connector in a process of its own, for tests that stop and kill it. Speaks JSON lines on stdin and stdout.
 
-Started as `python peer_process.py shared PATH` or `python peer_process.py nixl NUM_BLOCKS BLOCK_BYTES`.
+Started as `python peer_process.py shared PATH` or `python peer_process.py nixl|direct NUM_BLOCKS BLOCK_BYTES DEVICE`.
 """
 
 from __future__ import annotations
@@ -111,15 +111,12 @@ def main(kind: str, *arguments: str) -> None:
             plane.write(index, pattern(index))
         connector = Desk("child", FINGERPRINT, REGION, CONFIG, lambda: None, plane)
     else:
-        import numpy as np
-
-        from kv_transfer.connector import PoolRegion
-        from kv_transfer.via_nixl import NixlConnector
+        from real_node import RealNode
 
         num_blocks, block_bytes = int(arguments[0]), int(arguments[1])
-        pool = np.repeat(np.arange(num_blocks, dtype=np.uint8) + 1, block_bytes)  # block i is full of i + 1
-        region = PoolRegion(pool.ctypes.data, num_blocks, block_bytes, "cpu")
-        connector = NixlConnector("child", FINGERPRINT, region, CONFIG, lambda: None)
+        node = RealNode("child", kind, num_blocks, block_bytes, arguments[2])
+        node.fill()
+        plane, connector = node.plane, node.desk
     for line in sys.stdin:
         method, *rest = json.loads(line)
         if method == "gate":

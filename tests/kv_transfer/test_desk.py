@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from desk_node import Node, node, reason
 from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, pattern
 
-from kv_transfer.connector import Fetched, FetchFailed, Released, Settled
+from kv_transfer.connector import Completion, Fetched, FetchFailed, Released, Settled
 from wire.config import TransferConfig
 from wire.errors import ConfigError, PeerLost, TransferError
 from wire.transfer import KvTransferParams
@@ -67,7 +67,7 @@ def test_scattered_blocks_arrive_and_the_source_is_free_again(source: Node, read
     assert [reader.plane.read(i) for i in local] == [pattern(i) for i in remote]
     assert source.wait(1) == [Released("r", expired=False)]
     mine, theirs = reader.desk.stats(), source.desk.stats()
-    assert (mine.fetches, mine.fetches_failed, mine.fetched_bytes) == (1, 0, 5 * REGION.block_bytes)
+    assert (mine.fetches, mine.failures, mine.fetched_bytes) == (1, {}, 5 * REGION.block_bytes)
     assert (theirs.leases_granted, theirs.leases_released, theirs.leases_held) == (1, 1, 0)
 
 
@@ -104,7 +104,7 @@ def test_release_at_the_source_fails_the_running_fetch_and_quarantines_its_block
     reader.quiet()
     reader.plane.gate.set()
     assert reader.wait(1) == [Settled("r")]
-    assert reader.desk.stats().fetches_failed == 1
+    assert reader.desk.stats().failures == {"LeaseLost": 1}
 
 
 def test_fetch_is_not_admitted_if_the_lease_was_released_before_the_last_byte(folder: Path) -> None:
@@ -316,3 +316,73 @@ def test_step_loop_hears_of_a_broken_thread(reader: Node, monkeypatch: pytest.Mo
     assert reader.woken.wait(2.0)
     with pytest.raises(RuntimeError, match="a thread of the KV connector has ended: boom"):
         reader.desk.events()
+
+
+def test_growing_kv_is_read_as_it_grows(source: Node, reader: Node) -> None:
+    ticket = source.desk.offer("r", [5, 0, 9], 48, ready=1)
+    assert ticket.growing
+    reader.desk.watch("mine", ticket)
+    reader.desk.fetch("mine", [5, 0, 9], [7, 3, 11])
+    wait_until(lambda: reader.plane.read(7) == pattern(5))
+    source.desk.grow("r", 2)
+    wait_until(lambda: reader.plane.read(3) == pattern(0))
+    reader.quiet()
+    final = source.desk.complete("r", Completion([42]))
+    assert final is not None
+    assert not final.growing
+    assert final.remote_block_ids == ticket.remote_block_ids
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert (fetched.num_bytes, fetched.completion) == (3 * REGION.block_bytes, Completion([42]))
+    assert fetched.exposed_s < fetched.seconds
+    assert reader.plane.read(11) == pattern(9)
+    assert source.wait(1) == [Released("r", expired=False)]
+    assert source.desk.complete("r", Completion([42])) is None
+
+
+def test_a_reader_that_comes_late_hears_all_at_once(source: Node, reader: Node) -> None:
+    ticket = source.desk.offer("r", [5, 0], 32, ready=0)
+    source.desk.complete("r", Completion([42]))
+    reader.desk.watch("mine", ticket)
+    reader.desk.fetch("mine", [5, 0], [7, 3])
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert fetched.completion == Completion([42])
+
+
+def test_a_second_reader_takes_over_a_growing_ticket(source: Node, reader: Node, folder: Path) -> None:
+    ticket = source.desk.offer("r", [5, 0], 32, ready=1)
+    with node("first", folder) as first:
+        first.desk.watch("mine", ticket)
+        first.desk.fetch("mine", [5, 0], [1, 2])
+        wait_until(lambda: first.plane.read(1) == pattern(5))
+        first.desk._control.close(1.0)  # without a word, as a killed one
+    reader.desk.watch("mine", ticket)
+    reader.desk.fetch("mine", [5, 0], [7, 3])
+    wait_until(lambda: reader.plane.read(7) == pattern(5))
+    source.desk.complete("r", Completion([42]))
+    assert isinstance(reader.wait(1)[0], Fetched)
+
+
+def test_a_growing_ticket_that_is_released_fails_its_fetch(source: Node, reader: Node) -> None:
+    reader.desk.watch("mine", source.desk.offer("r", [5, 0], 32, ready=1))
+    reader.desk.fetch("mine", [5, 0], [7, 3])
+    wait_until(lambda: reader.plane.read(7) == pattern(5))
+    source.desk.release("r")
+    failed, settled = reader.wait(2)
+    assert reason(failed).startswith("LeaseLost:")
+    assert settled == Settled("mine")
+
+
+def test_a_hung_step_loop_keeps_no_lease_alive(source: Node, reader: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.desk.STALL_S", 0.0)
+    reader.desk.watch("mine", source.desk.offer("r", [5, 0], 32, ready=1))
+    reader.desk.fetch("mine", [5, 0], [7, 3])
+    assert reason(reader.wait(2)[0]).startswith("LeaseLost:")
+
+
+def wait_until(true: Callable[[], bool], within_s: float = 5.0) -> None:
+    until = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.005)

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.connector import Fetched, FetchFailed, Settled
+from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
 from kv_transfer.fetches import End, FetchLimits, FetchTable, PeerKey, Read
 from kv_transfer.leases import LeaseId
 from wire.errors import PeerLost, TransferError
 
 PEER = PeerKey("127.0.0.1", 5600, "g1")
+BLOCKS = 3  # of each ticket in the random histories
 LIMITS = FetchLimits(lease_s=5.0, deadline_s=10.0, floor_bytes_s=100.0, block_bytes=100)
 
 
@@ -39,6 +40,13 @@ def reading(now: float = 0.0) -> tuple[FetchTable, LeaseId, Read]:
     return table, lease, read
 
 
+def token(table: FetchTable) -> int:
+    """Of the End that the table waits for."""
+    (end,) = table.commands
+    assert isinstance(end, End)
+    return end.token
+
+
 def drained(table: FetchTable) -> list[object]:
     table.check()
     events: list[object] = list(table.events)
@@ -49,18 +57,21 @@ def drained(table: FetchTable) -> list[object]:
 def test_confirmed_read_is_fetched() -> None:
     table, lease, read = reading()
     assert read == Read(read.read_id, PEER, (1, 2), (3, 4))
-    table.read_ended(read.read_id)
+    table.read_ended(read.read_id, 0.1)
     assert drained(table) == []
-    assert table.commands == [End(PEER, lease, read.read_id)]
-    table.confirmed(PEER, read.read_id, held=True, now=0.5)
-    assert drained(table) == [Fetched("r", 200, 0.5)]
+    (end,) = table.commands
+    assert isinstance(end, End)
+    assert (end.peer, end.lease) == (PEER, lease)
+    assert end.token
+    table.confirmed(PEER, end.token, held=True, now=0.5)
+    assert drained(table) == [Fetched("r", 200, 0.5, None, 0.5)]
     assert table.next_deadline() is None
 
 
 def test_read_that_the_source_does_not_confirm_is_never_fetched() -> None:
     table, _, read = reading()
-    table.read_ended(read.read_id)
-    table.confirmed(PEER, read.read_id, held=False, now=0.1)
+    table.read_ended(read.read_id, 0.0)
+    table.confirmed(PEER, token(table), held=False, now=0.1)
     failed, settled = drained(table)
     assert isinstance(failed, FetchFailed)
     assert failed.reason.startswith("LeaseLost: 127.0.0.1:5600 no longer holds")
@@ -100,17 +111,39 @@ def test_deadline_is_its_constant_plus_size_at_floor_speed_and_late_bytes_stay_q
     table.tick(100.0)
     assert drained(table) == []
     assert table.reading(PEER)
-    table.read_ended(read.read_id)
+    table.read_ended(read.read_id, 0.0)
     assert drained(table) == [Settled("r")]
     assert not table.reading(PEER)
 
 
 def test_broken_read_settles_only_when_nothing_can_land_any_more() -> None:
     table, _, read = reading()
-    table.read_failed(read.read_id, TransferError("x"), in_flight=True)
+    table.read_failed(read.read_id, TransferError("x"), 0.0, in_flight=True)
     assert drained(table) == [FetchFailed("r", "TransferError: x")]
-    table.read_failed(read.read_id, PeerLost("y"), in_flight=False)
+    table.read_failed(read.read_id, PeerLost("y"), 0.0, in_flight=False)
     assert drained(table) == [Settled("r")]
+
+
+def test_a_read_that_broke_and_is_over_is_tried_again_once() -> None:
+    table, lease = growing()
+    table.fetch("r", [7, 8, 9], [1, 2, 3], 0.0)
+    table.grown(PEER, lease, 1, None, 0.1)
+    table.read_ended(1, 0.2)
+    table.grown(PEER, lease, 2, None, 0.3)
+    table.grown(PEER, lease, 3, None, 0.4)  # not a part of the READ that breaks
+    assert reads(table) == [((7,), (1,)), ((8,), (2,))]
+    table.read_failed(2, TransferError("x"), 0.5, in_flight=False)
+    assert drained(table) == []
+    assert reads(table) == [((8, 9), (2, 3))]
+    table.read_failed(3, TransferError("x"), 0.6, in_flight=False)
+    assert drained(table) == [FetchFailed("r", "TransferError: x"), Settled("r")]
+    assert (table.retries, dict(table.failures)) == (1, {"TransferError": 1})
+
+
+def test_a_read_from_a_lost_peer_is_not_tried_again() -> None:
+    table, _, read = reading()
+    table.read_failed(read.read_id, PeerLost("x"), 0.1, in_flight=False)
+    assert drained(table) == [FetchFailed("r", "PeerLost: x"), Settled("r")]
 
 
 def test_lost_peer_fails_its_fetches_and_their_reads_end_by_themselves() -> None:
@@ -119,7 +152,7 @@ def test_lost_peer_fails_its_fetches_and_their_reads_end_by_themselves() -> None
     table.peer_lost(PEER, PeerLost("gone"))
     assert drained(table) == [FetchFailed("r", "PeerLost: gone")]
     assert table.commands == []  # nobody to tell
-    table.read_failed(read.read_id, PeerLost("z"), in_flight=False)
+    table.read_failed(read.read_id, PeerLost("z"), 0.0, in_flight=False)
     assert drained(table) == [Settled("r")]
 
 
@@ -135,10 +168,10 @@ def test_lease_lost_while_queueing_fails_the_later_fetch_at_once() -> None:
 
 def test_renewal_answered_behind_our_end_does_not_fail_a_confirming_fetch() -> None:
     table, lease, read = reading()
-    table.read_ended(read.read_id)
+    table.read_ended(read.read_id, 0.0)
     table.renewed(PEER, [], [lease], 0.1, 0.1)
     assert drained(table) == []
-    table.confirmed(PEER, read.read_id, held=True, now=0.2)
+    table.confirmed(PEER, token(table), held=True, now=0.2)
     assert [type(event) for event in drained(table)] == [Fetched]
 
 
@@ -147,6 +180,87 @@ def test_empty_fetch_releases_and_is_fetched_at_once() -> None:
     table.fetch("r", [], [], 1.0)
     assert table.commands == [End(PEER, lease, 0)]
     assert drained(table) == [Fetched("r", 0, 0.0)]
+
+
+def growing(now: float = 0.0) -> tuple[FetchTable, LeaseId]:
+    """A table with a growing ticket of three blocks watched, its peer ready and its lease renewed at `now`."""
+    table, lease = FetchTable(LIMITS), LeaseId("source-r", 1)
+    table.watch("r", PEER, lease, growing=3)
+    assert table.growing(PEER) == [lease]
+    table.peer_ready(PEER, now)
+    table.renewed(PEER, [lease], [], now, now)
+    return table, lease
+
+
+def reads(table: FetchTable) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    found = [(c.remote_blocks, c.local_blocks) for c in table.commands if isinstance(c, Read)]
+    assert len(found) == len(table.commands)
+    table.commands.clear()
+    return found
+
+
+def test_growing_blocks_are_read_as_they_are_announced() -> None:
+    table, lease = growing()
+    table.fetch("r", [7, 8, 9], [1, 2, 3], 0.0)
+    assert reads(table) == []
+    table.grown(PEER, lease, 1, None, 0.1)
+    assert reads(table) == [((7,), (1,))]
+    table.grown(PEER, lease, 2, None, 0.2)  # while a READ is in flight
+    assert reads(table) == []
+    table.read_ended(1, 0.3)
+    assert reads(table) == [((8,), (2,))]
+    table.read_ended(2, 0.4)
+    assert reads(table) == []
+    assert table.next_deadline() is None  # the prompt is still being computed
+    table.tick(1000.0)
+    assert drained(table) == []
+    table.renewed(PEER, [lease], [], 1000.0, 1000.0)
+    done = Completion([5])
+    table.grown(PEER, lease, 3, done, 1001.0)
+    assert table.next_deadline() == 1001.0 + 10.0 + 1.0  # one block is left
+    assert reads(table) == [((9,), (3,))]
+    table.read_ended(3, 1001.2)
+    table.confirmed(PEER, token(table), held=True, now=1001.5)
+    assert drained(table) == [Fetched("r", 300, 1001.5, done, 0.5)]
+
+
+def test_of_a_growing_ticket_whose_first_blocks_are_cached_here_the_rest_is_read() -> None:
+    table, lease = growing()
+    table.grown(PEER, lease, 2, None, 0.0)
+    table.fetch("r", [9], [3], 0.0)
+    assert reads(table) == []
+    table.grown(PEER, lease, 3, Completion([5]), 0.1)
+    assert reads(table) == [((9,), (3,))]
+
+
+def test_of_a_growing_ticket_that_is_all_cached_here_the_completion_is_waited_for() -> None:
+    table, lease = growing()
+    table.fetch("r", [], [], 0.0)
+    assert table.commands == []
+    done = Completion([5])
+    table.grown(PEER, lease, 3, done, 0.1)
+    table.confirmed(PEER, token(table), held=True, now=0.2)
+    assert drained(table) == [Fetched("r", 0, 0.2, done, 0.1)]
+
+
+def test_a_growing_ticket_may_be_complete_before_it_is_asked_for() -> None:
+    table, lease = growing()
+    table.grown(PEER, lease, 3, Completion([5]), 0.1)
+    assert table.growing(PEER) == []
+    table.fetch("r", [7, 8, 9], [1, 2, 3], 0.2)
+    assert reads(table) == [((7, 8, 9), (1, 2, 3))]
+    assert table.next_deadline() == 13.2
+
+
+def test_cancel_between_two_reads_settles_at_once() -> None:
+    table, lease = growing()
+    table.fetch("r", [7, 8, 9], [1, 2, 3], 0.0)
+    table.grown(PEER, lease, 1, None, 0.1)
+    table.read_ended(1, 0.2)
+    table.commands.clear()
+    table.cancel("r")
+    assert table.commands == [End(PEER, lease, 0)]
+    assert drained(table) == [Settled("r")]
 
 
 def test_cancel_of_a_watched_request_only_releases() -> None:
@@ -163,24 +277,24 @@ def test_cancel_of_a_read_settles_when_the_bytes_are_in() -> None:
     table.cancel("r")
     assert table.commands == [End(PEER, lease, 0)]
     assert drained(table) == []
-    table.read_ended(read.read_id)
+    table.read_ended(read.read_id, 0.0)
     assert drained(table) == [Settled("r")]
 
 
 @pytest.mark.parametrize("held", [True, False])
 def test_cancel_takes_back_what_the_step_loop_has_not_seen(held: bool) -> None:
     table, _, read = reading()
-    table.read_ended(read.read_id)
-    table.confirmed(PEER, read.read_id, held=held, now=0.1)
+    table.read_ended(read.read_id, 0.0)
+    table.confirmed(PEER, token(table), held=held, now=0.1)
     table.cancel("r")
     assert drained(table) == [Settled("r")]
 
 
 def test_answer_meant_for_another_request_of_the_same_lease_confirms_nothing() -> None:
     table, _, read = reading()
-    table.read_ended(read.read_id)
+    table.read_ended(read.read_id, 0.0)
     table.confirmed(PEER, 0, held=True, now=0.1)
-    table.confirmed(PEER, read.read_id + 1, held=True, now=0.1)
+    table.confirmed(PEER, token(table) + 1, held=True, now=0.1)
     assert drained(table) == []
 
 
@@ -195,6 +309,9 @@ def test_misuse_is_refused() -> None:
     table.watch("s", PEER, lease)
     with pytest.raises(ValueError, match="2 remote blocks for 1 local"):
         table.fetch("s", [1, 2], [1], 0.0)
+    table.watch("t", PEER, lease, growing=1)
+    with pytest.raises(ValueError, match="2 blocks of a ticket for 1"):
+        table.fetch("t", [1, 2], [1, 2], 0.0)
 
 
 @dataclass
@@ -202,6 +319,11 @@ class World:
     """The truth about one request, kept by brute force beside the table."""
 
     lease: LeaseId
+    cached: int  # of the ticket's blocks, those that the reader has already
+    ready: int  # announced
+    complete: bool
+    read: int = 0  # blocks that were read
+    reading: int = 0  # and of these, by the last READ
     held: bool = True  # at the source
     asked: bool = False
     cancelled: bool = False
@@ -233,9 +355,11 @@ class Play:
                 continue
             steps += [(0.1, partial(self.cancel, name)), (0.1, partial(self.source_ends, world))]
             steps += [] if world.asked else [(1.0, partial(self.fetch, name))]
+            steps += [] if world.complete or self.gone else [(1.0, partial(self.grow, world))]
             if world.in_flight is not None:
                 steps += [(1.0, partial(self.read_done, world))]
                 steps += [(0.1, partial(self.read_dies, world)), (0.1, partial(self.read_breaks, world))]
+                steps += [(0.1, partial(self.read_refused, world))]
         if not self.gone:
             steps += [(1.0, partial(self.renew)), (0.5, partial(self.ready)), (0.01, partial(self.lose_peer))]
             steps += [(1.0, partial(self.end_arrives))] if self.ends else []
@@ -244,13 +368,22 @@ class Play:
 
     def watch(self, name: str) -> None:
         self.epoch += 1
-        self.worlds[name] = World(LeaseId(name, self.epoch))
-        self.table.watch(name, PEER, self.worlds[name].lease)
+        whole = self.epoch % 2 == 0
+        world = World(LeaseId(name, self.epoch), self.epoch % (3 if whole else 4), BLOCKS if whole else 0, whole)
+        self.worlds[name] = world
+        self.table.watch(name, PEER, world.lease, None if whole else BLOCKS)
 
     def fetch(self, name: str) -> None:
         world = self.worlds[name]
         world.asked = True
-        self.table.fetch(name, [world.lease.epoch], [0], self.now)
+        blocks = [10 * world.lease.epoch + i for i in range(world.cached, BLOCKS)]
+        self.table.fetch(name, blocks, blocks, self.now)
+
+    def grow(self, world: World) -> None:
+        world.ready = min(BLOCKS, world.ready + 1)
+        world.complete = world.ready == BLOCKS
+        completion = Completion([world.lease.epoch]) if world.complete else None
+        self.table.grown(PEER, world.lease, world.ready, completion, self.now)
 
     def cancel(self, name: str) -> None:
         world = self.worlds[name]
@@ -265,16 +398,22 @@ class Play:
     def read_done(self, world: World) -> None:
         read_id, world.in_flight = world.in_flight, None
         assert read_id is not None
-        self.table.read_ended(read_id)
+        self.table.read_ended(read_id, self.now)
 
     def read_dies(self, world: World) -> None:
         read_id, world.in_flight = world.in_flight, None
         assert read_id is not None
-        self.table.read_failed(read_id, PeerLost("dead"), in_flight=False)
+        self.table.read_failed(read_id, PeerLost("dead"), self.now, in_flight=False)
+
+    def read_refused(self, world: World) -> None:
+        read_id, world.in_flight = world.in_flight, None
+        assert read_id is not None
+        world.read -= world.reading
+        self.table.read_failed(read_id, TransferError("refused"), self.now, in_flight=False)
 
     def read_breaks(self, world: World) -> None:
         assert world.in_flight is not None
-        self.table.read_failed(world.in_flight, TransferError("broken"), in_flight=True)
+        self.table.read_failed(world.in_flight, TransferError("broken"), 0.0, in_flight=True)
 
     def renew(self) -> None:
         leases = self.table.leases(PEER)
@@ -315,7 +454,13 @@ class Play:
             if isinstance(command, End):
                 self.ends.append(command)
                 continue
-            (world,) = [w for w in self.worlds.values() if (w.lease.epoch,) == command.remote_blocks]
+            epoch = command.remote_blocks[0] // 10
+            (world,) = [w for w in self.worlds.values() if w.lease.epoch == epoch]
+            first = world.cached + world.read
+            world.reading = len(command.remote_blocks)
+            world.read += world.reading
+            assert command.remote_blocks == tuple(10 * epoch + i for i in range(first, world.cached + world.read))
+            assert world.cached + world.read <= world.ready
             assert world.asked
             assert not world.cancelled
             assert world.in_flight is None
@@ -332,6 +477,9 @@ class Play:
             assert world.asked
             if isinstance(event, Fetched):
                 assert world.proof is True
+                assert world.complete
+                assert world.cached + world.read == BLOCKS
+                assert event.completion == (Completion([world.lease.epoch]) if world.lease.epoch % 2 else None)
                 assert not world.cancelled
                 assert not world.seen[FetchFailed]
             elif isinstance(event, FetchFailed):
@@ -360,6 +508,11 @@ def test_random_histories_keep_every_promise(seed: int) -> None:
     play.carry_out()
     play.wait(100.0)
     play.carry_out()
+    play.drain()
+    # Left are those whose prompt is still computed: no deadline of ours ends them, their source does.
+    assert all(not (world.asked and world.complete) for world in play.worlds.values())
+    if not play.gone:
+        play.lose_peer()
     play.drain()
     assert all(not world.asked for world in play.worlds.values())
     assert play.table.next_deadline() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +20,7 @@ class Granted:
     """One lease that was ever granted."""
 
     id: LeaseId
-    until: float
+    until: float  # infinity while the KV grows
     ended: bool = False
 
 
@@ -45,7 +46,7 @@ class Twin:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["grant", "renew", "end", "release", "expire"]),
+        st.sampled_from(["grant", "grant growing", "complete", "renew", "end", "release", "expire"]),
         st.lists(st.sampled_from("abcd"), min_size=1, max_size=3),
         st.integers(0, 1),  # how many epochs old the reader's knowledge is
         st.floats(0.001, 4.0),
@@ -61,20 +62,28 @@ def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[st
         now += seconds
         known = [[x.id for x in twin.leases if x.id.request_id == name] for name in names]
         leases = [ids[-1 - age] for ids in known if len(ids) > age]
-        if operation == "grant":
+        if operation.startswith("grant"):
+            growing = operation == "grant growing"
             # grant does not sweep: a lease that is over but not swept yet still counts.
             if twin.alive(names[0]) is not None:
                 with pytest.raises(ValueError, match="already has a lease"):
                     table.grant(names[0], now)
             else:
-                twin.leases.append(Granted(table.grant(names[0], now), now + LEASE_S))
+                until = math.inf if growing else now + LEASE_S
+                twin.leases.append(Granted(table.grant(names[0], now, growing=growing), until))
+        elif operation == "complete":
+            alive = twin.alive(names[0])
+            grows = alive is not None and alive.until == math.inf
+            assert table.complete(names[0], now) == grows
+            if alive is not None and grows:
+                alive.until = now + LEASE_S
         elif operation == "renew":
             kept, lost = table.renew(leases, now)
             twin.sweep(now)
             assert set(kept) == {x.id for x in twin.leases if x.id in leases and not x.ended}
             assert set(kept) | set(lost) == set(leases)
             for lease in twin.leases:
-                lease.until = now + LEASE_S if lease.id in kept else lease.until
+                lease.until = now + LEASE_S if lease.id in kept and lease.until < math.inf else lease.until
         elif operation == "end" and leases:
             held = table.end(leases[0], now)
             twin.sweep(now)
@@ -93,7 +102,8 @@ def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[st
         table.check()
         assert table.events == twin.events
         assert len(table) == sum(not x.ended for x in twin.leases)
-        assert table.next_expiry() == min((x.until for x in twin.leases if not x.ended), default=None)
+        due = [x.until for x in twin.leases if not x.ended and x.until < math.inf]
+        assert table.next_expiry() == min(due, default=None)
 
 
 def test_second_offer_of_a_request_does_not_revive_the_first() -> None:
@@ -119,3 +129,15 @@ def test_unknown_leases_are_lost_and_unknown_releases_ignored() -> None:
     assert table.renew([LeaseId("x", 1)], 0.0) == ([], [LeaseId("x", 1)])
     assert not table.release("x")
     assert table.events == []
+
+
+def test_a_lease_has_no_end_of_its_own_while_its_kv_grows() -> None:
+    table = LeaseTable(LEASE_S)
+    lease = table.grant("r", 0.0, growing=True)
+    table.expire(1000.0)
+    assert table.renew([lease], 1000.0) == ([lease], [])
+    assert table.complete("r", 1001.0)
+    assert not table.complete("r", 1001.0)
+    assert table.next_expiry() == 1001.0 + LEASE_S
+    table.expire(1001.0 + LEASE_S)
+    assert table.events == [Released("r", expired=True)]

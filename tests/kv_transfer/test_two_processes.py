@@ -1,4 +1,6 @@
-"""Leases and fences between two processes, one of which is stopped or killed."""
+"""Leases and fences between two processes, one of which is stopped or killed.
+
+Over the test plane and over the direct one, which needs nobody's help to read."""
 
 from __future__ import annotations
 
@@ -10,29 +12,41 @@ import msgspec
 import pytest
 from desk_node import Node, node, reason
 from peer_process import CONFIG, PeerProcess, peer_process
-from shared_plane import pattern
+from real_node import RealNode
+from shared_plane import BLOCK_BYTES, BLOCKS
 
 from kv_transfer.connector import Released, Settled
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Node]:
-    with node("here", tmp_path) as it:
-        yield it
+@pytest.fixture(params=["shared", "direct"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[PeerProcess]:
-    with peer_process("shared", str(tmp_path / "child")) as it:
+def here(kind: str, tmp_path: Path) -> Iterator[Node | RealNode]:
+    if kind == "shared":
+        with node("here", tmp_path) as it:
+            yield it
+        return
+    real = RealNode("here", kind, BLOCKS, BLOCK_BYTES)
+    yield real
+    real.desk.close()
+
+
+@pytest.fixture
+def child(kind: str, tmp_path: Path) -> Iterator[PeerProcess]:
+    arguments = [str(tmp_path / "child")] if kind == "shared" else [str(BLOCKS), str(BLOCK_BYTES), "cpu"]
+    with peer_process(kind, *arguments) as it:
         yield it
 
 
-def hand_to(child: PeerProcess, here: Node, name: str) -> None:
+def hand_to(child: PeerProcess, here: Node | RealNode, name: str) -> None:
     """Offer here, watch there."""
     child.ask("watch", name, msgspec.to_builtins(here.desk.offer(name, [1, 2], 32)))
 
 
-def test_leases_of_a_killed_reader_expire(here: Node, child: PeerProcess) -> None:
+def test_leases_of_a_killed_reader_expire(here: Node | RealNode, child: PeerProcess) -> None:
     child.ask("gate", False)
     hand_to(child, here, "queued")
     hand_to(child, here, "fetching")
@@ -45,7 +59,7 @@ def test_leases_of_a_killed_reader_expire(here: Node, child: PeerProcess) -> Non
     assert time.monotonic() - killed_at < CONFIG.lease_s + 1.0
 
 
-def test_reader_that_slept_past_its_lease_never_admits(here: Node, child: PeerProcess) -> None:
+def test_reader_that_slept_past_its_lease_never_admits(here: Node | RealNode, child: PeerProcess) -> None:
     child.ask("gate", False)
     hand_to(child, here, "queued")
     hand_to(child, here, "fetching")
@@ -65,10 +79,8 @@ def test_reader_that_slept_past_its_lease_never_admits(here: Node, child: PeerPr
     assert failed[2].startswith("LeaseLost: ")
 
 
-def test_reader_that_slept_shorter_than_its_lease_goes_on(here: Node, child: PeerProcess) -> None:
+def test_reader_that_slept_shorter_than_its_lease_goes_on(here: Node | RealNode, child: PeerProcess) -> None:
     child.ask("gate", False)
-    for index in (1, 2):
-        here.plane.write(index, pattern(index))
     hand_to(child, here, "r")
     child.ask("fetch", "r", [1, 2], [3, 4])
     assert child.ask("posted")
@@ -80,7 +92,7 @@ def test_reader_that_slept_shorter_than_its_lease_goes_on(here: Node, child: Pee
     assert here.wait(1) == [Released("r", expired=False)]
 
 
-def test_killed_source_fails_the_fetch_within_a_second(here: Node, child: PeerProcess) -> None:
+def test_killed_source_fails_the_fetch_within_a_second(here: Node | RealNode, child: PeerProcess) -> None:
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
@@ -92,7 +104,7 @@ def test_killed_source_fails_the_fetch_within_a_second(here: Node, child: PeerPr
     assert here.wait(1) == [Settled("r")]
 
 
-def test_stopped_source_cannot_confirm_and_its_fetch_times_out(here: Node, child: PeerProcess) -> None:
+def test_stopped_source_cannot_confirm_and_its_fetch_times_out(here: Node | RealNode, child: PeerProcess) -> None:
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
@@ -105,7 +117,7 @@ def test_stopped_source_cannot_confirm_and_its_fetch_times_out(here: Node, child
     assert settled == Settled("r")
 
 
-def test_no_read_starts_towards_a_source_that_went_silent(here: Node, child: PeerProcess) -> None:
+def test_no_read_starts_towards_a_source_that_went_silent(here: Node | RealNode, child: PeerProcess) -> None:
     here.desk.watch("r", child.offer("r", [1, 2]))
     assert child.events(1, within_s=CONFIG.lease_s * 1.3) == []  # watched: renewed
     child.stop()

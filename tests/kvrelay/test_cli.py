@@ -23,12 +23,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         return 0
 
-    for name in ("node.server", "router.server"):
+    for name in ("node.server", "router.server", "kvrelay.cluster"):
         module = ModuleType(name)
-        module.run = run  # type: ignore[attr-defined]
+        module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(cli, "check_port", lambda host, port: None)  # whoever listens there on this machine
-    for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY"):
+    for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.delenv(variable, raising=False)
     return configs
 
@@ -59,9 +59,25 @@ def test_keys_come_from_the_environment_and_flags_win(served: list[Any], monkeyp
     assert served[0].node_api_key == "node"
 
 
+def test_the_cluster_secret_comes_from_the_environment_and_up_draws_one(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        assert cli.run(["up", "--model", ".", "--port", "0", "--kv-host", "10.0.0.1"]) == 0
+    one, two = (each.transfer.cluster_secret for each in served)
+    assert one != two
+    assert len(one) == len(two) == 43
+    monkeypatch.setenv("KVRELAY_CLUSTER_SECRET", "from the environment")
+    for command in ("up", "prefill", "decode"):
+        assert cli.run([command, "--model", ".", "--port", "0", "--kv-host", "10.0.0.1"]) == 0
+    assert {each.transfer.cluster_secret for each in served[2:]} == {"from the environment"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["prefill", "--model", ".", "--kv-host", "10.0.0.1"], "set the same KVRELAY_CLUSTER_SECRET on all nodes"),
+        (["decode", "--model", ".", "--cluster-secret", "short"], "must have at least 16 characters, got 5"),
         (["router", "--max-body-byte", "3"], "unknown flag --max-body-byte; did you mean --max-body-bytes?"),
         (["router", "--port", "abc"], "--port must be a whole number, got 'abc'"),
         (["router", "--port", "99999"], "port must be between 0 and 65535, got 99999"),

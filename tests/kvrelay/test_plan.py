@@ -8,14 +8,15 @@ import pytest
 
 from kvrelay.plan import ClusterConfig, Machine, NodeGpus, gpus_of_nodes, plan, reachable, waves
 from kvrelay.supervisor import ChildSpec
-from wire.config import EngineConfig
+from wire.config import EngineConfig, TransferConfig
 from wire.errors import ConfigError
 
 
 def planned(config: ClusterConfig, cores: int = 8, gpus: tuple[str, ...] = ()) -> list[ChildSpec]:
     """The plan on a machine with these cores and GPUs, and ports from 9000 on."""
     ports = tuple(range(9000, 9001 + config.prefill + config.decode))
-    machine = Machine(cores, gpus, ports, {"HOME": "/home", "KVRELAY_API_KEY": "from outside"})
+    outside = {"HOME": "/home", "KVRELAY_API_KEY": "from outside", "KVRELAY_CLUSTER_SECRET": "from outside"}
+    machine = Machine(cores, gpus, ports, outside)
     return plan(config, machine, Path("/logs"), "node-secret")
 
 
@@ -91,14 +92,22 @@ def test_nodes_on_one_gpu_start_one_after_the_other() -> None:
 
 
 def test_secrets_travel_in_the_environment_only() -> None:
-    specs = planned(ClusterConfig(EngineConfig("m", hub_token="hub-secret"), api_key="client-secret"))
+    transfer = TransferConfig(cluster_secret="a cluster-secret")
+    specs = planned(ClusterConfig(EngineConfig("m", hub_token="hub-secret"), transfer, api_key="client-secret"))
     assert not [word for spec in specs for word in spec.command if "secret" in word]
     assert all(spec.env["KVRELAY_NODE_API_KEY"] == "node-secret" for spec in specs)
     assert [spec.env.get("KVRELAY_API_KEY") for spec in specs] == [None, None, "client-secret"]
+    secrets = [spec.env.get("KVRELAY_CLUSTER_SECRET") for spec in specs]
+    assert secrets == ["a cluster-secret", "a cluster-secret", None]
+    assert "secret" not in repr(specs)
 
 
 def test_a_router_without_a_key_does_not_inherit_one() -> None:
     assert "KVRELAY_API_KEY" not in planned(ClusterConfig(EngineConfig("m")))[-1].env
+
+
+def test_nodes_without_a_secret_do_not_inherit_one() -> None:
+    assert not any("KVRELAY_CLUSTER_SECRET" in spec.env for spec in planned(ClusterConfig(EngineConfig("m"))))
 
 
 def test_settings_of_the_nodes_are_passed_on() -> None:

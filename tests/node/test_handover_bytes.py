@@ -8,10 +8,11 @@ import time
 import pytest
 import torch
 
-from kv_transfer.connector import Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.open import open_connector
 from paged_engine.engine import Engine
 from paged_engine.request import Request
+from paged_engine.scheduler import Fetch
 from wire.config import EngineConfig, TransferConfig
 from wire.engine_messages import Submit
 from wire.outputs import Finish
@@ -53,6 +54,17 @@ class Side:
         )  # fmt: skip
         region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device))
         self.connector: Connector = open_connector(name, fingerprint, region, TransferConfig(), self.news.set)
+
+    # The engine's Handover.
+
+    def fetch(self, fetch: Fetch) -> None:
+        self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
+
+    def offer(self, request: Request) -> None:
+        self.ticket = self.connector.offer(request.request_id, request.blocks, request.prompt_tokens, ready=0)
+
+    def grow(self, request: Request, tokens: int) -> None:
+        self.connector.grow(request.request_id, tokens // self.engine.pool.block_tokens)
 
     def next_event(self) -> object:
         deadline = time.monotonic() + 20
@@ -98,7 +110,7 @@ def decode(side: Side, name: str, prompt: list[int], first: list[int], params: K
     req = new_request(name, prompt, max_tokens=20, generated=first, fetch=params)
     side.engine.scheduler.add(req)
     side.connector.watch(name, params)
-    side.engine.step(lambda fetch: side.connector.fetch(name, fetch.remote_blocks, fetch.local_blocks))
+    side.engine.step(side)
     return req
 
 
@@ -138,6 +150,43 @@ def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
         side.engine.scheduler.check()
         assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
     assert req.token_ids == aggregated(p, prompt)
+
+
+def test_kv_moves_while_the_prompt_is_computed(sides):
+    """Three chunks of a prompt: the first are with the reader before the last is computed."""
+    p, d = sides
+    prompt = [random.Random(1).randrange(300) for _ in range(333)]
+    held = new_request("early-p", prompt, max_tokens=1, hold=True)
+    p.engine.scheduler.add(held)
+    p.engine.step(p)
+    req = new_request("early-d", prompt, max_tokens=20, fetch=p.ticket)
+    d.connector.watch("early-d", p.ticket)
+    d.engine.scheduler.add(req)
+    d.engine.step(d)
+    deadline = time.monotonic() + 20
+    while not torch.equal(d.blocks(req.blocks[:7]), p.blocks(held.blocks[:7])):  # of 112 of the first 128 tokens
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert held.finish is None
+    while p.engine.has_work:
+        p.engine.step(p)
+    assert held.finish is Finish.LENGTH
+    sent = p.blocks(p.engine.scheduler.held("early-p") or [])
+    final = p.connector.complete("early-p", Completion(held.new_tokens))
+    assert final is not None
+    assert not final.growing
+    event = d.next_event()
+    assert isinstance(event, Fetched), event
+    assert event.completion == Completion(held.new_tokens)
+    assert torch.equal(d.blocks(req.blocks), sent)
+    d.engine.scheduler.fetched("early-d", event.completion.generated)
+    drain(d)
+    assert p.next_event() == Released("early-p", expired=False)
+    p.engine.scheduler.released("early-p")
+    assert req.token_ids == aggregated(p, prompt)
+    for side in sides:
+        side.engine.scheduler.check()
+        assert side.engine.scheduler.pool.free == side.engine.scheduler.pool.total
 
 
 def test_a_prefix_that_the_decode_node_has_is_not_moved(sides):

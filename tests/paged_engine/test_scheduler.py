@@ -155,12 +155,12 @@ def test_a_request_that_stops_by_itself_holds_nothing():
     assert scheduler.pool.free == scheduler.pool.total
 
 
-def fetching(name: str, prompt: list[int], max_tokens: int = 5) -> Request:
+def fetching(name: str, prompt: list[int], max_tokens: int = 5, early: bool = False) -> Request:
     blocks = -(-len(prompt) // BLOCK)
     params = KvTransferParams(
         do_remote_prefill=True, num_tokens=len(prompt), remote_block_ids=[list(range(500, 500 + blocks))]
     )
-    return request(name, prompt, max_tokens, generated=[next_token(prompt)], fetch=params)
+    return request(name, prompt, max_tokens, generated=[] if early else [next_token(prompt)], fetch=params)
 
 
 def start_fetch(scheduler: Scheduler) -> Fetch:
@@ -182,6 +182,58 @@ def test_a_fetched_request_decodes_from_its_first_token():
     drain(scheduler)
     assert req.token_ids == expected(prompt, 5)
     assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_the_first_token_may_come_with_the_kv():
+    scheduler = make()
+    prompt = list(range(40))
+    req = fetching("r", prompt, early=True)
+    scheduler.add(req)
+    start_fetch(scheduler)
+    scheduler.fetched("r", [next_token(prompt)])
+    assert req.new_tokens == [next_token(prompt)]
+    assert step(scheduler) == [("r", 40, 1)]
+    drain(scheduler)
+    assert req.token_ids == expected(prompt, 5)
+
+
+def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
+    scheduler = make(max_batched_tokens=BLOCK)
+    req = request("r", list(range(40)), max_tokens=1, hold=True)
+    scheduler.add(req)
+    plan = scheduler.schedule(0.0)
+    assert plan.offers == [req]
+    assert [(chunk.start, chunk.count) for chunk in plan.chunks] == [(0, BLOCK)]
+    blocks = list(req.blocks)
+    assert len(blocks) == 3
+    scheduler.launched(plan.chunks[0])
+    while req.finish is None:
+        plan = scheduler.schedule(0.0)
+        assert plan.offers == []
+        for chunk in plan.chunks:
+            scheduler.launched(chunk)
+            if chunk.samples:
+                scheduler.append(req, next_token(req.token_ids), 0.0)
+    assert scheduler.held("r") == blocks
+
+
+def test_an_offered_request_is_not_preempted():
+    """Somebody may be reading its blocks."""
+    scheduler = make(blocks=6, max_batched_tokens=BLOCK)
+    older = request("older", [3] * (2 * BLOCK - 1), max_tokens=40)
+    younger = request("younger", [6] * (3 * BLOCK), max_tokens=1, hold=True)
+    younger.arrival_s = 1.0
+    scheduler.add(older)
+    step(scheduler)
+    step(scheduler)
+    scheduler.add(younger)
+    while younger.finish is None:
+        step(scheduler)
+        assert younger.state is not State.WAITING
+    assert scheduler.held("younger") is not None
+    scheduler.released("younger")
+    drain(scheduler)
+    assert older.token_ids == expected([3] * (2 * BLOCK - 1), 40)
 
 
 def test_only_what_the_prefix_cache_lacks_is_fetched():
@@ -276,10 +328,13 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
             name, count = f"r{turn}", rng.randint(1, 12)
             prompt = prefix[: rng.randrange(0, 64)] + [rng.randrange(2, 90) for _ in range(rng.randint(1, 40))]
             if rng.random() < 0.4:
-                req = fetching(name, prompt, count + 1)
                 count += 1
+                req = fetching(name, prompt, count, early=rng.random() < 0.5)
+            elif rng.random() < 0.3:
+                count = 1
+                req = request(name, prompt, 1, hold=True)
             else:
-                req = request(name, prompt, count, hold=rng.random() < 0.3)
+                req = request(name, prompt, count)
             scheduler.add(req)
             live[name] = (req, prompt, count)
         plan = scheduler.schedule(float(turn))
@@ -293,7 +348,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
         if in_flight and rng.random() < 0.6:
             name = in_flight.pop(rng.randrange(len(in_flight)))
             if rng.random() < 0.6:
-                scheduler.fetched(name)
+                scheduler.fetched(name, [next_token(live[name][1])])
             else:
                 scheduler.fetch_failed(name, "lost")
                 settling.append(name)
@@ -319,7 +374,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     for chunk in pending:
         scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)
     for name in in_flight:
-        scheduler.fetched(name)
+        scheduler.fetched(name, [next_token(live[name][1])])
     for name in settling:
         scheduler.settled(name)
     for name in held:
@@ -332,7 +387,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
                 scheduler.released(name)
         plan_fetches = [r for r in live.values() if r[0].state is State.FETCHING]
         for entry in plan_fetches:
-            scheduler.fetched(entry[0].request_id)
+            scheduler.fetched(entry[0].request_id, [next_token(entry[1])])
     for name in list(live):
         scheduler.released(name)
     assert scheduler.pool.free == scheduler.pool.total

@@ -35,6 +35,7 @@ def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> N
         "remote_host": None,
         "remote_port": None,
         "client_max_tokens": 50,
+        "pipelined": True,
         "created": 99,
         "seed": 1234,
     }

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.job import CHAT_PATH, parse_job
-from router.progress import Progress
+from router.progress import Place, Progress
 from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.outputs import TokenLogprobs
@@ -42,10 +42,15 @@ def tokens(*ids: int, sent: int, payload: bytes = b"x") -> Frame:
     return Frame(FrameKind.TOKENS, payload, list(ids), sent)
 
 
+def take(state: Progress, frame: Frame) -> bool:
+    """A frame of the leg that goes on where the answer stands."""
+    return state.take(frame, Place(len(state.token_ids), decoding=state.handover is not None))
+
+
 def handed_over(payload: bytes = b"x", **fields: Any) -> Progress:
     state = progress(**fields)
-    state.take(tokens(11, sent=1, payload=payload))
-    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER))
+    take(state, tokens(11, sent=1, payload=payload))
+    take(state, Frame(FrameKind.HANDOVER, params=HANDOVER))
     return state
 
 
@@ -58,7 +63,7 @@ def test_the_first_decode_leg_gets_the_hand_over_as_it_is() -> None:
 
 def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
     state = handed_over()
-    state.take(tokens(12, 13, sent=4))
+    take(state, tokens(12, 13, sent=4))
     params = state.decode_params()
     assert (params.generated, params.sent_text, params.prompt_token_ids) == ([11, 12, 13], 4, [1, 2])
     assert (params.do_remote_prefill, params.seed, params.created, params.cached_tokens) == (True, 5, 99, 2)
@@ -73,7 +78,7 @@ def test_after_tokens_a_decode_leg_resumes_without_remote_ids() -> None:
 def test_resumes_after_resumes_lose_and_double_no_token(legs: list[list[int]]) -> None:
     state, expected = handed_over(), [11]
     for ids in legs:
-        state.take(tokens(*ids, sent=len(expected)))
+        take(state, tokens(*ids, sent=len(expected)))
         expected += ids
         assert state.decode_params().generated == expected
 
@@ -81,29 +86,29 @@ def test_resumes_after_resumes_lose_and_double_no_token(legs: list[list[int]]) -
 def test_an_answer_with_logprobs_is_not_resumed_once_the_client_has_seen_more() -> None:
     state = handed_over(logprobs=True)
     assert state.decode_params() is HANDOVER
-    state.take(tokens(12, sent=2))
+    take(state, tokens(12, sent=2))
     with pytest.raises(NodeFailed, match="logprobs"):
         state.decode_params()
 
 
 def test_an_unseen_answer_with_logprobs_starts_again_from_the_hand_over() -> None:
     state = handed_over(payload=b"", logprobs=True, stream=False)
-    state.take(tokens(12, sent=0, payload=b""))
+    take(state, tokens(12, sent=0, payload=b""))
     assert state.decode_params() is HANDOVER
-    state.take(tokens(12, sent=0, payload=b""))
+    take(state, tokens(12, sent=0, payload=b""))
     assert state.token_ids == [11, 12]
 
 
 def test_a_broken_prefill_leg_that_nobody_saw_is_forgotten() -> None:
     state = progress()
-    state.take(tokens(11, sent=0, payload=b""))
+    take(state, tokens(11, sent=0, payload=b""))
     assert state.start_over()
     assert (state.token_ids, state.sent_text) == ([], None)
 
 
 def test_after_a_seen_first_token_without_hand_over_a_decode_leg_goes_on_from_it() -> None:
     state = progress()
-    state.take(tokens(11, sent=3))
+    take(state, tokens(11, sent=3))
     assert not state.start_over()
     assert state.decode_params() == KvTransferParams(
         do_remote_prefill=True, client_max_tokens=8, created=99, seed=5, generated=[11], sent_text=3
@@ -113,6 +118,56 @@ def test_after_a_seen_first_token_without_hand_over_a_decode_leg_goes_on_from_it
 
 def test_a_seen_first_token_with_logprobs_and_no_hand_over_cannot_go_on() -> None:
     state = progress(logprobs=True)
-    state.take(tokens(11, sent=3))
+    take(state, tokens(11, sent=3))
     with pytest.raises(NodeFailed):
         state.decode_params()
+
+
+TICKET = msgspec.structs.replace(HANDOVER, generated=[], generated_logprobs=[], sent_text=None, growing=True)
+
+
+def begun(**fields: Any) -> tuple[Progress, Place, Place]:
+    """A ticket is there; a prefill leg and a decode leg go on side by side."""
+    state, prefill = progress(**fields), Place()
+    assert not state.take(Frame(FrameKind.TICKET, params=TICKET), prefill)
+    assert state.decode_params() is TICKET
+    return state, prefill, Place(0, decoding=True)
+
+
+@pytest.mark.parametrize("prefill_first", [True, False])
+def test_of_two_legs_that_tell_of_the_first_token_one_is_heard(prefill_first: bool) -> None:
+    state, prefill, decode = begun()
+    legs = (prefill, decode) if prefill_first else (decode, prefill)
+    assert [state.take(tokens(11, sent=1), leg) for leg in legs] == [True, False]
+    assert state.settled
+    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
+    assert state.take(tokens(12, sent=2), decode)
+    assert state.take(Frame(FrameKind.END, b"x", [13], 3), decode)
+    assert state.token_ids == [11, 12, 13]
+    assert not state.take(tokens(11, sent=1), prefill)
+
+
+def test_a_hand_over_that_comes_after_later_tokens_takes_none_back() -> None:
+    state, prefill, decode = begun()
+    state.take(tokens(11, sent=1), decode)
+    state.take(tokens(12, sent=2), decode)
+    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
+    assert state.token_ids == [11, 12]
+    assert state.decode_params().generated == [11, 12]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_second_decode_leg_begins_with_the_ticket_too(seen: bool) -> None:
+    state, prefill, _ = begun(logprobs=True)
+    if seen:
+        assert state.take(tokens(11, sent=1), prefill)
+    assert state.decode_params() is TICKET
+    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
+    assert state.decode_params() is HANDOVER
+
+
+def test_legs_that_cut_the_answer_differently_are_an_error() -> None:
+    state, prefill, decode = begun()
+    state.take(tokens(11, sent=1), prefill)
+    with pytest.raises(NodeFailed, match="differently"):
+        state.take(tokens(11, 12, sent=2), decode)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wire.config import EngineConfig, NodeConfig, RanksConfig, Role
+from wire.config import EngineConfig, NodeConfig, RanksConfig, Role, TransferConfig, is_loopback
 from wire.errors import ConfigError
 
 
@@ -34,7 +34,32 @@ def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:
 
 
 def test_a_token_is_not_shown() -> None:
-    assert "secret" not in repr(NodeConfig(EngineConfig("m", hub_token="secret")))
+    transfer = TransferConfig(cluster_secret="the cluster's secret")
+    assert "the" not in repr(NodeConfig(EngineConfig("m", hub_token="the token"), transfer=transfer))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cluster_secret": "fifteen letters"}, "cluster_secret must have at least 16 characters, got 15; draw one"),
+        ({"kv_host": "10.0.0.1"}, "without cluster_secret kv_host must be a loopback address, got '10.0.0.1'; set the"),
+        ({"kv_host": "node-1"}, "set the same KVRELAY_CLUSTER_SECRET on all nodes"),
+        ({"kv_host": "0.0.0.0"}, "must be a loopback address"),
+        ({"kv_port": 70000, "cluster_secret": "sixteen letters!"}, "kv_port must be between 0 and 65535, got 70000"),
+    ],
+)
+def test_a_hand_over_refuses_and_never_names_the_secret(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TransferConfig(**given)
+    assert said in caught.value.message
+    assert "letters" not in caught.value.message
+
+
+def test_a_secret_opens_every_address_and_none_is_needed_on_the_loopback() -> None:
+    assert TransferConfig(kv_host="10.0.0.1", cluster_secret="sixteen letters!").kv_host == "10.0.0.1"
+    for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1"):
+        assert TransferConfig(kv_host=host).cluster_secret == ""
+    assert not any(map(is_loopback, ("", "::", "10.0.0.1", "127.0.0.1.example.org", "2130706433")))
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

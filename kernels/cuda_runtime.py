@@ -1,0 +1,96 @@
+"""The few calls of the CUDA runtime that torch does not offer: plain allocations, and CUDA IPC on them.
+
+Owns the binding (ctypes, on the libcudart that torch itself has loaded) and its errors; no memory and no policy. Calls
+work on the current device of the calling thread, as torch.cuda.set_device leaves it. Imported where a GPU is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+__all__ = ["HANDLE_BYTES", "CudaError", "allocate", "close_handle", "copy", "free", "handle_of", "open_handle"]
+
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+_ANY_DIRECTION = 4  # cudaMemcpyDefault: both addresses say themselves where they lie
+
+
+class CudaError(RuntimeError):
+    """A call failed; the message has CUDA's own words. The process goes on, unless the error is a sticky one."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+def allocate(num_bytes: int) -> int:
+    """cudaMalloc: the address of new memory on the current device."""
+    address = ctypes.c_void_p()
+    _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+    assert address.value is not None
+    return address.value
+
+
+def free(address: int) -> None:
+    """cudaFree. Waits for all work of the device."""
+    _call("cudaFree", ctypes.c_void_p(address))
+
+
+def handle_of(address: int) -> bytes:
+    """The IPC handle of an allocation: `HANDLE_BYTES` bytes that another process of this host may open."""
+    handle = _Handle()
+    _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+    return ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES)
+
+
+def open_handle(handle: bytes) -> int:
+    """Map another process's allocation; its address here, for kernels and copies of the current device."""
+    address = ctypes.c_void_p()
+    _call(
+        "cudaIpcOpenMemHandle",
+        ctypes.byref(address),
+        _Handle.from_buffer_copy(handle),  # by value
+        ctypes.c_uint(_LAZY_PEER_ACCESS),
+    )
+    assert address.value is not None
+    return address.value
+
+
+def close_handle(address: int) -> None:
+    """Unmap what `open_handle` has mapped. Nothing that runs may still read it."""
+    _call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+
+def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
+    """cudaMemcpyAsync between any two addresses, on a raw stream."""
+    _call(
+        "cudaMemcpyAsync",
+        ctypes.c_void_p(target),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(num_bytes),
+        ctypes.c_int(_ANY_DIRECTION),
+        ctypes.c_void_p(stream),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    # By its soname the loader hands out the library that torch has loaded, wherever that lies.
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcudart.so.{major}")
+    except OSError as error:
+        raise CudaError(f"torch {torch.__version__} has no CUDA runtime here: {error}") from error
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = _library()
+    status = getattr(library, name)(*arguments)
+    if status != 0:
+        library.cudaGetLastError()  # else torch would find the error at its next own call in this thread
+        raise CudaError(f"{name}: {library.cudaGetErrorString(status).decode()} (CUDA error {status})")

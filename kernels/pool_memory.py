@@ -1,0 +1,129 @@
+"""Memory for a KV pool that other processes of this host can map: a memfd on a CPU, one plain cudaMalloc on a GPU.
+
+Owns how a pool is allocated and what a peer needs to recognise it; mapping a peer's pool is kv_transfer's. Behind the
+pool lies a *nonce*, random bytes that a peer reads to know that it has mapped this very pool and not what some other
+process has at the same place.
+
+Why a memfd: it has no name, so however a process ends, nothing is left; it is not bounded by the size of /dev/shm (64
+MiB in a container, unless said otherwise); and it can be sealed against shrinking, so a peer's read cannot end in
+SIGBUS. A peer opens it as /proc/PID/fd/FD, which takes the same user and the same PID namespace.
+
+Why not torch's allocator on a GPU: CUDA IPC cannot share its expandable segments, and would share whole segments of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from kernels import cuda_runtime
+
+__all__ = ["NONCE_BYTES", "PoolMemory", "nonce_offset", "pool_memory", "zeros"]
+
+NONCE_BYTES = 32
+_PAGE = 4096
+# CUDA packs smaller allocations into one piece of this size, and an IPC handle would open all of it.
+_CUDA_PIECE = 2 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """One pool, as long as its tensor lives."""
+
+    address: int
+    num_bytes: int
+    nonce: bytes
+    """`NONCE_BYTES` bytes; they lie `nonce_offset(num_bytes)` behind `address`."""
+    file: int | None
+    """File descriptor of this process, the pool at offset 0; None on a GPU."""
+
+
+_pools: dict[int, PoolMemory] = {}
+
+
+def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [num_bytes], all zero and all there (no page is still to be taken).
+
+    Raises CudaError if a GPU has no such piece. A CPU without memfd gets memory that is not shared.
+    """
+    if device.type == "cuda":
+        return _on_gpu(num_bytes, device)
+    try:
+        return _in_memfd(num_bytes)
+    except (AttributeError, OSError):  # another system than Linux, or one that forbids it: only sharing needs it
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def pool_memory(address: int) -> PoolMemory | None:
+    """The pool that begins there, if it was allocated here and can be shared."""
+    return _pools.get(address)
+
+
+def nonce_offset(num_bytes: int) -> int:
+    """Where the nonce of a pool of that size lies: on a page of its own."""
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _in_memfd(num_bytes: int) -> torch.Tensor:
+    offset = nonce_offset(num_bytes)
+    file = os.memfd_create("kvrelay-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, offset + _PAGE)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        mapping = mmap.mmap(file, offset + _PAGE)
+    except (OSError, ValueError):
+        os.close(file)
+        raise
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system's shmem_enabled says "advise"
+    nonce = os.urandom(NONCE_BYTES)
+    mapping[offset : offset + NONCE_BYTES] = nonce
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    memory = PoolMemory(whole.data_ptr(), num_bytes, nonce, file)
+    # The tensor holds the mapping; the two go together.
+    weakref.finalize(mapping, _forget, memory).atexit = False
+    _pools[memory.address] = memory
+    return whole[:num_bytes].zero_()
+
+
+class _CudaPiece:
+    """Memory as torch takes it from others: the tensor holds this object."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _on_gpu(num_bytes: int, device: torch.device) -> torch.Tensor:
+    offset = nonce_offset(num_bytes)
+    with torch.cuda.device(device):
+        address = cuda_runtime.allocate(-(-(offset + _PAGE) // _CUDA_PIECE) * _CUDA_PIECE)
+        piece = _CudaPiece(address, offset + NONCE_BYTES)
+        memory = PoolMemory(address, num_bytes, os.urandom(NONCE_BYTES), None)
+        weakref.finalize(piece, _forget, memory).atexit = False  # the driver frees what a process leaves
+        _pools[address] = memory
+        whole = torch.as_tensor(piece, device=device)
+        assert whole.data_ptr() == address  # not a copy
+        whole.zero_()
+        whole[offset:] = torch.frombuffer(bytearray(memory.nonce), dtype=torch.uint8).to(device)
+        torch.cuda.synchronize(device)  # a peer may look at any time from here on
+    return whole[:num_bytes]
+
+
+def _forget(memory: PoolMemory) -> None:
+    _pools.pop(memory.address, None)
+    if memory.file is not None:
+        os.close(memory.file)
+    else:
+        cuda_runtime.free(memory.address)

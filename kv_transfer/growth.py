@@ -1,0 +1,73 @@
+"""How far offered KV has grown, and which reader wants to hear of it: the source's side of a growing ticket. Pure.
+
+Owns a line per lease and the news that are to be told; no clock, no sockets, no blocks. A reader that follows a lease
+hears where it stands, and again each time it has grown. One reader at a time follows a lease: a second one is there
+because the first has failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.connector import Completion
+from kv_transfer.leases import LeaseId
+from kv_transfer.messages import Grown
+
+__all__ = ["GrowthTable"]
+
+
+@dataclass(slots=True)
+class _Growth:
+    lease: LeaseId
+    ready: int
+    completion: Completion | None = None
+    follower: bytes | None = None
+
+    def news(self) -> Grown:
+        return Grown(self.lease, self.ready, self.completion)
+
+
+class GrowthTable:
+    """`news` are messages to followers, by the name under which the control channel knows them."""
+
+    def __init__(self) -> None:
+        self.news: list[tuple[bytes, Grown]] = []
+        self._growths: dict[str, _Growth] = {}
+
+    def __len__(self) -> int:
+        """Leases that are known here."""
+        return len(self._growths)
+
+    def begin(self, lease: LeaseId, ready: int, completion: Completion | None = None) -> None:
+        """A lease was granted; its first `ready` blocks can be read."""
+        self._growths[lease.request_id] = _Growth(lease, ready, completion)
+
+    def grow(self, request_id: str, ready: int) -> None:
+        """The first `ready` blocks can be read. Unknown ids, and news that are none, are ignored."""
+        growth = self._growths.get(request_id)
+        if growth is not None and growth.completion is None and ready > growth.ready:
+            growth.ready = ready
+            self._tell(growth)
+
+    def complete(self, request_id: str, ready: int, completion: Completion) -> None:
+        """All blocks can be read, and this is what the request has generated. Unknown ids are ignored."""
+        growth = self._growths.get(request_id)
+        if growth is not None and growth.completion is None:
+            growth.ready, growth.completion = ready, completion
+            self._tell(growth)
+
+    def follow(self, lease: LeaseId, follower: bytes) -> Grown | None:
+        """A reader wants to hear: where it stands now, and from now on in `news`. None if the lease is not known."""
+        growth = self._growths.get(lease.request_id)
+        if growth is None or growth.lease != lease:
+            return None
+        growth.follower = follower
+        return growth.news()
+
+    def forget(self, request_id: str) -> None:
+        """The lease has ended. Unknown ids are ignored."""
+        self._growths.pop(request_id, None)
+
+    def _tell(self, growth: _Growth) -> None:
+        if growth.follower is not None:
+            self.news.append((growth.follower, growth.news()))

@@ -1,0 +1,168 @@
+"""Pools of a GPU that peers map: what a peer must be told, the mapping by CUDA IPC, and the kernel that reads it.
+
+A pool is one cudaMalloc (kernels/pool_memory.py). Used by kv_transfer/via_direct.py alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kernels.pool_memory import NONCE_BYTES, PoolMemory
+from kv_transfer.connector import PoolRegion
+from kv_transfer.messages import Welcome
+from wire.errors import ConfigError, TransferError
+
+__all__ = ["GpuPiece", "GpuSide"]
+
+# One launch copies so much (0.18 ms at 370 GB/s), and so many launches of a transfer wait in the stream: enough for the
+# millisecond until `poll` is called again, and all that there is to wait for before a pool is unmapped.
+SLICE_BYTES = 64 << 20
+SLICES_AHEAD = 8
+
+
+class GpuPiece(msgspec.Struct, frozen=True, tag="gpu"):
+    """An IPC handle, and the UUID of the GPU that has the memory."""
+
+    ipc_namespace: int
+    handle: bytes
+    gpu: str
+
+
+@dataclass(slots=True)
+class _GpuRead:
+    source: int
+    blocks: Any  # int32 [2, blocks] on the GPU: remote, local
+    tiles: int
+    launched: int = 0
+    slices: deque[Any] = field(default_factory=deque)
+    """Events behind the launches that have not ended."""
+
+
+class GpuSide:
+    """All methods run on one thread; see kv_transfer/via_direct.py, `Side`.
+
+    A read that breaks raises torch's own error: the GPU is lost to this process, which has to end."""
+
+    def __init__(self, region: PoolRegion) -> None:
+        kind, _, number = region.device.partition(":")
+        if kind != "cuda" or not number.isdecimal():
+            raise ConfigError(f"pool device {region.device!r} is neither cpu nor cuda:N")
+        self._region = region
+        self._device = int(number)
+
+    def open(self, memory: PoolMemory) -> GpuPiece:
+        """Take a stream and compile the kernel, which may take seconds. Raises ConfigError."""
+        import torch
+
+        from kernels import cuda_runtime, gather_blocks
+
+        self._torch, self._cuda, self._kernel = torch, cuda_runtime, gather_blocks
+        if self._region.block_bytes % gather_blocks.VECTOR_BYTES:
+            raise ConfigError(
+                f"kv_connector direct copies {gather_blocks.VECTOR_BYTES} bytes at a time, and a block has "
+                f"{self._region.block_bytes}; use kv_connector nixl"
+            )
+        torch.cuda.set_device(self._device)
+        # 0 is the lowest priority that CUDA has: waiting programs of any stream of a higher one go first.
+        self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+        try:
+            handle = cuda_runtime.handle_of(memory.address)
+        except cuda_runtime.CudaError as error:
+            raise ConfigError(f"the KV pool cannot be shared with other processes: {error}") from error
+        # Compile: block 0 is the null block, which nobody reads, onto itself.
+        read = self.start(memory.address, [0], [0])
+        self._stream.synchronize()
+        assert self.poll(read)
+        return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
+
+    def map(self, welcome: Welcome, place: GpuPiece) -> int:
+        """The address of the peer's pool, for kernels on our GPU. Raises TransferError naming what is missing."""
+        cuda, who = self._torch.cuda, welcome.engine_id
+        # CUDA opens memory of a GPU that CUDA_VISIBLE_DEVICES hides, but cannot be asked about it.
+        visible = {self._uuid(index): index for index in range(cuda.device_count())}
+        theirs = visible.get(place.gpu, self._device)
+        if theirs != self._device and not cuda.can_device_access_peer(self._device, theirs):
+            raise TransferError(f"GPU {self._device} cannot read from GPU {theirs}, which has the KV pool of {who}")
+        try:
+            return self._cuda.open_handle(place.handle)
+        except (self._cuda.CudaError, ValueError) as error:  # ValueError: no handle at all
+            raise TransferError(
+                f"the KV pool of {who} cannot be mapped ({error}): CUDA IPC needs {self._lacking(place, visible)}"
+            ) from error
+
+    def nonce(self, pool: int, offset: int) -> bytes:
+        """What lies there behind the pool. Raises TransferError if it cannot be read."""
+        torch = self._torch
+        with torch.cuda.stream(self._stream):
+            found = torch.zeros(NONCE_BYTES, dtype=torch.uint8, device=torch.device("cuda", self._device))
+            try:
+                self._cuda.copy(found.data_ptr(), pool + offset, NONCE_BYTES, self._stream.cuda_stream)
+            except self._cuda.CudaError as error:
+                raise TransferError(f"a peer's KV pool is mapped but cannot be read: {error}") from error
+            return bytes(found.tolist())
+
+    def unmap(self, pool: int) -> None:
+        """Once nothing reads it any more."""
+        # Transfers from other peers may be under way; they are bounded by SLICES_AHEAD.
+        self._stream.synchronize()
+        with contextlib.suppress(self._cuda.CudaError):
+            self._cuda.close_handle(pool)
+
+    def start(self, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _GpuRead:
+        """Launch the first slices."""
+        torch = self._torch
+        blocks = torch.tensor([list(remote_blocks), list(local_blocks)], dtype=torch.int32).pin_memory()
+        with torch.cuda.stream(self._stream):
+            uploaded = blocks.to(torch.device("cuda", self._device), non_blocking=True)
+        tiles = self._kernel.tiles_in(len(remote_blocks), self._region.block_bytes)
+        read = _GpuRead(pool, uploaded, tiles)
+        self._launch(read)
+        return read
+
+    def poll(self, handle: _GpuRead) -> bool:
+        """Launch more as they end."""
+        while handle.slices and handle.slices[0].query():
+            handle.slices.popleft()
+        self._launch(handle)
+        return not handle.slices
+
+    def _launch(self, read: _GpuRead) -> None:
+        """Keep so many slices waiting in the stream."""
+        step = SLICE_BYTES // self._kernel.TILE_BYTES
+        with self._torch.cuda.stream(self._stream):
+            while read.launched < read.tiles and len(read.slices) < SLICES_AHEAD:
+                end = min(read.tiles, read.launched + step)
+                self._kernel.gather_blocks(
+                    read.source,
+                    self._region.address,
+                    read.blocks[0],
+                    read.blocks[1],
+                    block_bytes=self._region.block_bytes,
+                    tiles=range(read.launched, end),
+                )
+                read.launched = end
+                event = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self._stream)
+                read.slices.append(event)
+
+    def _lacking(self, place: GpuPiece, visible: dict[str, int]) -> str:
+        lacking = []
+        if place.ipc_namespace != _ipc_namespace():
+            lacking.append("one IPC namespace for both nodes (containers: docker run --ipc, hostIPC)")
+        if place.gpu not in visible:
+            lacking.append(f"the peer's GPU {place.gpu} in this container too")
+        return " and ".join(lacking) or "a GPU and driver that support it"
+
+    def _uuid(self, index: int) -> str:
+        return str(self._torch.cuda.get_device_properties(index).uuid)
+
+
+def _ipc_namespace() -> int:
+    return Path("/proc/self/ns/ipc").stat().st_ino

@@ -1,0 +1,91 @@
+"""What the two ends of a pair say to each other beside the bytes: typed msgpack, one message per frame, size-limited.
+
+Owns the words of the NCCL plane's own control socket, and the address that travels as its metadata; not the talk.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "MAX_PAIR_MESSAGE_BYTES",
+    "Address",
+    "Ask",
+    "Leave",
+    "Meet",
+    "PairMessage",
+    "Part",
+    "Word",
+    "decode",
+    "encode",
+]
+
+# An Ask names up to 200,000 blocks.
+MAX_PAIR_MESSAGE_BYTES = 1 << 20
+
+
+class Address(msgspec.Struct, frozen=True):
+    """The plane's metadata: where its control socket is, and the CURVE key without which nobody gets a word in."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Meet(msgspec.Struct, tag="meet", frozen=True):
+    """Reader -> source, first: make the communicator of a new pair with me."""
+
+    pair: bytes
+    slice_bytes: int
+    """Transfers are cut into slices of at most this size, by both sides alike."""
+    facts: bytes
+    """NCCL: the unique id of the communicator. gloo: empty."""
+
+
+class Word(msgspec.Struct, tag="word", frozen=True):
+    """Either way, while gloo connects: what its store would hold."""
+
+    pair: bytes
+    key: str
+    value: bytes
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """Reader -> source: send these blocks. Transfers of a pair come in the order in which they were asked for."""
+
+    pair: bytes
+    blocks: list[int]
+
+
+class Part(msgspec.Struct, tag="part", frozen=True):
+    """Either way: this pair is over, and why. What was asked for and not sent will not be."""
+
+    pair: bytes
+    reason: str
+
+
+class Leave(msgspec.Struct, tag="leave", frozen=True):
+    """Source -> reader: memory is short; part, unless you have asked for something."""
+
+    pair: bytes
+
+
+PairMessage = Meet | Word | Ask | Part | Leave
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[PairMessage] = msgspec.msgpack.Decoder(PairMessage)
+
+
+def encode(message: PairMessage) -> bytes:
+    """One frame. Raises ValueError beyond the size limit."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_PAIR_MESSAGE_BYTES:
+        raise ValueError(f"message of {len(frame)} bytes is over the limit of {MAX_PAIR_MESSAGE_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> PairMessage:
+    """Raises msgspec.DecodeError (also for wrong types), or ValueError beyond the size limit."""
+    if len(frame) > MAX_PAIR_MESSAGE_BYTES:
+        raise ValueError(f"message of {len(frame)} bytes is over the limit of {MAX_PAIR_MESSAGE_BYTES}")
+    return _decoder.decode(frame)

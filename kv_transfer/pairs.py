@@ -1,0 +1,358 @@
+"""Pairs: a reader and a source that move slices of blocks through staging memory, each on a thread of its own.
+
+Owns the two-rank communicator of a pair, its staging (two slices, so that copying overlaps with sending) and what may
+be touched when it ends. Refuses to know sockets: what is to be said goes to `say`, and who dies is told by `abort`.
+
+Why a thread for each pair: meeting the other rank blocks, gloo's sends and receives can be waited for but not polled,
+and a hung peer must hold up neither the data plane's thread nor other pairs.
+
+Why nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to the staging memory of
+their pair alone, which is given back only when its communicator is closed; and the copy from staging into the pool
+happens under a lock that `abort` takes. So a transfer of an aborted pair is over at once, without any quarantine.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
+from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage, Part, Word
+from kv_transfer.staging import BlockPool, Slice, cut
+from wire.errors import KvrelayError, PeerLost, TransferError
+
+__all__ = ["Budget", "Pair", "ReaderPair", "SourcePair", "Terms", "Transfer"]
+
+log = logging.getLogger(__name__)
+
+# A pair that nobody has read through for this long is closed, and made again on demand. The source waits twice as long:
+# then its reader is gone, for it would have closed it first.
+IDLE_S = 60.0
+# Transfers that a reader may ask for before the first of them is through.
+MAX_ASKS = 4096
+STAGES = 2
+SOURCE, READER = 0, 1  # ranks
+
+
+class Budget:
+    """Memory of all pairs of a process. A pair holds its share until its communicator is closed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.waiting = 0
+        self.wanted: Callable[[], None] = lambda: None
+        """Called from any thread when somebody begins to wait."""
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def share(self, num_bytes: int, deadline: float, given_up: Callable[[], bool]) -> Iterator[None]:
+        """Wait for room, then hold it. Raises PeerLost if there is none by `deadline`."""
+        with self._changed:
+            self.waiting += 1
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                self.wanted()
+            self._changed.wait_for(
+                lambda: given_up() or self.used_bytes + num_bytes <= self.limit_bytes,
+                max(0.0, deadline - time.monotonic()),
+            )
+            self.waiting -= 1
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                raise PeerLost(
+                    f"no room for another pair of {num_bytes} bytes: pairs in use hold {self.used_bytes} of"
+                    f" {self.limit_bytes}; let fewer nodes read from each other, or take kv_connector nixl"
+                )
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.used_bytes -= num_bytes
+                self._changed.notify_all()
+
+    def nudge(self) -> None:
+        """Somebody who waits may have given up."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all pairs of a process share. A pair must be met within `meet_s`, and moves a slice every `patience_s`."""
+
+    pool: BlockPool
+    backend: Backend
+    budget: Budget
+    slice_bytes: int
+    communicator_bytes: int
+    meet_s: float
+    patience_s: float
+
+    def cost(self, slice_bytes: int) -> int:
+        """Memory of a pair."""
+        return STAGES * slice_bytes + self.communicator_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A read, as the data plane's handle. Either `done` or `error` is set once, by whoever ends it."""
+
+    remote_blocks: Sequence[int]
+    local_blocks: Sequence[int]
+    done: bool = False
+    error: TransferError | None = None
+
+
+class Pair:
+    """One end of a pair. Public methods may be called from any thread; none waits for the other side."""
+
+    def __init__(
+        self,
+        name: bytes,
+        rank: int,
+        slice_bytes: int,
+        terms: Terms,
+        say: Callable[[PairMessage], None],
+        ended: Callable[[Pair], None],
+    ) -> None:
+        """`say` sends to the other end; `ended` is called by the pair's thread when all its memory is given back."""
+        self.name = name
+        self.slice_bytes = slice_bytes
+        self.idle_since: float | None = None
+        self.over: TransferError | None = None
+        """Why this pair touches the pool no more."""
+        self._rank = rank
+        self._terms = terms
+        self._say = say
+        self._ended = ended
+        self._deadline = time.monotonic() + terms.meet_s
+        self._mailbox = Mailbox(lambda key, value: say(Word(name, key, value)), self._deadline)
+        self._communicator: Communicator | None = None
+        self._stages: list[torch.Tensor] = []
+        self._jobs: collections.deque[Transfer] = collections.deque()
+        self._unwanted = False
+        self._end_at = float("inf")  # unless there is something to do
+        self._changed = threading.Condition()  # guards all of the above, and the pool
+        self._thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
+
+    def start(self) -> None:
+        """Begin to meet the other end."""
+        self._thread.start()
+
+    def hear(self, word: Word) -> None:
+        """What the other end's gloo says. Raises ValueError for what it would not say."""
+        self._mailbox.put(word.key, word.value)
+
+    def part(self) -> None:
+        """End soon, unless there is something to do."""
+        with self._changed:
+            self._unwanted = True
+            self._end_at = min(self._end_at, time.monotonic() + self._leave())
+            self._changed.notify_all()
+
+    def abort(self, error: TransferError) -> None:
+        """End at once. From the return of this call on the pool is not touched any more."""
+        with self._changed:
+            first, self.over = self.over is None, self.over or error
+            jobs, communicator = list(self._jobs), self._communicator
+            self._jobs.clear()
+            self._changed.notify_all()
+        for job in jobs:
+            job.error = error
+        if first:
+            self._say(Part(self.name, error.message))
+        self._mailbox.close()
+        self._terms.budget.nudge()
+        if first and communicator is not None:
+            communicator.interrupt()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its thread, up to `timeout_s`."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            self._live()
+        except KvrelayError as error:
+            self.abort(error if isinstance(error, PeerLost) else PeerLost(error.message))
+        except Exception as error:
+            # The edge of this thread: an error of ours or of the device ends this pair, and its transfers hear of it.
+            log.exception("a pair ended")
+            self.abort(PeerLost(f"a pair ended by {type(error).__name__}: {error}"))
+        finally:
+            self._ended(self)
+
+    def _live(self) -> None:
+        terms = self._terms
+        with terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up), terms.pool.lane():
+            communicator = terms.backend.open(self._rank, self._introduce(), self._mailbox, self._deadline)
+            try:
+                with self._touching():
+                    self._communicator = communicator
+                self._stages = [terms.pool.staging(self.slice_bytes) for _ in range(STAGES)]
+                while (job := self._next()) is not None:
+                    self._move(job, communicator)
+                    self._done(job)
+            finally:
+                communicator.close()
+                self._communicator = None
+                self._stages = []
+
+    def _introduce(self) -> bytes:
+        """What the communicator must know."""
+        raise NotImplementedError
+
+    def _leave(self) -> float:
+        """This end would like to part: in how many seconds it does."""
+        raise NotImplementedError
+
+    def _move(self, job: Transfer, communicator: Communicator) -> None:
+        raise NotImplementedError
+
+    def _given_up(self) -> bool:
+        return self.over is not None
+
+    def _next(self) -> Transfer | None:
+        """The next transfer; None if it is time to end."""
+        with self._changed:
+            if not self._jobs:
+                self.idle_since = time.monotonic()
+                self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
+                if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
+                    self.part()
+            while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            self._check()
+            if not self._jobs:
+                self.over = PeerLost("the pair was idle and has been closed")
+                self._say(Part(self.name, self.over.message))
+                return None
+            self.idle_since = None
+            return self._jobs[0]
+
+    def _done(self, job: Transfer) -> None:
+        with self._touching():
+            self._jobs.popleft()
+            job.done = True
+
+    @contextlib.contextmanager
+    def _touching(self) -> Iterator[None]:
+        """The pool, or what tells of it: nothing of an aborted pair gets in here."""
+        with self._changed:
+            self._check()
+            yield
+
+    def _check(self) -> None:
+        if self.over is not None:
+            raise self.over
+
+    def _slices(self, job: Transfer) -> list[Slice]:
+        return cut(len(job.remote_blocks), self._terms.pool.block_bytes, self.slice_bytes)
+
+
+class SourcePair(Pair):
+    """Sends what it is asked for."""
+
+    def __init__(
+        self, meet: Meet, terms: Terms, say: Callable[[PairMessage], None], ended: Callable[[Pair], None]
+    ) -> None:
+        """A reader wants to meet."""
+        super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
+        self._facts = meet.facts
+
+    def serve(self, blocks: list[int]) -> None:
+        """Send these blocks when those before them are through. Raises ValueError for what no reader may ask."""
+        with self._changed:
+            if len(self._jobs) >= MAX_ASKS:
+                raise ValueError(f"more than {MAX_ASKS} transfers asked for at once")
+            num_blocks = self._terms.pool.num_blocks
+            if not blocks or not all(0 <= block < num_blocks for block in blocks):
+                raise ValueError(f"asked for none, or for some outside a pool of {num_blocks} blocks")
+            self._jobs.append(Transfer(blocks, ()))
+            self._changed.notify_all()
+
+    def _introduce(self) -> bytes:
+        return self._facts
+
+    def _leave(self) -> float:
+        """Only the reader knows whether it is still receiving, or has asked; one that is gone is not waited for."""
+        self._say(Leave(self.name))
+        return self._terms.patience_s
+
+    def _move(self, job: Transfer, communicator: Communicator) -> None:
+        """While one slice is on its way, the next one is gathered."""
+        works: list[Work | None] = [None] * STAGES
+        for number, piece in enumerate(self._slices(job)):
+            stage = self._stages[number % STAGES]
+            work = works[number % STAGES]
+            if work is not None:
+                work.wait()
+            with self._touching():
+                self._terms.pool.gather(job.remote_blocks, piece, stage)
+            works[number % STAGES] = communicator.send(stage[: piece.num_bytes])
+        for work in works:
+            if work is not None:
+                work.wait()
+
+
+class ReaderPair(Pair):
+    """Asks, and receives in the order in which it has asked."""
+
+    def __init__(
+        self,
+        name: bytes,
+        terms: Terms,
+        say: Callable[[PairMessage], None],
+        ended: Callable[[Pair], None],
+    ) -> None:
+        """`name` is unlike any other's."""
+        super().__init__(name, READER, terms.slice_bytes, terms, say, ended)
+        self._introduced = False
+
+    def read(self, transfer: Transfer) -> bool:
+        """False if this pair has ended: another one is needed."""
+        with self._changed:
+            if self.over is not None:
+                return False
+            self._jobs.append(transfer)
+            self._changed.notify_all()
+            if self._introduced:
+                self._say(Ask(self.name, list(transfer.remote_blocks)))
+        return True
+
+    def _leave(self) -> float:
+        return 0.0
+
+    def _introduce(self) -> bytes:
+        facts = self._terms.backend.facts()
+        with self._touching():
+            self._say(Meet(self.name, self.slice_bytes, facts))
+            for transfer in self._jobs:
+                self._say(Ask(self.name, list(transfer.remote_blocks)))
+            self._introduced = True
+        return facts
+
+    def _move(self, job: Transfer, communicator: Communicator) -> None:
+        """While one slice is scattered, the next one is on its way. Scattered is only what is known to be in: behind a
+        receive that was aborted, a copy in the same stream would carry rubbish into the pool."""
+        slices = self._slices(job)
+
+        def receive(number: int) -> Work:
+            return communicator.recv(self._stages[number % STAGES][: slices[number].num_bytes])
+
+        works = [receive(number) for number in range(min(STAGES, len(slices)))]
+        for number, piece in enumerate(slices):
+            works[number % STAGES].wait()
+            with self._touching():
+                self._terms.pool.scatter(job.local_blocks, piece, self._stages[number % STAGES])
+            if number + STAGES < len(slices):
+                works[number % STAGES] = receive(number + STAGES)

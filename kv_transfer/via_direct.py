@@ -1,0 +1,163 @@
+"""The direct data plane: nodes of one host map each other's KV pool, and the reader copies blocks out of the mapping.
+
+Owns which peers can be read from, and the proof that a mapped pool is theirs; mapping and copying are `mapped_host`'s
+(CPU) and `mapped_gpu`'s. Everything else of a transfer (leases, fences, deadlines) is the desk's. Nobody on the
+source's side takes part in a read, so it always ends, whatever becomes of the source: memory stays there while it is
+mapped, and whether the bytes still were the right ones is for the desk's fences to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from kernels.pool_memory import PoolMemory, nonce_offset, pool_memory
+from kv_transfer.connector import PoolRegion
+from kv_transfer.desk import Desk
+from kv_transfer.mapped_gpu import GpuPiece, GpuSide
+from kv_transfer.mapped_host import HostFile, HostSide
+from kv_transfer.messages import Welcome
+from wire.config import TransferConfig
+from wire.errors import ConfigError, TransferError
+from wire.transfer import Fingerprint
+
+__all__ = ["DirectConnector", "DirectPlane", "Metadata"]
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """What a peer is told, as msgpack."""
+
+    boot_id: str
+    nonce: bytes
+    place: HostFile | GpuPiece
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    num_blocks: int
+    pool: Any
+    """As its side has mapped it."""
+
+
+class Side(Protocol):
+    """What differs between a CPU and a GPU: places, mapped pools and handles are the side's own."""
+
+    def open(self, memory: PoolMemory) -> Any:
+        """Get ready to copy into our pool. Returns its place. Raises ConfigError, or OSError without /proc."""
+
+    def map(self, welcome: Welcome, place: Any) -> Any:
+        """Map a peer's pool. Raises TransferError."""
+
+    def nonce(self, pool: Any, offset: int) -> bytes:
+        """What lies there in a mapped pool. Raises TransferError."""
+
+    def unmap(self, pool: Any) -> None:
+        """Give a mapping back, once nothing reads it."""
+
+    def start(self, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Any:
+        """Begin to copy. Returns a handle."""
+
+    def poll(self, handle: Any) -> bool:
+        """Go on copying; True when all bytes are in. Called until then."""
+
+
+class DirectPlane:
+    """A `DataPlane` over mapped memory. All methods run on one thread."""
+
+    def __init__(self, region: PoolRegion) -> None:
+        """Takes nothing before `open`. The region's pool must outlive the plane."""
+        self._region = region
+        self._side: Side = HostSide(region) if region.device == "cpu" else GpuSide(region)
+        self._remotes: dict[str, _Remote] = {}
+
+    def open(self) -> bytes:
+        """Returns the metadata. On a GPU it compiles the kernel, which may take seconds."""
+        memory = pool_memory(self._region.address)
+        if memory is None or memory.num_bytes != self._region.num_blocks * self._region.block_bytes:
+            raise ConfigError(
+                "kv_connector direct needs a KV pool in memory that peers can map, and this system gave none (memfd is "
+                "missing or forbidden); use kv_connector nixl"
+            )
+        try:
+            self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+            self._place = self._side.open(memory)
+        except OSError as error:
+            raise ConfigError(f"kv_connector direct needs /proc ({error}); use kv_connector nixl") from error
+        return msgspec.msgpack.encode(Metadata(self._boot_id, memory.nonce, self._place))
+
+    def add_peer(self, welcome: Welcome) -> None:
+        """Map a peer's pool."""
+        if welcome.generation in self._remotes:
+            return
+        try:
+            metadata = msgspec.msgpack.decode(welcome.metadata, type=Metadata)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"{welcome.engine_id} speaks another language than kv_connector direct") from error
+        if metadata.boot_id != self._boot_id:
+            raise TransferError(f"kv_connector direct needs one host, and {welcome.engine_id} runs on another one")
+        if type(metadata.place) is not type(self._place):
+            raise TransferError(
+                f"kv_connector direct needs both KV pools on CPUs or both on GPUs: ours is on {self._region.device}, "
+                f"that of {welcome.engine_id} on {welcome.region.device}"
+            )
+        pool = self._side.map(welcome, metadata.place)
+        try:
+            self._prove(welcome, pool, metadata.nonce)
+        except TransferError:
+            self._side.unmap(pool)
+            raise
+        self._remotes[welcome.generation] = _Remote(welcome.region.num_blocks, pool)
+
+    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+        """Begin to copy; `poll` goes on with it."""
+        remote = self._remotes.get(generation)
+        if remote is None:
+            raise TransferError(f"peer of generation {generation} is not there any more")
+        limits = ("remote", remote_blocks, remote.num_blocks), ("local", local_blocks, self._region.num_blocks)
+        for whose, blocks, limit in limits:
+            if not all(0 <= block < limit for block in blocks):
+                raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
+        return self._side.start(remote.pool, remote_blocks, local_blocks)
+
+    def poll(self, handle: object) -> bool:
+        """Raises nothing but what ends the process: a GPU that has failed fails for good."""
+        return self._side.poll(handle)
+
+    def drop_peer(self, generation: str) -> None:
+        """Unmap the pool of a peer that no READ in flight reads from."""
+        remote = self._remotes.pop(generation, None)
+        if remote is not None:
+            self._side.unmap(remote.pool)
+
+    def progress(self) -> None:
+        """Peers that read from here need no help."""
+
+    def close(self) -> None:
+        """Unmap all pools. A READ in flight ends first, or not at all: nothing lands after this."""
+        for generation in list(self._remotes):
+            self.drop_peer(generation)
+
+    def _prove(self, welcome: Welcome, pool: Any, nonce: bytes) -> None:
+        """Process ids and handles are used again; the nonce is not. Where it lies also proves the size."""
+        offset = nonce_offset(welcome.region.num_blocks * welcome.region.block_bytes)
+        if self._side.nonce(pool, offset) != nonce:
+            raise TransferError(f"what {welcome.engine_id} said is its KV pool is another's: it has ended or restarted")
+
+
+class DirectConnector(Desk):
+    """A `Connector` between nodes of one host that map each other's KV pool."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        fingerprint: Fingerprint,
+        region: PoolRegion,
+        config: TransferConfig,
+        wake: Callable[[], None],
+    ) -> None:
+        """Serves from here on; the pool was allocated by kernels/pool_memory.py. Raises ConfigError."""
+        super().__init__(engine_id, fingerprint, region, config, wake, DirectPlane(region))

@@ -1,0 +1,154 @@
+"""The NCCL data plane: two-rank communicators between pairs of nodes, gloo on CPU memory and NCCL on GPUs.
+
+Owns what the desk sees of it, and its sizes. It is three kinds of threads. The data plane's own calls the methods here,
+which post jobs, look at results and never wait. One has the control socket (`kv_transfer/pair_control.py`). Each pair
+has one, where communicators may block (`kv_transfer/pairs.py`, which also tells why an aborted read is over at once).
+
+Bytes travel as gloo and NCCL send them: not encrypted. Both ends need an address that the other one reaches: `kv_host`
+for gloo; NCCL chooses its own (NCCL_SOCKET_IFNAME).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kv_transfer.communicators import Backend, GlooBackend, NcclBackend
+from kv_transfer.connector import PoolRegion
+from kv_transfer.desk import Desk
+from kv_transfer.messages import Welcome
+from kv_transfer.pair_control import PairControl
+from kv_transfer.pair_messages import Address, Ask, encode
+from kv_transfer.pairs import Budget, Terms, Transfer
+from kv_transfer.staging import BlockPool
+from wire.config import TransferConfig
+from wire.errors import ConfigError, PeerLost, TransferError
+from wire.transfer import Fingerprint
+
+__all__ = ["NcclConnector", "NcclPlane"]
+
+# A pair has two slices of staging. On a GPU 32 MiB take 90 us over NVLink, to which an operation of NCCL adds a few.
+GPU_SLICE_BYTES, CPU_SLICE_BYTES = 32 << 20, 4 << 20
+# What a communicator of NCCL takes beside: about 100 MB with 16 channels.
+NCCL_BYTES = 96 << 20
+# All pairs of a node together: 12 on a GPU.
+MEMORY_CAP_BYTES = 2 << 30
+
+
+class NcclPlane:
+    """A `DataPlane` over gloo or NCCL, whichever the pool's memory asks for."""
+
+    def __init__(
+        self,
+        region: PoolRegion,
+        host: str,
+        meet_s: float,
+        patience_s: float,
+        slice_bytes: int | None = None,
+        memory_cap_bytes: int = MEMORY_CAP_BYTES,
+    ) -> None:
+        """`host` is an address of this machine that peers reach. A pair gets `meet_s` seconds to be made, and each
+        slice `patience_s`; then the peer counts as stopped. Takes nothing before `open`. Raises ConfigError."""
+        self._region = region
+        self._host = host
+        self._meet_s, self._patience_s = meet_s, patience_s
+        self._kind, self._device = _memory(region.device)
+        self._slice_bytes = slice_bytes or (CPU_SLICE_BYTES if self._kind == "cpu" else GPU_SLICE_BYTES)
+        self.budget = Budget(memory_cap_bytes)
+        self._num_blocks: dict[str, int] = {}  # of peers, by generation
+
+    def open(self) -> bytes:
+        """Listen. Returns the metadata. Raises ConfigError without gloo, NCCL or CURVE, or if the address is taken."""
+        backend: Backend
+        if self._kind == "cpu":
+            backend, beside = GlooBackend(self._host, self._patience_s), 0
+        else:
+            backend, beside = NcclBackend(self._device, self._patience_s), NCCL_BYTES
+        pool = BlockPool(self._region)
+        terms = Terms(pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s)
+        self._control = PairControl(self._host, terms)
+        return msgspec.msgpack.encode(self._control.address)
+
+    def add_peer(self, welcome: Welcome) -> None:
+        """Dial a peer's control socket. The pair is made at the first read."""
+        if welcome.generation in self._num_blocks:
+            return
+        try:
+            address = msgspec.msgpack.decode(welcome.metadata, type=Address)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"{welcome.engine_id} does not hand KV over by NCCL: set one kv_connector") from error
+        if welcome.region.device.partition(":")[0] != self._kind:
+            raise TransferError(
+                f"the pool of {welcome.engine_id} is on {welcome.region.device}, this one on {self._region.device};"
+                " kv_connector nccl needs both on CPUs or both on GPUs"
+            )
+        self._num_blocks[welcome.generation] = welcome.region.num_blocks
+        self._control.dial(welcome.generation, address)
+
+    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Transfer:
+        """Ask the peer to send, and make the pair first if there is none."""
+        num_blocks = self._num_blocks.get(generation)
+        if num_blocks is None:
+            raise TransferError(f"peer of generation {generation} is not there any more")
+        for whose, blocks, limit in (
+            ("remote", remote_blocks, num_blocks),
+            ("local", local_blocks, self._region.num_blocks),
+        ):
+            if not all(0 <= block < limit for block in blocks):
+                raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
+        try:
+            encode(Ask(bytes(16), list(remote_blocks)))
+        except ValueError as error:
+            raise TransferError(f"{len(remote_blocks)} blocks are too many to ask for at once: {error}") from error
+        transfer = Transfer(remote_blocks, local_blocks)
+        self._control.read(generation, transfer)
+        return transfer
+
+    def poll(self, handle: object) -> bool:
+        """Raises PeerLost only, and as soon as this end gives up: from then on nothing lands in the pool."""
+        assert isinstance(handle, Transfer)
+        if handle.error is not None:
+            raise PeerLost(handle.error.message) from handle.error
+        return handle.done
+
+    def drop_peer(self, generation: str) -> None:
+        """Hang up, and end its pair."""
+        if self._num_blocks.pop(generation, None) is not None:
+            self._control.hang_up(generation)
+
+    def progress(self) -> None:
+        """Peers are served by other threads; this tells that one has ended. Raises RuntimeError then."""
+        if self._control.broken is not None:
+            raise RuntimeError(f"the NCCL plane's control thread has ended: {self._control.broken}")
+
+    def close(self) -> None:
+        """Hang up everywhere. A communicator that hangs keeps its thread and its staging, but never the pool."""
+        self._control.close()
+
+
+class NcclConnector(Desk):
+    """A `Connector` that moves KV through NCCL, or gloo on CPUs."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        fingerprint: Fingerprint,
+        region: PoolRegion,
+        config: TransferConfig,
+        wake: Callable[[], None],
+    ) -> None:
+        """Serves from here on. Raises ConfigError."""
+        # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease has lost it.
+        plane = NcclPlane(region, config.kv_host, config.transfer_deadline_s, config.lease_s)
+        super().__init__(engine_id, fingerprint, region, config, wake, plane)
+
+
+def _memory(device: str) -> tuple[str, int]:
+    """`cpu` or `cuda`, and the device's number. Raises ConfigError for anything else."""
+    kind, _, number = device.partition(":")
+    if device == "cpu":
+        return kind, 0
+    if kind != "cuda" or not number.isdecimal():
+        raise ConfigError(f"pool device {device!r} is neither cpu nor cuda:N")
+    return kind, int(number)

@@ -1,0 +1,165 @@
+"""Hand-overs that begin before the prompt is computed, among real processes: long prompts in many small chunks."""
+
+import json
+import signal
+import threading
+import time
+
+import httpx2
+import pytest
+from real_cluster import Cluster, Process, running, wait_until
+
+pytestmark = pytest.mark.cluster
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+TOKENS = 6000
+LAST = 8
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipelined")
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    flags = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20), "--max-batched-tokens", "16"]
+    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--no-prefix-cache"]
+    with running(folder, prefill=2, decode=2, flags=flags) as ours:
+        yield ours
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(cluster: Cluster):
+    """After every test all blocks of all nodes are free."""
+    yield
+    cluster.all_blocks_free(within_s=4)
+
+
+class Answer(threading.Thread):
+    """One request, from its start to its text."""
+
+    def __init__(self, cluster: Cluster, seed: int, timeout_s: float = 60) -> None:
+        super().__init__(daemon=True)
+        prompt = [2 + (seed * 7919 + i * i) % 300 for i in range(TOKENS)]
+        self.body = {"model": "tiny", "prompt": prompt, "max_tokens": LAST, "temperature": 0, "ignore_eos": True}
+        self.url, self.timeout_s = f"{cluster.url}/v1/completions", timeout_s
+        self.answer: dict = {}
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = httpx2.post(self.url, json=self.body, timeout=self.timeout_s).json()
+        except httpx2.TimeoutException:
+            self.answer = {"left": True}
+
+    def text(self) -> str:
+        self.join(60)
+        assert not self.is_alive()
+        assert self.answer["usage"]["completion_tokens"] == LAST, self.answer
+        return self.answer["choices"][0]["text"]
+
+
+def with_blocks(cluster: Cluster, role: str) -> Process:
+    """The node of this role that has taken blocks, as soon as there is one."""
+
+    def busy() -> Process | None:
+        taken = [node for node in cluster.of(role) if node.popen.poll() is None]
+        return next((node for node in taken if len(set(node.free_blocks())) > 1), None)
+
+    return wait_until(busy, 10, f"a {role} node takes blocks", 0.005)
+
+
+def total(cluster: Cluster, role: str, name: str) -> float:
+    """Over the nodes that live; a histogram that has seen nothing has no sum."""
+
+    def of(node: Process) -> float:
+        try:
+            return node.metric(name)
+        except AssertionError:
+            return 0.0
+
+    return sum(of(node) for node in cluster.of(role) if node.popen.poll() is None)
+
+
+def restored(cluster: Cluster, victim: Process) -> None:
+    cluster.wait_ready(cluster.restart(victim))
+
+    def all_up() -> bool:
+        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
+        return len(nodes) == 4 and all(node["up"] for node in nodes)
+
+    wait_until(all_up, 10, "the router sees the restarted node")
+
+
+def test_nearly_all_of_a_transfer_is_hidden_behind_the_prompt(cluster):
+    Answer(cluster, 1).text()
+    whole = total(cluster, "decode", "kvrelay_transfer_seconds_sum")
+    exposed = total(cluster, "decode", "kvrelay_transfer_exposed_seconds_sum")
+    assert 0 < exposed < whole / 4, (exposed, whole)
+    assert total(cluster, "decode", "kvrelay_recomputed_prompts_total") == 0
+
+
+def test_a_prefill_node_that_dies_at_its_work_costs_time_only(cluster):
+    expected = Answer(cluster, 2).text()
+    answer = Answer(cluster, 2)
+    with_blocks(cluster, "decode")  # it waits for what the prefill node computes
+    victim = with_blocks(cluster, "prefill")
+    victim.kill(signal.SIGKILL)
+    try:
+        assert answer.text() == expected
+        assert total(cluster, "decode", "kvrelay_recomputed_prompts_total") == 1
+    finally:
+        restored(cluster, victim)
+
+
+def test_a_decode_node_that_dies_before_its_first_token_is_replaced_without_a_second_prefill(cluster):
+    expected = Answer(cluster, 3).text()
+    computed = total(cluster, "prefill", "vllm:prompt_tokens_total")
+    here = {node.port: node.metric("vllm:prompt_tokens_total") for node in cluster.of("decode")}
+    answer = Answer(cluster, 3)
+    victim = with_blocks(cluster, "decode")
+    victim.kill(signal.SIGKILL)
+    try:
+        assert answer.text() == expected
+        wait_until(
+            lambda: total(cluster, "prefill", "vllm:prompt_tokens_total") >= computed + TOKENS,
+            5,
+            "the count of a prompt",
+        )
+        assert total(cluster, "prefill", "vllm:prompt_tokens_total") == computed + TOKENS
+        (left,) = [node for node in cluster.of("decode") if node is not victim]
+        assert left.metric("vllm:prompt_tokens_total") == here[left.port]
+    finally:
+        restored(cluster, victim)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_computed_frees_both_nodes_at_once(cluster):
+    answer = Answer(cluster, 4, timeout_s=0.5)
+    with_blocks(cluster, "decode")
+    answer.join(10)
+    assert answer.answer == {"left": True}
+    cluster.all_blocks_free(within_s=1.0)
+
+
+def test_many_long_prompts_at_once_lose_nothing(cluster):
+    began = time.monotonic()
+    answers = [Answer(cluster, 10 + i % 2) for i in range(6)]
+    texts = [answer.text() for answer in answers]
+    assert len(set(texts)) <= 2
+    assert texts[0] == texts[2] == texts[4]
+    assert time.monotonic() - began < 60

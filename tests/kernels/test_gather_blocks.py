@@ -1,0 +1,118 @@
+"""Blocks gathered by tiles against torch's own indexing; what the compiler makes of the kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from kernels.gather_blocks import PROGRAMS, TILE_BYTES, gather_blocks, gather_blocks_reference, tiles_in
+
+POOL_BLOCKS = 13
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 12])
+@pytest.mark.parametrize("block_bytes", [16, 48, 4096, TILE_BYTES, TILE_BYTES + 16, 3 * TILE_BYTES - 32])
+def test_equals_indexing_and_touches_nothing_else(block_bytes, count, device):
+    generator = torch.Generator().manual_seed(block_bytes + count)
+    source, target, expected = pools(block_bytes, generator, device)
+    source_blocks, target_blocks = (
+        torch.randperm(POOL_BLOCKS, generator=generator)[:count].to(device, torch.int32) for _ in range(2)
+    )
+    gather_blocks_reference(source, expected, source_blocks, target_blocks)
+    gather_blocks(
+        source.data_ptr(),
+        target.data_ptr(),
+        source_blocks,
+        target_blocks,
+        block_bytes=block_bytes,
+        tiles=range(tiles_in(count, block_bytes)),
+    )
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("slice_tiles", [1, 3, 100])
+def test_slices_add_up_to_the_transfer(slice_tiles, device):
+    block_bytes = 2 * TILE_BYTES + 64
+    source, target, expected = pools(block_bytes, torch.Generator().manual_seed(0), device)
+    source_blocks = torch.tensor([3, 3, 0, 12, 5], dtype=torch.int32, device=device)
+    target_blocks = torch.tensor([12, 1, 2, 7, 8], dtype=torch.int32, device=device)
+    gather_blocks_reference(source, expected, source_blocks, target_blocks)
+    total = tiles_in(5, block_bytes)
+    assert total == 15
+    for first in range(0, total, slice_tiles):
+        assert not torch.equal(target, expected)
+        gather_blocks(
+            source.data_ptr(),
+            target.data_ptr(),
+            source_blocks,
+            target_blocks,
+            block_bytes=block_bytes,
+            tiles=range(first, min(total, first + slice_tiles)),
+        )
+    assert torch.equal(target, expected)
+
+
+def test_more_tiles_than_programs(device):
+    block_bytes, count = 64, 2 * PROGRAMS + 1
+    source = torch.randint(0, 256, (count, block_bytes), dtype=torch.uint8).to(device)
+    target = torch.zeros_like(source)
+    order = torch.randperm(count).to(device, torch.int32)
+    same = torch.arange(count, dtype=torch.int32, device=device)
+    gather_blocks(source.data_ptr(), target.data_ptr(), order, same, block_bytes=block_bytes, tiles=range(count))
+    assert torch.equal(target, source[order.long()])
+
+
+@pytest.mark.gpu
+def test_pools_of_more_than_4_gib(device):
+    """Offsets pass int32 at 2 GiB and uint32 at 4 GiB."""
+    block_bytes, blocks = 8 << 20, 640
+    source = torch.zeros(blocks, block_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    ids = torch.tensor([0, 255, 256, 511, 512, 639], dtype=torch.int32, device=device)
+    source[ids.long()] = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8, device=device)
+    tiles = range(tiles_in(6, block_bytes))
+    gather_blocks(source.data_ptr(), target.data_ptr(), ids, ids.flip(0), block_bytes=block_bytes, tiles=tiles)
+    assert torch.equal(target[ids.flip(0).long()], source[ids.long()])
+    assert target.any(dim=1).sum() == 6
+
+
+def pools(
+    block_bytes: int, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Source, target, and another like the target; on 16 bytes."""
+    source, target = (
+        torch.randint(0, 256, (POOL_BLOCKS, block_bytes), dtype=torch.uint8, generator=generator).to(device)
+        for _ in range(2)
+    )
+    return source, target, target.clone()
+
+
+COMPILE = """
+import re, sys, triton
+from triton.backends.compiler import GPUTarget
+from kernels.gather_blocks import TILE_BYTES, _gather
+
+names = _gather.arg_names
+types = dict(zip(names, ["i64", "i64", "*i32", "*i32", "i32", "i32", "constexpr", "constexpr"]))
+aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
+constants = dict(BLOCK_WORDS=int(sys.argv[1]) // 4, TILE_WORDS=TILE_BYTES // 4)
+source = triton.compiler.ASTSource(_gather, types, constants, aligned)
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+data = re.findall(r"(?:ld\\.global\\.cg|st\\.global)[.\\w:]*", ptx)
+print(sorted({one.split("global")[0] + one[-7:] for one in data}))
+"""
+
+
+@pytest.mark.parametrize("block_bytes", [8 << 20, 46080 + 16])
+def test_loads_and_stores_vectors_of_16_bytes(block_bytes: int) -> None:
+    """Needs no GPU: code for Hopper, made in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, str(block_bytes)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['ld..v4.b32', 'st..v4.b32']"

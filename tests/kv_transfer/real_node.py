@@ -1,0 +1,91 @@
+"""A connector that really moves bytes, over a pool of its own, and its events as the step loop would see them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from peer_process import CONFIG, FINGERPRINT
+
+from kernels.pool_memory import zeros
+from kv_transfer.connector import Event, PoolRegion
+from kv_transfer.desk import Desk
+from kv_transfer.planes import DataPlane
+from kv_transfer.via_direct import DirectPlane
+from kv_transfer.via_nixl import NixlPlane
+from wire.config import TransferConfig
+
+BLOCKS, BLOCK_BYTES = 64, 1 << 20
+
+
+class GatedPlane:
+    """A plane whose reads go on only while `gate` is open; `posted` says that one was asked for."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self.gate = threading.Event()
+        self.gate.set()
+        self.posted = threading.Event()
+        self.polls_left: int | None = None
+        """If set: the gate closes after so many polls."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._plane, name)
+
+    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+        self.posted.set()
+        return self._plane.post_read(generation, remote_blocks, local_blocks)
+
+    def poll(self, handle: object) -> bool:
+        if self.polls_left == 0:
+            self.polls_left = None
+            self.gate.clear()
+        if not self.gate.is_set():
+            return False
+        if self.polls_left is not None:
+            self.polls_left -= 1
+        return self._plane.poll(handle)
+
+
+class RealNode:
+    """`pool` is uint8 [num_blocks, block_bytes]."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        num_blocks: int = BLOCKS,
+        block_bytes: int = BLOCK_BYTES,
+        device: str = "cpu",
+        config: TransferConfig = CONFIG,
+    ) -> None:
+        self.pool = zeros(num_blocks * block_bytes, torch.device(device)).view(num_blocks, block_bytes)
+        self.woken = threading.Event()
+        self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
+        plane: DataPlane = (
+            DirectPlane(self.region) if kind == "direct" else NixlPlane(f"{name}-{time.monotonic_ns()}", self.region)
+        )
+        self.plane = GatedPlane(plane)
+        self.desk = Desk(name, FINGERPRINT, self.region, config, self.woken.set, cast(DataPlane, self.plane))
+
+    def fill(self) -> None:
+        """Block i is full of i + 1."""
+        self.pool[:] = (torch.arange(len(self.pool), device=self.pool.device) + 1).to(torch.uint8)[:, None]
+        if self.pool.is_cuda:
+            torch.cuda.synchronize()
+
+    def wait(self, count: int, within_s: float = 10.0) -> list[Event]:
+        """The next `count` events, of which the connector has woken us."""
+        got: list[Event] = []
+        until = time.monotonic() + within_s
+        while len(got) < count and self.woken.wait(max(0.0, until - time.monotonic())):
+            self.woken.clear()
+            got += self.desk.events()
+        assert len(got) == count, got
+        return got
+
+    def quiet(self, for_s: float = 0.1) -> None:
+        assert not self.woken.wait(for_s), self.desk.events()

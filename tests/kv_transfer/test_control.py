@@ -1,0 +1,258 @@
+"""The control channel with a secret: who has it talks, who has not is told so at once, and nobody listens in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from desk_node import node, reason
+from peer_process import CONFIG, FINGERPRINT
+from shared_plane import pattern
+from zmq.utils import z85
+
+import kv_transfer.control
+from kv_transfer.connector import Completion, Fetched, Settled
+from kv_transfer.control import ControlThread
+from kv_transfer.fetches import PeerKey
+from kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refused, encode
+from kv_transfer.tickets import signed
+from wire.config import TransferConfig
+from wire.errors import ConfigError
+from wire.transfer import KvTransferParams
+
+SECRET, OTHER = "sixteen letters!", "sixteen letters?"
+HELLO = Hello("me", FINGERPRINT)
+SECURE = dataclasses.replace(CONFIG, cluster_secret=SECRET)
+
+
+class Ears:
+    """A desk that answers everything with `reply` and writes down what it hears."""
+
+    def __init__(self, reply: Message) -> None:
+        self.reply = reply
+        self.asked: list[Message] = []
+        self.news: queue.Queue[object] = queue.Queue()
+
+    def answer(self, sender: bytes, message: Message) -> Message | None:
+        self.asked.append(message)
+        return self.reply
+
+    def hear(self, peer: PeerKey, message: Message) -> None:
+        self.news.put(message)
+
+    def gone(self, peer: PeerKey) -> None:
+        self.news.put("gone")
+
+    def beat(self, now: float) -> float:
+        return 1.0
+
+    def broke(self, error: Exception) -> None:
+        self.news.put(error)
+
+
+@contextlib.contextmanager
+def control(secret: str, reply: Message = HELLO) -> Iterator[tuple[ControlThread, Ears]]:
+    ears = Ears(reply)
+    thread = ControlThread(ears, "127.0.0.1", 0, secret)
+    thread.start()
+    try:
+        yield thread, ears
+    finally:
+        thread.close(2.0)
+
+
+def peer_of(thread: ControlThread) -> PeerKey:
+    return PeerKey(*thread.address, "g")
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_two_of_one_cluster_talk(secret: str) -> None:
+    with control(secret) as (source, there), control(secret) as (reader, here):
+        reader.dial(peer_of(source), HELLO)
+        assert here.news.get(timeout=5) == HELLO
+        assert there.asked == [HELLO]
+
+
+def test_the_longest_message_passes_encrypted_too() -> None:
+    longest = Refused("")
+    longest = Refused("x" * (MAX_MESSAGE_BYTES - len(encode(longest)) - 4))  # 4: a longer text has a longer header
+    assert MAX_MESSAGE_BYTES - 4 <= len(encode(longest)) <= MAX_MESSAGE_BYTES
+    with control(SECRET, longest) as (source, _), control(SECRET) as (reader, here):
+        reader.dial(peer_of(source), HELLO)
+        assert here.news.get(timeout=5) == longest
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(SECRET, OTHER), (SECRET, ""), ("", SECRET)])
+def test_another_secret_or_none_is_told_at_once_with_the_remedy(theirs: str, ours: str) -> None:
+    with control(theirs) as (source, there), control(ours) as (reader, here):
+        began = time.monotonic()
+        reader.dial(peer_of(source), HELLO)
+        heard = here.news.get(timeout=5)
+        assert time.monotonic() - began < 1.0
+        assert isinstance(heard, Refused)
+        assert "another cluster_secret: set the same KVRELAY_CLUSTER_SECRET on all nodes" in heard.reason
+        assert there.asked == []
+        with pytest.raises(queue.Empty):
+            here.news.get(timeout=0.1)  # it is told once
+
+
+def test_a_stranger_with_a_key_pair_of_its_own_gets_no_word_in_or_out() -> None:
+    """He does not know the server's public key, which is made of the secret like the other one."""
+    with control(SECRET) as (source, there), zmq.Context() as context:
+        host, port = source.address
+        public, secret = zmq.curve_keypair()
+        for server_key in (public, zmq.curve_keypair()[0]):
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.linger = 0
+                stranger.curve_publickey, stranger.curve_secretkey = public, secret
+                stranger.curve_serverkey = server_key
+                stranger.connect(f"tcp://{host}:{port}")
+                stranger.send(encode(HELLO))
+                assert stranger.poll(200) == 0
+        with socket.create_connection((host, port), timeout=2.0) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        with control(SECRET) as (reader, here):  # and the others go on
+            reader.dial(peer_of(source), HELLO)
+            assert here.news.get(timeout=5) == HELLO
+        assert there.asked == [HELLO]
+
+
+class Eavesdropper:
+    """Passes bytes on between one client and a server and keeps them."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.heard = bytearray()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._target = (host, port)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        near, _ = self._server.accept()
+        with near, socket.create_connection(self._target, timeout=5) as far:
+            while True:
+                for source in select.select([near, far], [], [], 10)[0]:
+                    got = source.recv(1 << 16)
+                    if not got:
+                        return
+                    self.heard += got
+                    (far if source is near else near).sendall(got)
+
+    def close(self) -> None:
+        self._thread.join(10)
+        self._server.close()
+
+
+def test_neither_key_nor_content_can_be_read_on_the_way() -> None:
+    """What admits a node is the public key, so that one must never be seen either."""
+    with control(SECRET, Refused("a word in confidence")) as (source, _):
+        relay = Eavesdropper(*source.address)
+        with control(SECRET) as (reader, here):
+            reader.dial(PeerKey("127.0.0.1", relay.port, "g"), HELLO)
+            assert here.news.get(timeout=5) == Refused("a word in confidence")
+        relay.close()
+    assert b"CURVE" in relay.heard
+    for key in kv_transfer.control._keys(SECRET):
+        assert z85.decode(key) not in relay.heard
+        assert key not in relay.heard
+    assert b"confidence" not in relay.heard
+    assert SECRET.encode() not in relay.heard
+
+
+def test_a_libzmq_without_curve_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda name: False)
+    with pytest.raises(ConfigError, match=r"cluster_secret needs CURVE, .* pip install"):
+        ControlThread(Ears(HELLO), "127.0.0.1", 0, SECRET)
+
+
+# The same over whole desks: what a ticket leads to, and what it does not.
+
+
+def fetch(reader: Any, ticket: KvTransferParams) -> list[Any]:
+    reader.desk.watch("r", ticket)
+    reader.desk.fetch("r", [1], [3])
+    return list(reader.wait(2))
+
+
+def test_kv_moves_between_nodes_of_one_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with node("source", tmp_path, SECURE) as source, node("reader", tmp_path, SECURE) as reader:
+        source.plane.write(1, pattern(1))
+        ticket = msgspec.json.decode(msgspec.json.encode(source.desk.offer("r", [1], 16)), type=KvTransferParams)
+        reader.desk.watch("mine", ticket)
+        reader.desk.fetch("mine", [1], [3])
+        assert isinstance(reader.wait(1)[0], Fetched)
+        assert reader.plane.read(3) == pattern(1)
+    assert SECRET not in caplog.text
+
+
+def test_a_ticket_that_grew_is_signed_as_it_is_now(tmp_path: Path) -> None:
+    with node("source", tmp_path, SECURE) as source, node("reader", tmp_path, SECURE) as reader:
+        growing = source.desk.offer("r", [1], 16, ready=0)
+        hasty = msgspec.structs.replace(growing, growing=False)  # would read what is not there yet
+        assert "altered" in reason(fetch(reader, hasty)[0])
+        whole = source.desk.complete("r", Completion([42]))
+        assert whole is not None
+        assert not whole.growing
+        reader.desk.watch("whole", whole)
+        reader.desk.fetch("whole", [1], [3])
+        assert isinstance(reader.wait(1)[0], Fetched)
+
+
+def test_a_source_with_another_secret_fails_the_fetch_at_once(tmp_path: Path) -> None:
+    other = dataclasses.replace(CONFIG, cluster_secret=OTHER)
+    with node("source", tmp_path, other) as source, node("reader", tmp_path, SECURE) as reader:
+        theirs = source.desk.offer("r", [1], 16)
+        failed, settled = fetch(reader, theirs)
+        assert reason(failed).startswith("Incompatible: the ticket was altered, or signed with another cluster_secret")
+        assert settled == Settled("r")
+        # As if that ticket were ours: the channel does not open either.
+        began = time.monotonic()
+        failed, settled = fetch(reader, signed(theirs, SECRET, time.time()))
+        assert time.monotonic() - began < 0.5
+        assert reason(failed).startswith(f"Incompatible: 127.0.0.1:{theirs.remote_port} refused: no handshake")
+        assert settled == Settled("r")
+
+
+def test_nothing_is_dialled_for_a_forged_ticket(tmp_path: Path) -> None:
+    """A listener of a stranger, to which forged tickets lead: nobody ever connects."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as stranger,
+        node("source", tmp_path, SECURE) as source,
+        node("reader", tmp_path, SECURE) as reader,
+    ):
+        good, port = source.desk.offer("r", [1], 16), stranger.getsockname()[1]
+        moved = msgspec.structs.replace(good, remote_port=port)
+        bare = msgspec.structs.replace(moved, signature=None)
+        old = signed(moved, SECRET, time.time() - 3600)
+        for ticket, word in ((moved, "altered"), (bare, "not signed"), (old, "expired")):
+            assert word in reason(fetch(reader, ticket)[0])
+        stranger.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            stranger.accept()
+        reader.desk.watch("good", good)
+        reader.desk.fetch("good", [1], [3])
+        assert isinstance(reader.wait(1)[0], Fetched)
+
+
+def test_without_a_secret_a_desk_listens_and_dials_on_this_machine_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_host must be a loopback address, got '10.1.2.3'; set the same KVRELAY_"):
+        TransferConfig(kv_host="10.1.2.3")
+    with node("source", tmp_path) as source, node("reader", tmp_path) as reader:
+        away = msgspec.structs.replace(source.desk.offer("r", [1], 16), remote_host="10.1.2.3")
+        failed, settled = fetch(reader, away)
+        assert "a ticket may lead to a loopback address only, not to '10.1.2.3'" in reason(failed)
+        assert settled == Settled("r")

@@ -1,0 +1,145 @@
+"""Who may lead a reader where: every change of a signed ticket is seen, and nothing else is followed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer.tickets import LIFE_S, refusal, signed
+from wire.transfer import KvTransferParams
+
+SECRET, OTHER = "the secret of this cluster", "the secret of this cluster."
+NOW = 1_800_000_000.25
+
+WORDS = st.text(max_size=40)
+SIGNED = {
+    "remote_engine_id": st.none() | WORDS,
+    "generation": st.none() | WORDS,
+    "remote_request_id": st.none() | WORDS,
+    "lease_epoch": st.integers(0, 2**63 - 1),
+    "remote_host": st.none() | WORDS,
+    "remote_port": st.none() | st.integers(0, 65535),
+    "tp_size": st.integers(1, 8),
+    "remote_block_ids": st.none() | st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=5), max_size=3),
+    "num_tokens": st.integers(0, 2**63 - 1),
+    "growing": st.booleans(),
+}
+SEAL = {"expires_at", "signature"}
+# What nodes and router write into a ticket on its way. It leads nowhere: they could post it as a prompt as well.
+FREE = {
+    "do_remote_decode", "do_remote_prefill", "client_max_tokens", "created", "prompt_token_ids", "generated",
+    "generated_logprobs", "sent_text", "seed", "cached_tokens", "pipelined",
+}  # fmt: skip
+TICKETS = st.builds(KvTransferParams, **SIGNED)
+
+TICKET = KvTransferParams(
+    do_remote_prefill=True, remote_engine_id="prefill-1", generation="g", remote_request_id="r", lease_epoch=3,
+    remote_host="10.0.0.1", remote_port=4000, remote_block_ids=[[4, 5]], num_tokens=20,
+)  # fmt: skip
+
+
+def travelled(ticket: KvTransferParams) -> KvTransferParams:
+    """After JSON, a proxy, and the engine's msgpack."""
+    there = msgspec.json.decode(msgspec.json.encode(ticket), type=KvTransferParams)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(there), type=KvTransferParams)
+
+
+def changed(ticket: KvTransferParams, **fields: object) -> KvTransferParams:
+    return msgspec.structs.replace(ticket, **fields)
+
+
+def test_every_field_is_signed_or_known_to_lead_nowhere() -> None:
+    """Whoever adds a field decides which."""
+    assert set(KvTransferParams.__struct_fields__) == set(SIGNED) | SEAL | FREE
+
+
+@settings(deadline=None)
+@given(ticket=TICKETS, now=st.floats(0, 4e9))
+def test_a_signed_ticket_is_good_wherever_it_has_been(ticket: KvTransferParams, now: float) -> None:
+    given_away = travelled(signed(ticket, SECRET, now))
+    assert refusal(given_away, SECRET, now) is None
+    assert changed(given_away, expires_at=None, signature=None) == ticket
+
+
+@settings(deadline=None)
+@given(ticket=TICKETS, data=st.data(), name=st.sampled_from(sorted(SIGNED)))
+def test_any_other_value_in_any_signed_field_breaks_the_signature(
+    ticket: KvTransferParams, data: st.DataObject, name: str
+) -> None:
+    given_away = signed(ticket, SECRET, NOW)
+    other = data.draw(SIGNED[name].filter(lambda value: value != getattr(ticket, name)))
+    assert "altered" in (refusal(changed(given_away, **{name: other}), SECRET, NOW) or "")
+
+
+@settings(deadline=None)
+@given(one=TICKETS, two=TICKETS)
+def test_a_signature_does_not_fit_another_ticket(one: KvTransferParams, two: KvTransferParams) -> None:
+    seal = signed(one, SECRET, NOW)
+    moved = changed(two, expires_at=seal.expires_at, signature=seal.signature)
+    assert (refusal(moved, SECRET, NOW) is None) == (one == two)
+
+
+def test_neighbours_cannot_exchange_letters() -> None:
+    given_away = signed(changed(TICKET, remote_engine_id="ab", generation="c"), SECRET, NOW)
+    assert refusal(changed(given_away, remote_engine_id="a", generation="bc"), SECRET, NOW) is not None
+
+
+def test_what_the_router_adds_on_the_way_changes_nothing() -> None:
+    given_away = signed(TICKET, SECRET, NOW)
+    carried = changed(given_away, prompt_token_ids=[1, 2], generated=[3], sent_text=1, seed=9, created=5)
+    assert refusal(carried, SECRET, NOW) is None
+
+
+@settings(deadline=None)
+@given(signature=st.text(max_size=70))
+def test_no_text_is_a_signature(signature: str) -> None:
+    assert refusal(changed(signed(TICKET, SECRET, NOW), signature=signature), SECRET, NOW) is not None
+
+
+def test_another_cluster_is_not_the_audience() -> None:
+    verdict = refusal(signed(TICKET, OTHER, NOW), SECRET, NOW)
+    assert verdict is not None
+    assert "another cluster_secret; set the same KVRELAY_CLUSTER_SECRET on all nodes" in verdict
+    assert SECRET not in verdict
+
+
+def test_an_unsigned_ticket_leads_nowhere_in_a_cluster_with_a_secret() -> None:
+    given_away = signed(TICKET, SECRET, NOW)
+    for bare in (TICKET, changed(given_away, signature=None), changed(given_away, expires_at=None)):
+        assert "not signed" in (refusal(bare, SECRET, NOW) or "")
+
+
+@pytest.mark.parametrize(("later_s", "good"), [(-300, True), (0, True), (LIFE_S - 1, True), (LIFE_S + 2, False)])
+def test_a_ticket_expires_by_the_readers_clock_which_may_be_minutes_off(later_s: float, good: bool) -> None:
+    verdict = refusal(signed(TICKET, SECRET, NOW), SECRET, NOW + later_s)
+    assert (verdict is None) == good
+    assert good or "the ticket expired 2 s ago by this node's clock" in str(verdict)
+
+
+def test_its_time_cannot_be_prolonged() -> None:
+    given_away = signed(TICKET, SECRET, NOW)
+    prolonged = changed(given_away, expires_at=(given_away.expires_at or 0) + 1)
+    assert "altered" in (refusal(prolonged, SECRET, NOW) or "")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
+def test_without_a_secret_a_ticket_is_plain_and_leads_to_this_machine(host: str) -> None:
+    ticket = changed(TICKET, remote_host=host)
+    assert signed(ticket, "", NOW) == ticket
+    assert refusal(ticket, "", NOW) is None
+
+
+@pytest.mark.parametrize(
+    "host", ["10.0.0.1", "node-1", "0.0.0.0", "::", "127.0.0.1.evil.example", "2130706433", "", None]
+)
+def test_without_a_secret_a_ticket_leads_to_no_other_machine(host: str | None) -> None:
+    verdict = refusal(changed(TICKET, remote_host=host), "", NOW)
+    assert verdict is not None
+    assert "to a loopback address only" in verdict
+
+
+def test_a_node_without_a_secret_names_what_it_lacks() -> None:
+    ticket = signed(changed(TICKET, remote_host="127.0.0.1"), SECRET, NOW)
+    assert "this node has no cluster_secret to check it; set the same" in (refusal(ticket, "", NOW) or "")
