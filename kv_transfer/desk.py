@@ -7,11 +7,12 @@ two threads that do nothing but carry: `ControlThread` (sockets, heartbeats, dea
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
@@ -22,13 +23,16 @@ from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
 from kv_transfer.growth import GrowthTable
 from kv_transfer.leases import LeaseId, LeaseTable
 from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
-from kv_transfer.planes import DataPlane, PlaneThread
+from kv_transfer.plane_choice import OpenPlanes
+from kv_transfer.planes import DataPlane, Source
 from kv_transfer.tickets import refusal, signed
 from wire.config import TransferConfig
 from wire.errors import Incompatible, KvrelayError, PeerLost
 from wire.transfer import Fingerprint, KvTransferParams
 
 __all__ = ["Desk"]
+
+log = logging.getLogger(__name__)
 
 # 1,000 leases of the longest request id make a message of half the size limit.
 RENEW_BATCH, MAX_ID_CHARS = 1000, 256
@@ -47,10 +51,14 @@ class _Peer:
     welcomed: bool = False
     renew_at: float = 0.0
     lost: KvrelayError | None = None
+    plane: str = ""
+    """The plane that we read through, or are about to."""
+    choices: list[tuple[str, Source]] = field(default_factory=list)
+    """Planes that were not tried yet, the best first."""
 
 
 class Desk:
-    """A connector over `plane`. See `kv_transfer.connector.Connector` for the contract of its methods."""
+    """A connector over data planes. See `kv_transfer.connector.Connector` for the contract of its methods."""
 
     def __init__(
         self,
@@ -59,9 +67,11 @@ class Desk:
         region: PoolRegion,
         config: TransferConfig,
         wake: Callable[[], None],
-        plane: DataPlane,
+        planes: Mapping[str, DataPlane],
     ) -> None:
-        """Serves from here on. `wake` is called from any thread when `events` has something. Raises ConfigError."""
+        """Serves from here on. `planes`: the best first; those of several that cannot be had here are left out.
+
+        `wake` is called from any thread when `events` has something. Raises ConfigError."""
         self._engine_id = engine_id
         self._generation = uuid.uuid4().hex
         self._fingerprint = fingerprint
@@ -80,9 +90,8 @@ class Desk:
         self._hello_at = float("-inf")
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
-        self._plane = PlaneThread(plane, self)
         try:
-            self._metadata = self._plane.open()
+            self._planes = OpenPlanes(planes, self)
         except KvrelayError:
             self._control.close(JOIN_S)
             raise
@@ -114,7 +123,7 @@ class Desk:
         with self._turn():
             lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
             self._growths.begin(lease, len(block_ids) if ready is None else ready)
-        self._plane.nudge()
+        self._planes.nudge()
         host, port = self.address
         ticket = KvTransferParams(
             do_remote_prefill=True,
@@ -233,7 +242,7 @@ class Desk:
                 for lease in self._fetches.leases(peer):
                     self._control.say(peer, End(lease, 0))
         self._control.close(JOIN_S)
-        self._plane.close(JOIN_S)
+        self._planes.close(JOIN_S)
 
     # Called from the control thread.
 
@@ -301,8 +310,9 @@ class Desk:
         """The plane can read from a peer, or cannot."""
         with self._turn():
             if error is not None:
-                self._lose(peer, error)
+                self._try_next_plane(peer, error)
             elif peer in self._peers and self._peers[peer].lost is None:
+                log.info("KV of %s:%d comes by %s", peer.host, peer.port, self._peers[peer].plane)
                 self._fetches.peer_ready(peer, time.monotonic())
 
     def read_ended(self, peer: PeerKey, read_id: int) -> None:
@@ -334,7 +344,7 @@ class Desk:
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
                 if isinstance(command, Read):
-                    self._plane.read(command)
+                    self._planes[self._peers[command.peer].plane].read(command)
                 else:
                     self._control.say(command.peer, End(command.lease, command.token))
             for ended in self._leases.events:
@@ -352,8 +362,8 @@ class Desk:
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
         self._hello_at = now
-        self._plane.nudge()
-        return Welcome(self._engine_id, self._generation, self._fingerprint, self._region, self._metadata)
+        self._planes.nudge()
+        return Welcome(self._engine_id, self._generation, self._fingerprint, self._region, self._planes.cards)
 
     def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
         where = f"{peer.host}:{peer.port}"
@@ -372,7 +382,24 @@ class Desk:
             self._renew(peer, self._fetches.leases(peer), now)
             for lease in self._fetches.growing(peer):
                 self._control.say(peer, Follow(lease))
-            self._plane.add_peer(peer, welcome)
+            self._meet(peer, known, welcome)
+
+    def _meet(self, peer: PeerKey, known: _Peer, welcome: Welcome) -> None:
+        """Join the peer through the best plane that both have."""
+        known.choices = self._planes.shared(welcome)
+        both = f"{', '.join(self._planes.cards)} here and {', '.join(welcome.planes) or 'none'} there"
+        self._try_next_plane(peer, Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}"))
+
+    def _try_next_plane(self, peer: PeerKey, error: KvrelayError) -> None:
+        """`error` is why there is none so far."""
+        known = self._peers.get(peer)
+        if known is None or known.lost is not None or not known.choices:
+            self._lose(peer, error)
+            return
+        if known.plane:
+            log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
+        known.plane, source = known.choices.pop(0)
+        self._planes[known.plane].add_peer(peer, source)
 
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):
@@ -385,7 +412,8 @@ class Desk:
         known.lost = error
         self._fetches.peer_lost(peer, error)
         self._control.hang_up(peer)
-        self._plane.peer_gone(peer)
+        if known.plane:
+            self._planes[known.plane].peer_gone(peer)
         self._retire(peer)
 
     def _retire(self, peer: PeerKey) -> None:
@@ -393,7 +421,8 @@ class Desk:
         known = self._peers.get(peer)
         if known is not None and known.lost is not None and not self._fetches.reading(peer):
             del self._peers[peer]
-            self._plane.drop_peer(peer)
+            if known.plane:
+                self._planes[known.plane].drop_peer(peer)
 
 
 def _blocks(ticket: KvTransferParams) -> int:

@@ -16,7 +16,7 @@ import msgspec
 
 from kernels.pool_memory import NONCE_BYTES, PoolMemory
 from kv_transfer.connector import PoolRegion
-from kv_transfer.messages import Welcome
+from kv_transfer.planes import Source
 from wire.errors import ConfigError, TransferError
 
 __all__ = ["GpuPiece", "GpuSide"]
@@ -82,9 +82,9 @@ class GpuSide:
         assert self.poll(read)
         return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
 
-    def map(self, welcome: Welcome, place: GpuPiece) -> int:
+    def map(self, source: Source, place: GpuPiece) -> int:
         """The address of the peer's pool, for kernels on our GPU. Raises TransferError naming what is missing."""
-        cuda, who = self._torch.cuda, welcome.engine_id
+        cuda, who = self._torch.cuda, source.engine_id
         # CUDA opens memory of a GPU that CUDA_VISIBLE_DEVICES hides, but cannot be asked about it.
         visible = {self._uuid(index): index for index in range(cuda.device_count())}
         theirs = visible.get(place.gpu, self._device)

@@ -20,7 +20,7 @@ import msgspec
 
 from kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
 from kv_transfer.connector import PoolRegion
-from kv_transfer.messages import Welcome
+from kv_transfer.planes import Source
 from wire.errors import TransferError
 
 __all__ = ["HostFile", "HostSide", "runs"]
@@ -55,17 +55,17 @@ class HostSide:
         self._local = np.ctypeslib.as_array((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address))
         return HostFile(_pid_namespace(), os.getpid(), memory.file)
 
-    def map(self, welcome: Welcome, place: HostFile) -> Any:
+    def map(self, source: Source, place: HostFile) -> Any:
         """The peer's pool and its nonce as a numpy array, read-only; unmapped with its last reference.
 
         Raises TransferError naming what is missing."""
-        who = welcome.engine_id
+        who = source.engine_id
         if place.pid_namespace != _pid_namespace():
             raise TransferError(
                 f"kv_connector direct needs one PID namespace, and {who} runs in another one (containers: docker run "
                 "--pid, shareProcessNamespace in a pod)"
             )
-        size = nonce_offset(welcome.region.num_blocks * welcome.region.block_bytes) + NONCE_BYTES
+        size = nonce_offset(source.region.num_blocks * source.region.block_bytes) + NONCE_BYTES
         # The peer names what we open, so it must not be able to make us wait (a pipe) or fault (a file that shrinks).
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         try:

@@ -1,6 +1,6 @@
 """What two connectors say to each other on the control channel: typed msgpack, one message per frame, size-limited.
 
-Owns the words, not the talk. The plane's metadata is opaque bytes: it is handed on only after the fingerprints agreed.
+Owns the words, not the talk. The planes' metadata is opaque bytes: it is handed on only after the fingerprints agreed.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     generation: str
     fingerprint: Fingerprint
     region: PoolRegion
-    metadata: bytes
-    """Of the data plane (NIXL: agent metadata). Opaque."""
+    planes: dict[str, bytes]
+    """The source's data planes by name, with what a reader needs to use each: opaque here."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from kv_transfer.connector import PoolRegion
 from kv_transfer.fetches import PeerKey, Read
-from kv_transfer.messages import Welcome
 from wire.errors import KvrelayError, PeerLost, TransferError
 
-__all__ = ["DataPlane", "PlaneDesk", "PlaneThread"]
+__all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source"]
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,26 @@ POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.0002, 0.001, 1.25
 SERVE_S, IDLE_S = 0.002, 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A peer that a plane shall read from. `metadata` is what the peer's plane has returned from `open`."""
+
+    engine_id: str
+    generation: str
+    region: PoolRegion
+    metadata: bytes
+
+
 class DataPlane(Protocol):
     """All methods are called from one thread. A peer is named by its generation."""
+
+    helps_readers: bool
+    """Whether peers that read from here need `progress`."""
 
     def open(self) -> bytes:
         """Take devices and memory. Returns the metadata that peers need. Raises ConfigError."""
 
-    def add_peer(self, welcome: Welcome) -> None:
+    def add_peer(self, source: Source) -> None:
         """Get ready to read from a peer. Raises TransferError."""
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
@@ -107,9 +120,9 @@ class PlaneThread:
             raise metadata
         return metadata
 
-    def add_peer(self, peer: PeerKey, welcome: Welcome) -> None:
+    def add_peer(self, peer: PeerKey, source: Source) -> None:
         """`joined` follows."""
-        self._todo.put(partial(self._add_peer, peer, welcome))
+        self._todo.put(partial(self._add_peer, peer, source))
 
     def read(self, read: Read) -> None:
         """`read_ended`, or `read_failed` until it is not in flight, follows."""
@@ -162,17 +175,17 @@ class PlaneThread:
         if self._running:
             self._interval_s = min(POLL_MAX_S, self._interval_s * POLL_GROWTH)
             return self._interval_s
-        return SERVE_S if self._desk.serving() else IDLE_S
+        return SERVE_S if self._plane.helps_readers and self._desk.serving() else IDLE_S
 
-    def _add_peer(self, peer: PeerKey, welcome: Welcome) -> None:
+    def _add_peer(self, peer: PeerKey, source: Source) -> None:
         started = time.monotonic()
         self._gone.discard(peer)
         try:
-            self._plane.add_peer(welcome)
+            self._plane.add_peer(source)
         except TransferError as error:
             self._desk.joined(peer, error)
             return
-        log.info("joined %s at %s:%d in %.3f s", welcome.engine_id, peer.host, peer.port, time.monotonic() - started)
+        log.info("joined %s at %s:%d in %.3f s", source.engine_id, peer.host, peer.port, time.monotonic() - started)
         self._desk.joined(peer, None)
 
     def _post(self, read: Read) -> None:

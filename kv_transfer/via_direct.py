@@ -8,7 +8,7 @@ mapped, and whether the bytes still were the right ones is for the desk's fences
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,15 +17,12 @@ import msgspec
 
 from kernels.pool_memory import PoolMemory, nonce_offset, pool_memory
 from kv_transfer.connector import PoolRegion
-from kv_transfer.desk import Desk
 from kv_transfer.mapped_gpu import GpuPiece, GpuSide
 from kv_transfer.mapped_host import HostFile, HostSide
-from kv_transfer.messages import Welcome
-from wire.config import TransferConfig
+from kv_transfer.planes import Source
 from wire.errors import ConfigError, TransferError
-from wire.transfer import Fingerprint
 
-__all__ = ["DirectConnector", "DirectPlane", "Metadata"]
+__all__ = ["DirectPlane", "Metadata"]
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -49,7 +46,7 @@ class Side(Protocol):
     def open(self, memory: PoolMemory) -> Any:
         """Get ready to copy into our pool. Returns its place. Raises ConfigError, or OSError without /proc."""
 
-    def map(self, welcome: Welcome, place: Any) -> Any:
+    def map(self, source: Source, place: Any) -> Any:
         """Map a peer's pool. Raises TransferError."""
 
     def nonce(self, pool: Any, offset: int) -> bytes:
@@ -67,6 +64,8 @@ class Side(Protocol):
 
 class DirectPlane:
     """A `DataPlane` over mapped memory. All methods run on one thread."""
+
+    helps_readers = False
 
     def __init__(self, region: PoolRegion) -> None:
         """Takes nothing before `open`. The region's pool must outlive the plane."""
@@ -89,28 +88,28 @@ class DirectPlane:
             raise ConfigError(f"kv_connector direct needs /proc ({error}); use kv_connector nixl") from error
         return msgspec.msgpack.encode(Metadata(self._boot_id, memory.nonce, self._place))
 
-    def add_peer(self, welcome: Welcome) -> None:
+    def add_peer(self, source: Source) -> None:
         """Map a peer's pool."""
-        if welcome.generation in self._remotes:
+        if source.generation in self._remotes:
             return
         try:
-            metadata = msgspec.msgpack.decode(welcome.metadata, type=Metadata)
+            metadata = msgspec.msgpack.decode(source.metadata, type=Metadata)
         except msgspec.DecodeError as error:
-            raise TransferError(f"{welcome.engine_id} speaks another language than kv_connector direct") from error
+            raise TransferError(f"{source.engine_id} speaks another language than kv_connector direct") from error
         if metadata.boot_id != self._boot_id:
-            raise TransferError(f"kv_connector direct needs one host, and {welcome.engine_id} runs on another one")
+            raise TransferError(f"kv_connector direct needs one host, and {source.engine_id} runs on another one")
         if type(metadata.place) is not type(self._place):
             raise TransferError(
                 f"kv_connector direct needs both KV pools on CPUs or both on GPUs: ours is on {self._region.device}, "
-                f"that of {welcome.engine_id} on {welcome.region.device}"
+                f"that of {source.engine_id} on {source.region.device}"
             )
-        pool = self._side.map(welcome, metadata.place)
+        pool = self._side.map(source, metadata.place)
         try:
-            self._prove(welcome, pool, metadata.nonce)
+            self._prove(source, pool, metadata.nonce)
         except TransferError:
             self._side.unmap(pool)
             raise
-        self._remotes[welcome.generation] = _Remote(welcome.region.num_blocks, pool)
+        self._remotes[source.generation] = _Remote(source.region.num_blocks, pool)
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
         """Begin to copy; `poll` goes on with it."""
@@ -141,23 +140,8 @@ class DirectPlane:
         for generation in list(self._remotes):
             self.drop_peer(generation)
 
-    def _prove(self, welcome: Welcome, pool: Any, nonce: bytes) -> None:
+    def _prove(self, source: Source, pool: Any, nonce: bytes) -> None:
         """Process ids and handles are used again; the nonce is not. Where it lies also proves the size."""
-        offset = nonce_offset(welcome.region.num_blocks * welcome.region.block_bytes)
+        offset = nonce_offset(source.region.num_blocks * source.region.block_bytes)
         if self._side.nonce(pool, offset) != nonce:
-            raise TransferError(f"what {welcome.engine_id} said is its KV pool is another's: it has ended or restarted")
-
-
-class DirectConnector(Desk):
-    """A `Connector` between nodes of one host that map each other's KV pool."""
-
-    def __init__(
-        self,
-        engine_id: str,
-        fingerprint: Fingerprint,
-        region: PoolRegion,
-        config: TransferConfig,
-        wake: Callable[[], None],
-    ) -> None:
-        """Serves from here on; the pool was allocated by kernels/pool_memory.py. Raises ConfigError."""
-        super().__init__(engine_id, fingerprint, region, config, wake, DirectPlane(region))
+            raise TransferError(f"what {source.engine_id} said is its KV pool is another's: it has ended or restarted")

@@ -10,23 +10,20 @@ for gloo; NCCL chooses its own (NCCL_SOCKET_IFNAME).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from kv_transfer.communicators import Backend, GlooBackend, NcclBackend
 from kv_transfer.connector import PoolRegion
-from kv_transfer.desk import Desk
-from kv_transfer.messages import Welcome
 from kv_transfer.pair_control import PairControl
 from kv_transfer.pair_messages import Address, Ask, encode
 from kv_transfer.pairs import Budget, Terms, Transfer
+from kv_transfer.planes import Source
 from kv_transfer.staging import BlockPool
-from wire.config import TransferConfig
 from wire.errors import ConfigError, PeerLost, TransferError
-from wire.transfer import Fingerprint
 
-__all__ = ["NcclConnector", "NcclPlane"]
+__all__ = ["NcclPlane"]
 
 # A pair has two slices of staging. On a GPU 32 MiB take 90 us over NVLink, to which an operation of NCCL adds a few.
 GPU_SLICE_BYTES, CPU_SLICE_BYTES = 32 << 20, 4 << 20
@@ -38,6 +35,8 @@ MEMORY_CAP_BYTES = 2 << 30
 
 class NcclPlane:
     """A `DataPlane` over gloo or NCCL, whichever the pool's memory asks for."""
+
+    helps_readers = False  # its own threads do
 
     def __init__(
         self,
@@ -70,21 +69,21 @@ class NcclPlane:
         self._control = PairControl(self._host, terms)
         return msgspec.msgpack.encode(self._control.address)
 
-    def add_peer(self, welcome: Welcome) -> None:
+    def add_peer(self, source: Source) -> None:
         """Dial a peer's control socket. The pair is made at the first read."""
-        if welcome.generation in self._num_blocks:
+        if source.generation in self._num_blocks:
             return
         try:
-            address = msgspec.msgpack.decode(welcome.metadata, type=Address)
+            address = msgspec.msgpack.decode(source.metadata, type=Address)
         except msgspec.DecodeError as error:
-            raise TransferError(f"{welcome.engine_id} does not hand KV over by NCCL: set one kv_connector") from error
-        if welcome.region.device.partition(":")[0] != self._kind:
+            raise TransferError(f"{source.engine_id} does not hand KV over by NCCL: set one kv_connector") from error
+        if source.region.device.partition(":")[0] != self._kind:
             raise TransferError(
-                f"the pool of {welcome.engine_id} is on {welcome.region.device}, this one on {self._region.device};"
+                f"the pool of {source.engine_id} is on {source.region.device}, this one on {self._region.device};"
                 " kv_connector nccl needs both on CPUs or both on GPUs"
             )
-        self._num_blocks[welcome.generation] = welcome.region.num_blocks
-        self._control.dial(welcome.generation, address)
+        self._num_blocks[source.generation] = source.region.num_blocks
+        self._control.dial(source.generation, address)
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Transfer:
         """Ask the peer to send, and make the pair first if there is none."""
@@ -125,23 +124,6 @@ class NcclPlane:
     def close(self) -> None:
         """Hang up everywhere. A communicator that hangs keeps its thread and its staging, but never the pool."""
         self._control.close()
-
-
-class NcclConnector(Desk):
-    """A `Connector` that moves KV through NCCL, or gloo on CPUs."""
-
-    def __init__(
-        self,
-        engine_id: str,
-        fingerprint: Fingerprint,
-        region: PoolRegion,
-        config: TransferConfig,
-        wake: Callable[[], None],
-    ) -> None:
-        """Serves from here on. Raises ConfigError."""
-        # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease has lost it.
-        plane = NcclPlane(region, config.kv_host, config.transfer_deadline_s, config.lease_s)
-        super().__init__(engine_id, fingerprint, region, config, wake, plane)
 
 
 def _memory(device: str) -> tuple[str, int]:

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kv_transfer.connector import PoolRegion
-from kv_transfer.desk import Desk
-from kv_transfer.messages import Welcome
-from wire.config import TransferConfig
+from kv_transfer.planes import Source
 from wire.errors import ConfigError, PeerLost, TransferError
-from wire.transfer import Fingerprint
 
-__all__ = ["NixlConnector", "NixlPlane"]
+__all__ = ["NixlPlane"]
 
 
 @dataclass(slots=True)
@@ -42,6 +39,8 @@ class _Handle:
 class NixlPlane:
     """A `DataPlane` over NIXL. All methods run on one thread: an agent is not thread-safe."""
 
+    helps_readers = True
+
     def __init__(self, name: str, region: PoolRegion) -> None:
         """`name` is unique among all agents that ever meet. Takes nothing before `open`."""
         self._name = name
@@ -55,6 +54,8 @@ class NixlPlane:
         """Start the agent (up to 3 s) and register the pool. Returns the metadata."""
         # NIXL logs to stderr from INFO on; what fails is an exception here, with our own words.
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        # Where UCX sees no NVLink between two GPUs (or one GPU and two processes) it reads through TCP, at 0.5 GB/s.
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         try:
             import numpy as np
             from nixl import _bindings
@@ -82,19 +83,19 @@ class NixlPlane:
             raise ConfigError(f"NIXL cannot take the KV pool ({region}) through UCX: {_named(error)}") from error
         return bytes(self._agent.get_agent_metadata())
 
-    def add_peer(self, welcome: Welcome) -> None:
+    def add_peer(self, source: Source) -> None:
         """Load a peer's metadata (8 to 40 ms) and prepare one descriptor per block of its pool."""
-        if welcome.generation in self._remotes:
+        if source.generation in self._remotes:
             return
-        region = welcome.region
+        region = source.region
         try:
             memory, _ = _memory(region.device)
-            name = self._agent.add_remote_agent(welcome.metadata)
+            name = self._agent.add_remote_agent(source.metadata)
             agent = name.decode() if isinstance(name, bytes) else name
             blocks = self._agent.prep_xfer_dlist(agent, self._table(region), memory)
         except self._errors as error:
-            raise TransferError(f"NIXL cannot reach the pool of {welcome.engine_id}: {_named(error)}") from error
-        self._remotes[welcome.generation] = _Remote(agent, region.num_blocks, blocks)
+            raise TransferError(f"NIXL cannot reach the pool of {source.engine_id}: {_named(error)}") from error
+        self._remotes[source.generation] = _Remote(agent, region.num_blocks, blocks)
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _Handle:
         """Post one READ. NIXL merges descriptors that are neighbours on both sides by itself.
@@ -173,23 +174,6 @@ class NixlPlane:
         """Giving back may fail because the other side is gone, which is often why we give back."""
         with contextlib.suppress(*self._errors):
             give_back()
-
-
-class NixlConnector(Desk):
-    """A `Connector` that moves KV through NIXL."""
-
-    def __init__(
-        self,
-        engine_id: str,
-        fingerprint: Fingerprint,
-        region: PoolRegion,
-        config: TransferConfig,
-        wake: Callable[[], None],
-    ) -> None:
-        """Registers the pool and serves from here on. Raises ConfigError."""
-        # NIXL knows its peers by name, so a restarted node must not come back under its old one.
-        name = f"{engine_id}-{os.urandom(8).hex()}"
-        super().__init__(engine_id, fingerprint, region, config, wake, NixlPlane(name, region))
 
 
 def _memory(device: str) -> tuple[str, int]:

@@ -173,12 +173,16 @@ class RanksConfig:
         )
 
 
+_CONNECTORS = ("auto", "direct", "nixl", "nccl")
+
+
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
     """The hand-over: who may take KV from here, and for how long it is kept."""
 
-    kv_connector: str = "nixl"
-    """What moves KV: nixl."""
+    kv_connector: str = "auto"
+    """What moves KV: direct (nodes of one host map each other's memory), nixl, nccl; auto: each pair of nodes takes the
+    first of these that both have."""
     kv_host: str = "127.0.0.1"
     """Address at which peers reach this node's control channel."""
     kv_port: int = 0
@@ -197,7 +201,10 @@ class TransferConfig:
     """The slowest transfer, in bytes per second, that is waited for."""
 
     def __post_init__(self) -> None:
-        _require(self.kv_connector in ("nixl",), f"kv_connector {self.kv_connector!r} is not one of nixl")
+        _require(
+            self.kv_connector in _CONNECTORS,
+            f"kv_connector {self.kv_connector!r} is not one of {', '.join(_CONNECTORS)}",
+        )
         # Never the secret itself in an error: it would end in a log.
         _require(
             not self.cluster_secret or len(self.cluster_secret) >= MIN_SECRET_CHARS,

@@ -23,7 +23,7 @@ class Node:
     def __init__(self, name: str, folder: Path, config: TransferConfig, fingerprint: Fingerprint) -> None:
         self.plane = SharedPlane(folder / f"{name}-{time.monotonic_ns()}")
         self.woken = threading.Event()
-        self.desk = Desk(name, fingerprint, REGION, config, self.woken.set, self.plane)
+        self.desk = Desk(name, fingerprint, REGION, config, self.woken.set, {"shared": self.plane})
 
     def wait(self, count: int, within_s: float = 5.0) -> list[Event]:
         """The next `count` events, of which the desk has woken us."""

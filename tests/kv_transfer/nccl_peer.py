@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from kv_transfer.connector import PoolRegion
-from kv_transfer.messages import Welcome
+from kv_transfer.planes import Source
 from kv_transfer.via_nccl import NcclPlane
 from wire.errors import TransferError
 from wire.transfer import Fingerprint
@@ -58,8 +58,8 @@ class PlaneNode:
         self.pool.copy_(values)
 
     @property
-    def welcome(self) -> Welcome:
-        return Welcome("peer", self.generation, FINGERPRINT, self.region, self.metadata)
+    def welcome(self) -> Source:
+        return Source("peer", self.generation, self.region, self.metadata)
 
     def digest(self, blocks: Sequence[int]) -> str:
         return hashlib.sha256(self.pool[list(blocks)].cpu().numpy().tobytes()).hexdigest()
@@ -102,11 +102,11 @@ class PeerPlane:
         return json.loads(self.process.stdout.readline())
 
     @property
-    def welcome(self) -> Welcome:
+    def welcome(self) -> Source:
         generation, metadata = self.ask("introduce")
-        return Welcome("peer", generation, FINGERPRINT, self.region, base64.b64decode(metadata))
+        return Source("peer", generation, self.region, base64.b64decode(metadata))
 
-    def meet(self, welcome: Welcome) -> None:
+    def meet(self, welcome: Source) -> None:
         """Let it read from that plane."""
         device, blocks, size = welcome.region.device, welcome.region.num_blocks, welcome.region.block_bytes
         self.ask("meet", welcome.generation, base64.b64encode(welcome.metadata).decode(), device, blocks, size)
@@ -165,7 +165,7 @@ def main(num_blocks: str, block_bytes: str, slice_bytes: str, device: str) -> No
         elif method == "meet":
             generation, metadata, device, blocks, size = rest
             region = PoolRegion(0, blocks, size, device)
-            node.plane.add_peer(Welcome("peer", generation, FINGERPRINT, region, base64.b64decode(metadata)))
+            node.plane.add_peer(Source("peer", generation, region, base64.b64decode(metadata)))
         elif method == "read":
             try:
                 answer = node.ended(node.plane.post_read(*rest))

@@ -109,7 +109,7 @@ def main(kind: str, *arguments: str) -> None:
         plane = SharedPlane(Path(arguments[0]))
         for index in range(BLOCKS):
             plane.write(index, pattern(index))
-        connector = Desk("child", FINGERPRINT, REGION, CONFIG, lambda: None, plane)
+        connector = Desk("child", FINGERPRINT, REGION, CONFIG, lambda: None, {"shared": plane})
     else:
         from real_node import RealNode
 

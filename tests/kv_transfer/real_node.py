@@ -69,7 +69,8 @@ class RealNode:
             DirectPlane(self.region) if kind == "direct" else NixlPlane(f"{name}-{time.monotonic_ns()}", self.region)
         )
         self.plane = GatedPlane(plane)
-        self.desk = Desk(name, FINGERPRINT, self.region, config, self.woken.set, cast(DataPlane, self.plane))
+        planes = {kind: cast(DataPlane, self.plane)}
+        self.desk = Desk(name, FINGERPRINT, self.region, config, self.woken.set, planes)
 
     def fill(self) -> None:
         """Block i is full of i + 1."""

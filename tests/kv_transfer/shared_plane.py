@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kv_transfer.connector import PoolRegion
-from kv_transfer.messages import Welcome
+from kv_transfer.planes import Source
 from wire.errors import TransferError
 
 BLOCKS, BLOCK_BYTES = 16, 4096
@@ -20,6 +20,8 @@ REGION = PoolRegion(address=0, num_blocks=BLOCKS, block_bytes=BLOCK_BYTES, devic
 
 class SharedPlane:
     """Set `gate` to let READs finish, `error` to let them fail, from any thread."""
+
+    helps_readers = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,8 +37,8 @@ class SharedPlane:
     def open(self) -> bytes:
         return str(self.path).encode()
 
-    def add_peer(self, welcome: Welcome) -> None:
-        self.peers[welcome.generation] = _map(Path(welcome.metadata.decode()))
+    def add_peer(self, source: Source) -> None:
+        self.peers[source.generation] = _map(Path(source.metadata.decode()))
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
         if generation not in self.peers:

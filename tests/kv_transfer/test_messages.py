@@ -30,7 +30,7 @@ LEASE = LeaseId("r", 7)
     "message",
     [
         Hello("e", FINGERPRINT),
-        Welcome("e", "g", FINGERPRINT, PoolRegion(1 << 47, 10, 4096, "cuda:1"), b"\0opaque"),
+        Welcome("e", "g", FINGERPRINT, PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0opaque"}),
         Refused("why"),
         Renew(1.5, [LEASE]),
         Renewed(1.5, [LEASE], []),

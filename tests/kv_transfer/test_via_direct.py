@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,9 @@ from kv_transfer import mapped_host
 from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Settled
 from kv_transfer.mapped_gpu import GpuPiece
 from kv_transfer.mapped_host import HostFile, runs
-from kv_transfer.messages import Welcome
-from kv_transfer.via_direct import DirectConnector, DirectPlane, Metadata
+from kv_transfer.open import open_connector
+from kv_transfer.planes import Source
+from kv_transfer.via_direct import DirectPlane, Metadata
 from wire.config import TransferConfig
 from wire.errors import ConfigError, TransferError
 
@@ -38,13 +40,13 @@ class Pool:
         self.plane = DirectPlane(self.region)
         self.metadata = self.plane.open()
 
-    def welcome(self, generation: str = "g", **changed: object) -> Welcome:
+    def welcome(self, generation: str = "g", **changed: object) -> Source:
         """What a peer is told; `changed` fields of the metadata or of the region."""
         metadata = msgspec.msgpack.decode(self.metadata, type=Metadata)
         known = {name: changed.pop(name) for name in list(changed) if name in metadata.__struct_fields__}
         metadata = msgspec.structs.replace(metadata, **known)
         region = dataclasses.replace(self.region, **changed)  # type: ignore[arg-type]
-        return Welcome("peer", generation, FINGERPRINT, region, msgspec.msgpack.encode(metadata))
+        return Source("peer", generation, region, msgspec.msgpack.encode(metadata))
 
     def place(self) -> HostFile:
         place = msgspec.msgpack.decode(self.metadata, type=Metadata).place
@@ -143,7 +145,7 @@ def test_another_host_another_kind_and_another_language(here: Pool, there: Pool)
         here.plane.add_peer(there.welcome(place=GpuPiece(1, bytes(64), "GPU-1"), device="cuda:1"))
     for metadata in (b"", b"nixl's own \xff", msgspec.msgpack.encode({"boot_id": 3})):
         with pytest.raises(TransferError, match="speaks another language"):
-            here.plane.add_peer(msgspec.structs.replace(there.welcome(), metadata=metadata))
+            here.plane.add_peer(replace(there.welcome(), metadata=metadata))
 
 
 def test_another_pid_namespace(here: Pool, there: Pool) -> None:
@@ -204,7 +206,7 @@ def test_a_pool_that_is_not_shared_is_a_config_error() -> None:
     private = torch.zeros(SMALL * SMALL_BYTES, dtype=torch.uint8)
     region = PoolRegion(private.data_ptr(), SMALL, SMALL_BYTES, "cpu")
     with pytest.raises(ConfigError, match="memory that peers can map"):
-        DirectConnector("x", FINGERPRINT, region, CONFIG, lambda: None)
+        open_connector("x", FINGERPRINT, region, replace(CONFIG, kv_connector="direct"), lambda: None)
 
 
 # --- two processes ------------------------------------------------------------------------------------------------
@@ -377,6 +379,6 @@ def test_gpu_handle_that_leads_elsewhere_is_refused_and_harms_nothing(gpu_reader
         place = msgspec.structs.replace(metadata.place, handle=handle)
         changed = msgspec.msgpack.encode(msgspec.structs.replace(metadata, place=place, nonce=bytes(32)))
         with pytest.raises(TransferError):
-            plane.add_peer(Welcome("peer", "g", FINGERPRINT, gpu_reader.region, changed))
+            plane.add_peer(Source("peer", "g", gpu_reader.region, changed))
     plane.close()
     torch.zeros(1, device="cuda").add_(1).item()  # the context is sound

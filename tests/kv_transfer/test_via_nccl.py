@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -18,9 +19,10 @@ from nccl_peer import FINGERPRINT, PATIENCE_S, PeerPlane, PlaneNode, peer_plane
 
 from kv_transfer import pairs
 from kv_transfer.connector import Event, Fetched, PoolRegion, Released
+from kv_transfer.open import open_connector
 from kv_transfer.pair_messages import Address, Ask, Meet, PairMessage, Part, decode, encode
 from kv_transfer.staging import BlockPool, cut
-from kv_transfer.via_nccl import NcclConnector, NcclPlane
+from kv_transfer.via_nccl import NcclPlane
 from wire.config import TransferConfig
 from wire.errors import ConfigError, PeerLost, TransferError
 
@@ -161,10 +163,10 @@ def test_blocks_outside_either_pool_are_refused_before_anything_starts() -> None
 def test_a_peer_of_another_kind_is_refused() -> None:
     with plane_node(*SMALL) as source, plane_node(*SMALL) as reader:
         with pytest.raises(TransferError, match="one kv_connector"):
-            reader.plane.add_peer(msgspec.structs.replace(source.welcome, metadata=b"NIXL's"))
+            reader.plane.add_peer(replace(source.welcome, metadata=b"NIXL's"))
         elsewhere = PoolRegion(0, 64, 10_001, "cuda:0")
         with pytest.raises(TransferError, match="both on CPUs or both on GPUs"):
-            reader.plane.add_peer(msgspec.structs.replace(source.welcome, region=elsewhere))
+            reader.plane.add_peer(replace(source.welcome, region=elsewhere))
 
 
 def test_what_cannot_be_opened_is_a_config_error() -> None:
@@ -427,8 +429,8 @@ class Node:
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
         self.woken = threading.Event()
         region = PoolRegion(self.pool.ctypes.data, num_blocks, block_bytes, "cpu")
-        config = TransferConfig(lease_s=3.0, heartbeat_s=0.5)
-        self.connector = NcclConnector(name, FINGERPRINT, region, config, self.woken.set)
+        config = TransferConfig(kv_connector="nccl", lease_s=3.0, heartbeat_s=0.5)
+        self.connector = open_connector(name, FINGERPRINT, region, config, self.woken.set)
 
     def wait(self, count: int, within_s: float = 10.0) -> list[Event]:
         got: list[Event] = []
