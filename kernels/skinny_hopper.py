@@ -37,6 +37,7 @@ COLUMNS = gl.constexpr(64)
 GROUP = gl.constexpr(16)
 """Weight rows of a group."""
 LOADER_REGISTERS = gl.constexpr(40)
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # by its name of Triton 3.7, and of 3.6
 
 
 def ring_descriptors(
@@ -183,7 +184,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     else:
         place = _place(row, m)
         gl.store(partials + gl.program_id(0) * SPACE * BM + place, acc)
-        gl.thread_barrier()  # all threads have stored before one of them says so
+        _barrier()  # all threads have stored before one of them says so
         arrived = gl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             total = gl.zeros([SPACE, BM], gl.float32, layout)

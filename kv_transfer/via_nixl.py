@@ -54,8 +54,6 @@ class NixlPlane:
         """Start the agent (up to 3 s) and register the pool. Returns the metadata."""
         # NIXL logs to stderr from INFO on; what fails is an exception here, with our own words.
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        # Where UCX sees no NVLink between two GPUs (or one GPU and two processes) it reads through TCP, at 0.5 GB/s.
-        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         try:
             import numpy as np
             from nixl import _bindings
@@ -69,6 +67,8 @@ class NixlPlane:
         self._errors = (RuntimeError, ValueError, OverflowError, *named)
         region = self._region
         if self._memory == "VRAM":
+            # Where UCX sees no NVLink between two GPUs (or two processes on one) it reads through TCP, at 0.5 GB/s.
+            os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
             # UCX looks for the CUDA context of the thread that calls it; a new thread has none.
             import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from peer_process import CONFIG, FINGERPRINT
@@ -17,6 +18,7 @@ def test_missing_nixl_is_a_config_error_naming_the_extra(monkeypatch: pytest.Mon
     for name in [name for name in sys.modules if name.split(".")[0] == "nixl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nixl", None)
+    config = replace(CONFIG, kv_connector="nixl")
     with pytest.raises(ConfigError, match=r"pip install kvrelay\[node\]"):
-        open_connector("x", FINGERPRINT, PoolRegion(0, 1, 4096, "cpu"), CONFIG, lambda: None)
+        open_connector("x", FINGERPRINT, PoolRegion(0, 1, 4096, "cpu"), config, lambda: None)
     assert not [t for t in threading.enumerate() if t.name.startswith("kv-")]
