@@ -26,6 +26,7 @@ __all__ = [
     "Released",
     "Settled",
     "TransferStats",
+    "Way",
 ]
 
 
@@ -66,6 +67,8 @@ class Fetched:
     """Of a growing ticket: how the source's part of the request has ended."""
     exposed_s: float = 0.0
     """Seconds from the moment at which the KV was complete, or the fetch was asked for if that was later."""
+    read_s: float = 0.0
+    """Seconds in which the data plane was reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,16 @@ class Settled:
 
 
 Event = Released | Fetched | FetchFailed | Settled
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the KV of a peer comes here."""
+
+    plane: str
+    """Name of the data plane."""
+    missed: Mapping[str, str]
+    """Planes that are preferred to it, and why each cannot be had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +157,9 @@ class Connector(Protocol):
     def cancel(self, request_id: str) -> None:
         """Reader: the request is gone. Releases the source's lease. Exactly one Settled follows if a fetch was running
         (and no Fetched after it); nothing follows a request that was only watched."""
+
+    def way(self, params: KvTransferParams) -> Way | None:
+        """Reader: how the KV of this ticket's source is read; None while that is not known, or no more."""
 
     def events(self) -> list[Event]:
         """What happened since the last call, in order."""

@@ -235,7 +235,7 @@ class ControlThread:
                 dealer.send(frame, zmq.NOBLOCK)
 
     def _tell(self, sender: bytes, frame: bytes) -> None:
-        # A reader that does not take it loses its lease later on; nobody waits for it.
+        # A reader that does not take it asks again with its next heartbeat; nobody waits for it.
         with contextlib.suppress(zmq.Again):
             self._router.send_multipart([sender, frame], zmq.NOBLOCK)
 

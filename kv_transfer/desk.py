@@ -13,11 +13,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 
 import msgspec
 
-from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats
+from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
 from kv_transfer.control import ControlThread
 from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
 from kv_transfer.growth import GrowthTable
@@ -55,6 +55,8 @@ class _Peer:
     """The plane that we read through, or are about to."""
     choices: list[tuple[str, Source]] = field(default_factory=list)
     """Planes that were not tried yet, the best first."""
+    missed: dict[str, str] = field(default_factory=dict)
+    """Planes that one of us does not have, or that did not work; and why."""
 
 
 class Desk:
@@ -156,7 +158,7 @@ class Desk:
                 return None
             ticket = self._offers.pop(request_id)
             self._growths.complete(request_id, _blocks(ticket), completion)
-        return msgspec.structs.replace(ticket, growing=False)
+        return ticket
 
     def release(self, request_id: str) -> None:
         """Source: see Connector."""
@@ -165,7 +167,7 @@ class Desk:
 
     def watch(self, request_id: str, params: KvTransferParams) -> None:
         """Reader: see Connector. Raises ValueError if the request is watched already, or not settled yet."""
-        peer = PeerKey(params.remote_host or "", params.remote_port or 0, params.generation or "")
+        peer = _source(params)
         lease = LeaseId(params.remote_request_id or "", params.lease_epoch)
         refused = refusal(params, self._config.cluster_secret, time.time())
         now = time.monotonic()
@@ -207,6 +209,15 @@ class Desk:
         """Reader: see Connector."""
         with self._turn():
             self._fetches.cancel(request_id)
+
+    def way(self, params: KvTransferParams) -> Way | None:
+        """Reader: see Connector."""
+        with self._lock:
+            known = self._peers.get(_source(params))
+            if known is None or not known.plane:
+                return None
+            better = takewhile(lambda kind: kind != known.plane, self._planes.wanted)
+            return Way(known.plane, {kind: known.missed[kind] for kind in better if kind in known.missed})
 
     def events(self) -> list[Event]:
         """See Connector. Raises RuntimeError if a thread of this connector has ended."""
@@ -260,7 +271,9 @@ class Desk:
             if isinstance(message, Follow):
                 return self._growths.follow(message.lease, sender) or Renewed(now, [], [message.lease])
             if isinstance(message, End):
-                return Ended(message.token, self._leases.end(message.lease, now))
+                # The late farewell of a reader whose place another one has taken ends nothing.
+                held = not self._growths.superseded(message.lease, sender) and self._leases.end(message.lease, now)
+                return Ended(message.token, held)
         return Refused(f"a source does not expect {type(message).__name__}")
 
     def hear(self, peer: PeerKey, message: Message) -> None:
@@ -294,6 +307,8 @@ class Desk:
             for peer, known in list(self._peers.items()):
                 if known.lost is None and known.welcomed and now >= known.renew_at:
                     self._renew(peer, self._fetches.leases(peer), now)
+                    for lease in self._fetches.growing(peer):
+                        self._control.say(peer, Follow(lease))  # what was told meanwhile may have been lost
                     known.renew_at = now + self._config.heartbeat_s
                 elif known.lost is None and not known.welcomed and now >= known.answer_by:
                     waited_s = self._config.lease_s
@@ -387,6 +402,9 @@ class Desk:
     def _meet(self, peer: PeerKey, known: _Peer, welcome: Welcome) -> None:
         """Join the peer through the best plane that both have."""
         known.choices = self._planes.shared(welcome)
+        known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
+        absent = [kind for kind in self._planes.cards if kind not in welcome.planes]
+        known.missed |= dict.fromkeys(absent, "the node that is read does not have it; its log says why")
         both = f"{', '.join(self._planes.cards)} here and {', '.join(welcome.planes) or 'none'} there"
         self._try_next_plane(peer, Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}"))
 
@@ -397,6 +415,7 @@ class Desk:
             self._lose(peer, error)
             return
         if known.plane:
+            known.missed[known.plane] = error.message
             log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
         known.plane, source = known.choices.pop(0)
         self._planes[known.plane].add_peer(peer, source)
@@ -423,6 +442,10 @@ class Desk:
             del self._peers[peer]
             if known.plane:
                 self._planes[known.plane].drop_peer(peer)
+
+
+def _source(ticket: KvTransferParams) -> PeerKey:
+    return PeerKey(ticket.remote_host or "", ticket.remote_port or 0, ticket.generation or "")
 
 
 def _blocks(ticket: KvTransferParams) -> int:

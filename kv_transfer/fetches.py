@@ -11,8 +11,8 @@ then. Our clock alone would not do for that: a source may end a lease early (its
 slept cannot tell from its own clock what was overwritten before it woke.
 
 Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ takes what has been
-announced since the last one, and the fetch ends when the KV is complete and read. Until then it has no deadline: the
-prompt is being computed.
+announced since the last one, and the fetch ends when the KV is complete and read. Until then its deadline is that of
+the source's next renewal: the prompt is being computed, and may take as long as it takes.
 
 The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the transfer was seen done or
 disconnected: NIXL hands back a cancelled handle and goes on writing (seen: 969 of 1024 MiB landed after the release).
@@ -106,6 +106,8 @@ class _Fetch:
     remote_blocks: tuple[int, ...] = field(default=())
     local_blocks: tuple[int, ...] = field(default=())
     asked_at: float = 0.0
+    posted_at: float = 0.0  # of the last READ
+    read_s: float = 0.0  # of all that have ended
     exposed_at: float = 0.0  # from here on nobody waits but for us
     deadline: float = float("inf")
 
@@ -249,6 +251,7 @@ class FetchTable:
         if fetch is None:
             return
         fetch.read_id, fetch.landed = None, fetch.taken
+        fetch.read_s += now - fetch.posted_at
         if fetch.state is _State.ABANDONED:
             self._settle(fetch)
         else:
@@ -278,7 +281,18 @@ class FetchTable:
     def tick(self, now: float) -> None:
         """Fail what is past its deadline."""
         for fetch in list(self._fetches.values()):
-            if now < fetch.deadline or fetch.state is _State.ABANDONED:
+            if fetch.state is _State.ABANDONED:
+                continue
+            if now >= self._silent_at(fetch):
+                self._fail(
+                    fetch,
+                    PeerLost(
+                        f"{fetch.peer.host}:{fetch.peer.port} computes the prompt but has not renewed its lease for"
+                        f" {self.limits.lease_s:g} s; it hangs, or the network between us does"
+                    ),
+                )
+                continue
+            if now < fetch.deadline:
                 continue
             doing = {_State.WAITING: "no renewed lease", _State.READING: "bytes missing"}.get(
                 fetch.state, "unconfirmed"
@@ -296,8 +310,9 @@ class FetchTable:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        running = (f.deadline for f in self._fetches.values() if f.state is not _State.ABANDONED)
-        return min((d for d in running if d != float("inf")), default=None)
+        running = [f for f in self._fetches.values() if f.state is not _State.ABANDONED]
+        due = [min(f.deadline, self._silent_at(f)) for f in running]
+        return min((d for d in due if d != float("inf")), default=None)
 
     def growing(self, peer: PeerKey) -> list[LeaseId]:
         """Leases of which we want to hear how far they are."""
@@ -336,6 +351,12 @@ class FetchTable:
     def _reading(self, read_id: int) -> _Fetch | None:
         return next((f for f in self._fetches.values() if f.read_id == read_id), None)
 
+    def _silent_at(self, fetch: _Fetch) -> float:
+        """When a source that computes for us has said nothing for a lease."""
+        if fetch.complete or fetch.state is _State.WATCHED:
+            return float("inf")
+        return max(fetch.held_until + MARGIN * self.limits.lease_s, fetch.asked_at + self.limits.lease_s)
+
     def _hurry(self, fetch: _Fetch, now: float) -> None:
         """The KV is complete and asked for: from here on time counts."""
         num_bytes = (len(fetch.local_blocks) - fetch.taken) * self.limits.block_bytes
@@ -353,7 +374,7 @@ class FetchTable:
             self._reads += 1
             fetch.read_id, fetch.state = self._reads, _State.READING
             part = slice(fetch.taken, announced)
-            fetch.taken = announced
+            fetch.taken, fetch.posted_at = announced, now
             self.commands.append(Read(self._reads, fetch.peer, fetch.remote_blocks[part], fetch.local_blocks[part]))
         elif fetch.complete:
             self._reads += 1
@@ -383,7 +404,7 @@ class FetchTable:
         self.fetched += 1
         self.fetched_bytes += num_bytes
         self.fetch_s += exposed_s
-        self.events.append(Fetched(fetch.request_id, num_bytes, seconds, fetch.completion, exposed_s))
+        self.events.append(Fetched(fetch.request_id, num_bytes, seconds, fetch.completion, exposed_s, fetch.read_s))
         del self._fetches[fetch.request_id]
 
     def _fail(self, fetch: _Fetch, error: KvrelayError) -> None:

@@ -64,6 +64,11 @@ class GrowthTable:
         growth.follower = follower
         return growth.news()
 
+    def superseded(self, lease: LeaseId, reader: bytes) -> bool:
+        """Whether another reader has followed this lease since."""
+        growth = self._growths.get(lease.request_id)
+        return growth is not None and growth.lease == lease and growth.follower not in (None, reader)
+
     def forget(self, request_id: str) -> None:
         """The lease has ended. Unknown ids are ignored."""
         self._growths.pop(request_id, None)

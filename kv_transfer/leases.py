@@ -69,8 +69,12 @@ class LeaseTable:
         return kept, lost
 
     def end(self, lease: LeaseId, now: float) -> bool:
-        """The reader is through with it. Returns whether it was held until now: the reader's proof, or its refusal."""
+        """The reader is through with it. Returns whether it was held until now: the reader's proof, or its refusal.
+
+        While its KV grows a reader that gives up does not end it: there may be another one soon."""
         self.expire(now)
+        if lease.request_id in self._growing:
+            return False
         held, _ = self._split([lease])
         return bool(held) and self.release(lease.request_id)
 

@@ -23,8 +23,11 @@ class OpenPlanes:
         Raises ConfigError if the only one cannot be had, or none of several."""
         self.cards: dict[str, bytes] = {}
         """What peers need to use each."""
+        self.missing: dict[str, str] = {}
+        """Those left out, and why."""
+        self.wanted = tuple(planes)
+        """Those in it and those left out."""
         self._threads: dict[str, PlaneThread] = {}
-        missing: list[str] = []
         for kind, plane in planes.items():
             thread = PlaneThread(plane, desk)
             try:
@@ -33,11 +36,11 @@ class OpenPlanes:
                 if len(planes) == 1:
                     raise
                 log.info("no KV by %s on this node: %s", kind, error.message)
-                missing.append(error.message)
+                self.missing[kind] = error.message
             else:
                 self._threads[kind] = thread
         if not self._threads:
-            raise ConfigError(f"no KV can be handed over: {'; '.join(missing)}")
+            raise ConfigError(f"no KV can be handed over: {'; '.join(self.missing.values())}")
 
     def __getitem__(self, kind: str) -> PlaneThread:
         """The thread of a plane that is open."""

@@ -226,6 +226,24 @@ def _chat(
     return chat(Endpoint(url.rstrip("/").removesuffix("/v1"), api_key), Console(highlight=False, soft_wrap=True))
 
 
+@app.command("doctor")
+def _doctor(
+    router: Annotated[
+        str, typer.Option(help="The router, which names the nodes. [default: http://127.0.0.1:8000]")
+    ] = "",
+    prefill: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Prefill nodes, instead of a router.")
+    ] = None,
+    decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="Decode nodes, instead of a router.")] = None,
+    node_api_key: Annotated[str, typer.Option(help="The key that the nodes want.", envvar=NODE_API_KEY)] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and how fast?"""
+    from kvrelay.doctor import run as run_doctor
+
+    return run_doctor(router, prefill or [], decode or [], node_api_key, as_json=json)
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2 if what was typed is wrong, 1 if it failed, 130 after Ctrl-C."""
     try:

@@ -118,7 +118,8 @@ def gpus_of_nodes(nodes: int, ranks: int, gpus: Sequence[str]) -> list[NodeGpus]
 def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) -> list[ChildSpec]:
     """The processes of the cluster, router last. Secrets go into the environment, everything else into flags."""
     roles = [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode
-    base = {**machine.environ, NODE_API_KEY: node_key}
+    # One from outside goes first: whoever wants to ask the nodes themselves, as `kvrelay doctor` does, must know it.
+    base = {**machine.environ, NODE_API_KEY: machine.environ.get(NODE_API_KEY) or node_key}
     for name in (API_KEY, CLUSTER_SECRET):
         base.pop(name, None)
     # For the nodes only: the router carries tickets and need not know what signs them.

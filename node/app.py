@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
+from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.leg import Leg
 from openai_api.types import ModelCard, ModelList
@@ -115,8 +116,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     @app.post("/kv/release")
     async def release(request: Request) -> Response:
-        _authorize(node.config.api_key, request)
-        body = await _read_body(request, node.config.max_body_bytes)
+        body = await _node_body(node, request)
         try:
             request_ids = msgspec.json.decode(body, type=_ReleaseBody).request_ids
         except msgspec.DecodeError as why:
@@ -124,6 +124,18 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
         for request_id in request_ids:
             node.engine.release(request_id)
         return _json({"released": len(request_ids)})
+
+    @app.post("/kv/probe/offer")
+    async def probe_offer(request: Request) -> Response:
+        body = await _node_body(node, request)
+        node.ready()
+        return _json(await offer_probe(node.config, node.engine, body))
+
+    @app.post("/kv/probe/fetch")
+    async def probe_fetch(request: Request) -> Response:
+        body = await _node_body(node, request)
+        node.ready()
+        return _json(await fetch_probe(node.config, node.engine, body))
 
     @app.get("/health")
     async def health() -> Response:
@@ -284,7 +296,7 @@ async def _whole(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg) ->
     """Status and JSON body of an answer that is not streamed."""
     async with contextlib.aclosing(frames):
         frame = first
-        while frame.kind is FrameKind.TOKENS:
+        while frame.kind in (FrameKind.TOKENS, FrameKind.TICKET):
             frame = await anext(frames)
     if frame.kind is FrameKind.ERROR:
         return frame.status, msgspec.json.encode({"error": frame.error})
@@ -330,6 +342,12 @@ async def _read_body(request: Request, limit: int) -> bytes:
     if size > limit:
         raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
     return bytes(body)
+
+
+async def _node_body(node: Node, request: Request) -> bytes:
+    """The body of what the cluster itself asks: from those only who know the nodes' key."""
+    _authorize(node.config.api_key, request)
+    return await _read_body(request, node.config.max_body_bytes)
 
 
 def _request_id(request: Request) -> str:

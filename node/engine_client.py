@@ -27,7 +27,12 @@ from wire.engine_messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    FetchProbe,
     FromEngine,
+    OfferProbe,
+    ProbeFetched,
+    ProbeOffered,
+    ProbeRefused,
     Release,
     RequestUpdate,
     Shutdown,
@@ -35,7 +40,7 @@ from wire.engine_messages import (
     Submit,
     ToEngine,
 )
-from wire.errors import EngineDead
+from wire.errors import DeadlineExceeded, EngineDead
 from wire.outputs import Load
 
 __all__ = ["EngineClient"]
@@ -52,6 +57,7 @@ class EngineClient:
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
+        self._probes: dict[str, asyncio.Future[ProbeOffered | ProbeFetched | ProbeRefused]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-")
@@ -138,6 +144,23 @@ class EngineClient:
         self._send(submit)
         self._send(Abort(submit.request_id))
 
+    async def ask(
+        self, probe: OfferProbe | FetchProbe, deadline_s: float
+    ) -> ProbeOffered | ProbeFetched | ProbeRefused:
+        """What the engine process says to a probe. Raises EngineDead, DeadlineExceeded."""
+        if self.ended.is_set():
+            raise EngineDead(self.failure or "the engine process of this node has ended")
+        answer: asyncio.Future[ProbeOffered | ProbeFetched | ProbeRefused] = asyncio.get_running_loop().create_future()
+        self._probes[probe.probe_id] = answer
+        try:
+            self._send(probe)
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError as why:
+            raise DeadlineExceeded(f"the engine process did not answer a probe within {deadline_s:g} s") from why
+        finally:
+            del self._probes[probe.probe_id]
+
     def silent_s(self) -> float:
         """Seconds since the engine process said anything."""
         return time.monotonic() - self.heard_at
@@ -188,6 +211,10 @@ class EngineClient:
                             self._send(Release(update.request_id))  # its client left while the last step ran
                 case EngineStats() as stats:
                     self.stats, self.load = stats, stats.load
+                case ProbeOffered() | ProbeFetched() | ProbeRefused() as answer:
+                    asked = self._probes.get(answer.probe_id)
+                    if asked is not None and not asked.done():
+                        asked.set_result(answer)
                 case EngineReady() as info:
                     self.info = info
                     self._ready.set()
@@ -202,3 +229,6 @@ class EngineClient:
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)
+        for asked in self._probes.values():
+            if not asked.done():
+                asked.set_exception(EngineDead(self.failure))

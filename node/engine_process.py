@@ -20,6 +20,7 @@ import zmq
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.open import open_connector
 from node.parent import die_with_parent
+from node.probes import Probes
 from node.ranks import join_as_rank_0
 from paged_engine.engine import Engine
 from paged_engine.request import Request
@@ -30,7 +31,9 @@ from wire.engine_messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    FetchProbe,
     FromEngine,
+    OfferProbe,
     Release,
     RequestUpdate,
     Shutdown,
@@ -77,6 +80,7 @@ class EngineProcess:
 
         self.engine = Engine(config.engine, join_as_rank_0(config.engine))
         self.connector = self._open_connector()
+        self._probes = Probes(self.engine, self.connector, self._send)
         self._announce(time.monotonic() - began)
 
     def _open_connector(self) -> Connector:
@@ -163,6 +167,10 @@ class EngineProcess:
                 case Release(request_id):
                     for held in self.engine.scheduler.held_for(request_id):
                         self.connector.release(held)
+                case OfferProbe() as ask:
+                    self._probes.offer(ask)
+                case FetchProbe() as ask:
+                    self._probes.fetch(ask)
                 case Shutdown():
                     self._stopping = True
 
@@ -202,6 +210,8 @@ class EngineProcess:
     def _take_transfer_events(self) -> None:
         scheduler = self.engine.scheduler
         for event in self.connector.events():
+            if self._probes.heard(event):
+                continue
             request = scheduler.get(event.request_id)
             match event:
                 case Fetched():

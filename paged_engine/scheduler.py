@@ -117,6 +117,8 @@ class Scheduler:
         request.state = State.RUNNING
         self._running.append(request)
         self._publish(request)
+        if generated and (over := self._over(request)) is not None:
+            self._end(request, over)
 
     def fetch_failed(self, request_id: str, reason: str) -> None:
         """The KV will not come: compute it here, in other blocks."""
@@ -140,6 +142,27 @@ class Scheduler:
         blocks = self._held.pop(request_id, None)
         if blocks is not None:
             self.pool.give_back(blocks)
+
+    # --- probes: blocks of no request ----------------------------------------------------------------------------
+
+    @property
+    def spare_blocks(self) -> int:
+        """How many blocks a probe may take now: never those that somebody waits for, and half of the others."""
+        return 0 if self._waiting else self.pool.free // 2
+
+    def lend(self, probe_id: str, count: int) -> list[int] | None:
+        """Fresh blocks, held until `released`; or until `settled`, after `set_aside`. None if they cannot be spared."""
+        if count > self.spare_blocks:
+            return None
+        blocks = self.pool.take(count)
+        assert blocks is not None
+        self._held[probe_id] = blocks
+        return blocks
+
+    def set_aside(self, probe_id: str) -> None:
+        """A transfer may still write to the blocks lent to this probe: untouchable until `settled`."""
+        self._unsettled[probe_id] = self._held.pop(probe_id)
+        self.pool.quarantine(self._unsettled[probe_id])
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -285,12 +308,18 @@ class Scheduler:
         request.new_tokens.append(token_id)
         if request.first_token_s is None:
             request.first_token_s = now
-        params = request.params
-        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
-            self._end(request, Finish.STOP)
-        elif request.output_tokens >= params.max_tokens or len(request.token_ids) >= self._max_model_len:
-            self._end(request, Finish.LENGTH)
+        if (over := self._over(request)) is not None:
+            self._end(request, over)
         return request.finish
+
+    def _over(self, request: Request) -> Finish | None:
+        """Why a request's newest token is its last one, if it is."""
+        params, token_id = request.params, request.token_ids[-1]
+        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+            return Finish.STOP
+        if request.output_tokens >= params.max_tokens or len(request.token_ids) >= self._max_model_len:
+            return Finish.LENGTH
+        return None
 
     def _end(self, request: Request, why: Finish) -> None:
         """The one place where a request ends."""

@@ -13,9 +13,8 @@ import msgspec
 from openai_api.leg import Leg, stages
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit
-from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
-from wire.outputs import Load
+from wire.outputs import Finish, Load
 from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
@@ -58,8 +57,8 @@ class PrefillLeg(Leg):
             yield Frame(FrameKind.TICKET, params=early, load=load)
 
     def last_frames(self, payload: bytes, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """With KV held for a decode node, the request goes on there."""
-        if update.held is None:
+        """The request goes on at a decode node, unless its first token has ended it."""
+        if not self.submit.hold or update.finish is not Finish.LENGTH:
             yield from super().last_frames(payload, update, load)
             return
         if payload or update.token_ids:
@@ -75,12 +74,11 @@ class PrefillLeg(Leg):
         )
 
     def _params(self, update: RequestUpdate) -> KvTransferParams:
-        """The engine's ticket, and beside it all that the decode node would otherwise compute again."""
-        held = update.held
-        if held is None:
-            raise NodeFailed("a hand-over without held KV")
+        """The engine's ticket, and beside it all that the decode node would otherwise compute again.
+
+        Without a ticket (its lease was ended while the prompt was computed) the decode node computes the prompt."""
         return msgspec.structs.replace(
-            held,
+            update.held or KvTransferParams(do_remote_prefill=True),
             created=self._asked.created,
             prompt_token_ids=self.submit.prompt_token_ids,
             generated=update.token_ids,

@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 
 from router.chores import Chores
 from router.job import Job, decode_body, prefill_body
-from router.legs import LegFailed, Legs
+from router.legs import LegFailed, Legs, Refused
 from router.metrics import Metrics
 from router.pool import Lease, Node, Pool
-from router.progress import Place, Progress
+from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
 from wire.config import Role
-from wire.errors import DeadlineExceeded, NodeFailed
+from wire.errors import DeadlineExceeded, NodeFailed, Unavailable
 from wire.frames import Frame, FrameKind
 
 __all__ = ["Walk"]
@@ -74,8 +74,10 @@ class Walk:
                 "ask for fewer tokens, or raise request_deadline_s"
             ) from why
         finally:
-            await self._end_tasks()
-            self._give_back()
+            try:
+                await self._end_tasks()
+            finally:
+                self._give_back()
 
     async def _walk(self) -> None:
         """Both legs, the second beside the first as soon as there is a ticket."""
@@ -88,13 +90,23 @@ class Walk:
             if self._decoding is None or not self._decoding.done() or (me is not None and me.cancelling()):
                 raise
             goes_on = True
-        if goes_on:
-            await (self._decoding or self._decode())
+        early = self._decoding
+        if not goes_on:
+            return
+        if early is None or (early.done() and isinstance(early.exception(), NodeFailed | Unavailable)):
+            await self._decode()  # with the hand-over: that may find nodes which the ticket has not found
+        else:
+            await early
 
     async def _decode_early(self) -> None:
-        await self._decode()
-        if self._prefilling is not None:
+        """The decode leg that begins with the ticket. What it has told or was refused needs no more prefill."""
+        assert self._prefilling is not None
+        try:
+            await self._decode()
+        except Refused:
             self._prefilling.cancel()
+            raise
+        self._prefilling.cancel()
 
     async def _end_tasks(self) -> None:
         tasks = [task for task in (self._prefilling, self._decoding) if task is not None]
@@ -142,6 +154,10 @@ class Walk:
                     place = Place(len(params.generated), decoding=True)
                     await self._leg(lease, decode_body(self.job, params), place)
                     return
+                except Diverged as why:
+                    # Nobody's fault; the next leg begins behind what the client has.
+                    _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
+                    continue
                 except LegFailed as why:
                     self._blame(lease.node, why, tried)
                     failure = why
@@ -149,7 +165,7 @@ class Walk:
             self._require_another(Role.DECODE, tried, failure)
 
     async def _leg(self, lease: Lease, body: bytes, place: Place) -> FrameKind:
-        """One leg on one node, its frames passed on. Raises LegFailed, Refused."""
+        """One leg on one node, its frames passed on. Raises LegFailed, Refused, Diverged."""
         decoding = place.decoding
 
         async def take(frames: Sequence[Frame]) -> None:

@@ -16,7 +16,11 @@ from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
-__all__ = ["Place", "Progress"]
+__all__ = ["Diverged", "Place", "Progress"]
+
+
+class Diverged(Exception):
+    """A decode leg tells of other tokens than the client has seen."""
 
 
 @dataclass(slots=True)
@@ -42,12 +46,13 @@ class Progress:
         """A decode leg has shown that it needs the prefill node's KV no more."""
         self.ended = False
         self._kept = 0  # of token_ids, those that a re-binding starts from
-        self._forwarded_since = False
+        self._seen = 0  # of token_ids, those up to which the client was given bytes
+        self._diverged = False
 
     def take(self, frame: Frame, place: Place) -> bool:
         """Count a frame of the leg at `place`; whether its payload is news to the client.
 
-        Raises NodeFailed if two legs cut the answer differently.
+        Raises Diverged if a decode leg tells of other tokens than those that are known.
         """
         begin, place.at = place.at, place.at + len(frame.token_ids)
         if frame.kind is FrameKind.TICKET:
@@ -62,30 +67,36 @@ class Progress:
         over = frame.kind is FrameKind.END
         self.settled |= place.decoding and (over or bool(frame.token_ids))
         if begin < len(self.token_ids):
-            if place.at > len(self.token_ids) or over:
-                raise NodeFailed("two nodes have cut the same answer differently; send the request again")
+            # In 16 bits a prompt that is computed twice may have two first tokens. The client's counts.
+            same = not over and self.token_ids[begin : place.at] == frame.token_ids
+            if place.decoding and not same:
+                self._diverged = True
+                raise Diverged(f"token {begin} of the answer is another one than the client has")
             return False
         self.token_ids += frame.token_ids
         self.ended = over
         if not over and (frame.token_ids or frame.payload):
             self.sent_text = frame.sent_text
-        self.forwarded |= bool(frame.payload)
-        self._forwarded_since |= bool(frame.payload)
+        if frame.payload:
+            self.forwarded, self._seen = True, len(self.token_ids)
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:
+        known = self.token_ids[: len(params.generated)]
+        if known and known != params.generated[: len(known)]:
+            self._diverged = True  # a decode leg has told of another first token, and the client may have it
+            return
         self.handover = params
         self._kept = len(params.generated)
         # A decode leg that has begun with the ticket may be further already.
-        self._forwarded_since = len(self.token_ids) > self._kept
-        if not self._forwarded_since:
+        if len(self.token_ids) <= self._kept:
             self.token_ids, self.sent_text = list(params.generated), params.sent_text
 
     def start_over(self) -> bool:
         """Forget a broken prefill leg; False if the client has already seen a part of it."""
         if self.forwarded:
             return False
-        self.token_ids, self.sent_text, self.handover, self.ticket = [], None, None, None
+        self.token_ids, self.sent_text, self.handover, self.ticket, self._seen = [], None, None, None, 0
         return True
 
     def decode_params(self) -> KvTransferParams:
@@ -93,14 +104,18 @@ class Progress:
 
         Raises NodeFailed if the client has seen more than the hand-over and token ids alone cannot continue it.
         """
-        if self.handover is not None and not self._forwarded_since:
+        if self.handover is not None and self._seen <= self._kept:
             if len(self.token_ids) == self._kept:
                 return self.handover
             if not self._job.resumable:
                 self.token_ids, self.sent_text = self.token_ids[: self._kept], self.handover.sent_text
                 return self.handover
-        if self.handover is None and self.ticket is not None and len(self.token_ids) <= 1:
-            return self.ticket  # it will tell of the first token again
+        if self.handover is None and self.ticket is not None and not self._diverged:
+            if len(self.token_ids) <= 1:
+                return self.ticket  # it will tell of the first token again
+            if not self._job.resumable and not self._seen:
+                self.token_ids, self.sent_text = [], None
+                return self.ticket
         if not self._job.resumable:
             raise NodeFailed(
                 "a node broke after a part of the answer was sent, and an answer with logprobs or several choices "

@@ -48,7 +48,8 @@ class Timeline:
         for at, name in enumerate(("queue", "prefill", "handover", "decode")):
             start, end = points[at], next((point for point in points[at + 1 :] if point is not None), None)
             if start is not None and end is not None:
-                stages[name] = end - start
+                # A decode leg that has begun early may have the first token before the prefill leg is done.
+                stages[name] = max(0.0, end - start)
         if self.ended is not None:
             stages["total"] = self.ended - self.arrived
         return stages

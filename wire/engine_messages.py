@@ -9,11 +9,17 @@ from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
 __all__ = [
+    "PROBE_PREFIX",
     "Abort",
     "EngineFailed",
     "EngineReady",
     "EngineStats",
+    "FetchProbe",
     "FromEngine",
+    "OfferProbe",
+    "ProbeFetched",
+    "ProbeOffered",
+    "ProbeRefused",
     "Release",
     "RequestUpdate",
     "Shutdown",
@@ -22,6 +28,9 @@ __all__ = [
     "Timing",
     "ToEngine",
 ]
+
+PROBE_PREFIX = "probe-"
+"""How ids of probes begin. A probe reads what was offered as one, never a request's KV."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +67,26 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the engine process after the current step."""
 
 
-ToEngine = Submit | Abort | Release | Shutdown
+class OfferProbe(msgspec.Struct, frozen=True, tag=True):
+    """Source of a probe: fill so many free blocks with a pattern and offer them like any KV.
+
+    Answered by ProbeOffered or ProbeRefused."""
+
+    probe_id: str
+    blocks: int
+
+
+class FetchProbe(msgspec.Struct, frozen=True, tag=True):
+    """Reader of a probe: fetch this ticket into free blocks, compare them with the pattern of `seed`, free them.
+
+    Answered by ProbeFetched or ProbeRefused."""
+
+    probe_id: str
+    ticket: KvTransferParams
+    seed: int
+
+
+ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -76,8 +104,8 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order. The last update of a request carries `finish`.
 
-    `held` is set when the request ended and its KV is kept under a lease; `fetch_error` when its KV could not be
-    fetched and the prompt was computed here instead.
+    `held` is set when a request that holds its KV begins to be computed, and again when it has ended and its KV is kept
+    under a lease; `fetch_error` when its KV could not be fetched and the prompt was computed here instead.
     """
 
     request_id: str
@@ -144,4 +172,39 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromEngine = StepOutputs | EngineReady | EngineStats | EngineFailed
+class ProbeOffered(msgspec.Struct, frozen=True, tag=True):
+    """The probe's blocks are under a lease, which nobody needs to end: it runs out."""
+
+    probe_id: str
+    ticket: KvTransferParams
+    seed: int
+    spare_blocks: int
+    """The largest probe that this node would have taken now, in blocks."""
+    host: str
+    """Equal on all nodes of one host; empty if that is not known."""
+
+
+class ProbeFetched(msgspec.Struct, frozen=True, tag=True):
+    """All bytes of a probe have come. `read_s` of its `seconds` the data plane was reading."""
+
+    probe_id: str
+    num_bytes: int
+    seconds: float
+    read_s: float
+    verified: bool
+    plane: str
+    missed: dict[str, str]
+    """Data planes that are preferred to `plane`, and why each cannot be had for this pair."""
+    spare_blocks: int
+    host: str
+
+
+class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
+    """No probe, or none that worked; why, in one sentence. `busy`: the same may work in a few seconds."""
+
+    probe_id: str
+    reason: str
+    busy: bool = False
+
+
+FromEngine = StepOutputs | EngineReady | EngineStats | EngineFailed | ProbeOffered | ProbeFetched | ProbeRefused

@@ -64,7 +64,7 @@ def test_confirmed_read_is_fetched() -> None:
     assert (end.peer, end.lease) == (PEER, lease)
     assert end.token
     table.confirmed(PEER, end.token, held=True, now=0.5)
-    assert drained(table) == [Fetched("r", 200, 0.5, None, 0.5)]
+    assert drained(table) == [Fetched("r", 200, 0.5, None, 0.5, read_s=0.1)]
     assert table.next_deadline() is None
 
 
@@ -211,8 +211,10 @@ def test_growing_blocks_are_read_as_they_are_announced() -> None:
     assert reads(table) == [((8,), (2,))]
     table.read_ended(2, 0.4)
     assert reads(table) == []
-    assert table.next_deadline() is None  # the prompt is still being computed
-    table.tick(1000.0)
+    for second in range(1000):  # the prompt is still being computed
+        table.renewed(PEER, [lease], [], second, second)
+        assert table.next_deadline() == second + LIMITS.lease_s
+        table.tick(second + LIMITS.lease_s - 0.1)
     assert drained(table) == []
     table.renewed(PEER, [lease], [], 1000.0, 1000.0)
     done = Completion([5])
@@ -221,7 +223,25 @@ def test_growing_blocks_are_read_as_they_are_announced() -> None:
     assert reads(table) == [((9,), (3,))]
     table.read_ended(3, 1001.2)
     table.confirmed(PEER, token(table), held=True, now=1001.5)
-    assert drained(table) == [Fetched("r", 300, 1001.5, done, 0.5)]
+    assert drained(table) == [Fetched("r", 300, 1001.5, done, 0.5, read_s=pytest.approx(0.5))]
+
+
+@pytest.mark.parametrize("reading", [False, True])
+def test_a_source_that_computes_but_says_nothing_for_a_lease_is_given_up(reading: bool) -> None:
+    table, lease = growing()
+    table.fetch("r", [7, 8, 9], [1, 2, 3], 1.0)
+    if reading:
+        table.grown(PEER, lease, 1, None, 2.0)
+    assert table.next_deadline() == 6.0
+    table.tick(5.9)
+    assert drained(table) == []
+    table.tick(6.0)
+    failed, *settled = drained(table)
+    assert isinstance(failed, FetchFailed)
+    assert failed.reason.startswith(
+        "PeerLost: 127.0.0.1:5600 computes the prompt but has not renewed its lease for 5 s"
+    )
+    assert settled == ([] if reading else [Settled("r")])
 
 
 def test_of_a_growing_ticket_whose_first_blocks_are_cached_here_the_rest_is_read() -> None:

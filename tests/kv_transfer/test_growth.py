@@ -34,6 +34,9 @@ def test_a_second_reader_takes_the_place_of_the_first() -> None:
     table.follow(lease, b"b")
     table.grow("r", 1)
     assert table.news == [(b"b", Grown(lease, 1, None))]
+    assert table.superseded(lease, b"a")
+    assert not table.superseded(lease, b"b")
+    assert not table.superseded(LeaseId("r", 2), b"a")
 
 
 def test_a_lease_of_another_time_and_one_that_has_ended_are_not_known() -> None:

@@ -87,6 +87,25 @@ def test_the_readers_first_plane_that_both_have_and_that_works(make, source, rea
     assert here.read_through() == [taken]
 
 
+@pytest.mark.parametrize(
+    ("source", "reader", "missed"),
+    [
+        ({"a": SharedPlane, "b": SharedPlane}, {"a": Refusing, "b": SharedPlane}, "another host"),
+        ({"a": SharedPlane, "b": SharedPlane}, {"a": Missing, "b": SharedPlane}, "the node that reads: a-"),
+        ({"a": Missing, "b": SharedPlane}, {"a": SharedPlane, "b": SharedPlane}, "the node that is read does not have"),
+    ],
+)
+def test_the_reader_can_say_by_which_plane_it_reads_and_why_not_by_a_better_one(make, source, reader, missed) -> None:
+    here, there = make(**reader, c=Missing), make(**source)
+    ticket = there.desk.offer("later", [5], 16)
+    assert here.desk.way(ticket) is None
+    assert isinstance(here.fetch_from(there), Fetched)
+    way = here.desk.way(ticket)
+    assert way is not None
+    assert (way.plane, list(way.missed)) == ("b", ["a"])
+    assert missed in way.missed["a"]
+
+
 def test_without_a_common_plane_the_two_lists_are_named(make) -> None:
     event = make(a=SharedPlane, b=SharedPlane).fetch_from(make(c=SharedPlane))
     assert isinstance(event, FetchFailed)

@@ -102,6 +102,13 @@ def test_secrets_travel_in_the_environment_only() -> None:
     assert "secret" not in repr(specs)
 
 
+@pytest.mark.parametrize(("outside", "taken"), [("from outside", "from outside"), ("", "drawn")])
+def test_the_nodes_key_may_come_from_outside(outside: str, taken: str) -> None:
+    machine = Machine(8, (), (9000, 9001, 9002), {"KVRELAY_NODE_API_KEY": outside})
+    specs = plan(ClusterConfig(EngineConfig("m")), machine, Path("/logs"), "drawn")
+    assert [spec.env["KVRELAY_NODE_API_KEY"] for spec in specs] == [taken] * 3
+
+
 def test_a_router_without_a_key_does_not_inherit_one() -> None:
     assert "KVRELAY_API_KEY" not in planned(ClusterConfig(EngineConfig("m")))[-1].env
 

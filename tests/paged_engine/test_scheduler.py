@@ -295,6 +295,41 @@ def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
     assert not scheduler.has_work
 
 
+def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_waits():
+    scheduler = make(blocks=10)
+    assert scheduler.spare_blocks == 4
+    assert scheduler.lend("probe-1", 5) is None
+    blocks = scheduler.lend("probe-1", 4)
+    assert blocks is not None
+    assert len(blocks) == 4
+    assert scheduler.held_blocks == 4
+    assert scheduler.spare_blocks == 2
+    scheduler.check()
+    scheduler.add(request("waits", [5] * 100))
+    step(scheduler)
+    assert scheduler.spare_blocks == 0
+    assert scheduler.lend("probe-2", 1) is None
+    scheduler.released("probe-1")
+    drain(scheduler)
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_the_blocks_of_a_probe_that_failed_stay_quarantined_until_settled():
+    scheduler = make(blocks=10)
+    blocks = scheduler.lend("probe-1", 4)
+    scheduler.set_aside("probe-1")
+    scheduler.check()
+    assert (scheduler.pool.quarantined, scheduler.held_blocks, scheduler.pool.free) == (4, 0, 5)
+    others = scheduler.pool.take(5)
+    assert others is not None
+    assert blocks is not None
+    assert not set(others) & set(blocks)
+    scheduler.pool.give_back(others)
+    scheduler.settled("probe-1")
+    scheduler.check()
+    assert scheduler.pool.free == scheduler.pool.total
+
+
 def test_load_counts_what_waits_and_runs():
     scheduler = make(max_running=1)
     scheduler.add(request("a", [3] * 100))
@@ -308,7 +343,7 @@ def test_load_counts_what_waits_and_runs():
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "one-step-ahead"])
 @pytest.mark.parametrize("seed", range(25))
 def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ahead):
-    """Arrivals, fetches, fetch failures, late settling, aborts, holds and preemption in random order.
+    """Arrivals, fetches, fetch failures, late settling, aborts, holds, probes and preemption in random order.
 
     `ahead`: a step is scheduled before the tokens of the one before are known.
     """
@@ -370,6 +405,12 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
                     held.add(name)
         if held and rng.random() < 0.3:
             scheduler.released(held.pop())
+        if rng.random() < 0.1 and scheduler.lend(f"probe-{turn}", rng.randint(1, 6)) is not None:
+            if rng.random() < 0.5:
+                held.add(f"probe-{turn}")
+            else:
+                scheduler.set_aside(f"probe-{turn}")
+                settling.append(f"probe-{turn}")
         scheduler.check()
     for chunk in pending:
         scheduler.append(chunk.request, next_token(chunk.request.token_ids), 0.0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.job import CHAT_PATH, parse_job
-from router.progress import Place, Progress
+from router.progress import Diverged, Place, Progress
 from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.outputs import TokenLogprobs
@@ -166,8 +166,32 @@ def test_a_second_decode_leg_begins_with_the_ticket_too(seen: bool) -> None:
     assert state.decode_params() is HANDOVER
 
 
-def test_legs_that_cut_the_answer_differently_are_an_error() -> None:
+@pytest.mark.parametrize("ids", [(99,), (11, 12)])
+def test_a_decode_leg_that_tells_of_other_tokens_than_the_client_has_is_given_up(ids: tuple[int, ...]) -> None:
     state, prefill, decode = begun()
     state.take(tokens(11, sent=1), prefill)
-    with pytest.raises(NodeFailed, match="differently"):
-        state.take(tokens(11, 12, sent=2), decode)
+    with pytest.raises(Diverged):
+        state.take(tokens(*ids, sent=2), decode)
+    params = state.decode_params()
+    assert (params.generated, params.sent_text, params.remote_engine_id) == ([11], 1, None)
+    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
+    assert state.decode_params() is HANDOVER
+
+
+def test_a_first_token_that_a_decode_leg_has_told_counts_although_the_hand_over_has_another() -> None:
+    state, prefill, decode = begun()
+    assert state.take(tokens(99, sent=1), decode)
+    assert not state.take(tokens(11, sent=1), prefill)
+    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
+    assert state.take(tokens(12, sent=2), decode)
+    assert state.decode_params().generated == [99, 12]
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_an_unseen_answer_with_logprobs_starts_again_however_far_it_was(handed_over: bool) -> None:
+    state, prefill, decode = begun(logprobs=True, stream=False)
+    state.take(tokens(11, sent=0, payload=b""), decode)
+    state.take(tokens(12, sent=0, payload=b""), decode)
+    if handed_over:
+        state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
+    assert state.decode_params() is (HANDOVER if handed_over else TICKET)

@@ -382,3 +382,93 @@ async def test_a_node_that_cannot_be_reached_is_blamed_and_its_address_is_not_to
         assert "127.0.0.1" not in message
         assert not node.up
         assert any("127.0.0.1:1" in line for line in caplog.messages)
+
+
+def ticket(call: Call) -> KvTransferParams:
+    """What the prefill node says before it computes."""
+    return handover(call, generated=[], generated_logprobs=[], sent_text=None, growing=True)
+
+
+async def test_a_decode_leg_begins_with_the_ticket_and_the_first_token_comes_once() -> None:
+    async def prefill_leg(call: Call) -> None:
+        assert call.params["pipelined"] is True
+        await call.send(Frame(FrameKind.TICKET, params=ticket(call)))
+        await asyncio.wait_for(begun.wait(), 5)  # beside this leg, not after it
+        await call.tokens(11, "a", 1)
+        await call.hand_over()
+
+    async def decode_leg(call: Call) -> None:
+        assert params_of(call).growing
+        begun.set()
+        await call.tokens(11, "a", 1)
+        await call.tokens(12, "b", 2)
+        await call.tokens(13, "c", 3)
+        await call.end()
+
+    begun = asyncio.Event()
+    p, d = prefill(prefill_leg), decode(decode_leg)
+    async with cluster(p, d) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert len(d.calls) == 1
+        assert p.released == []
+
+
+async def test_a_decode_leg_that_tells_of_another_first_token_is_begun_again_behind_the_clients() -> None:
+    async def prefill_leg(call: Call) -> None:
+        await call.send(Frame(FrameKind.TICKET, params=ticket(call)))
+        await call.tokens(11, "a", 1)
+        seen.set()
+        await asyncio.wait_for(told.wait(), 5)
+        await call.hand_over()
+
+    async def decode_leg(call: Call) -> None:
+        if not params_of(call).generated:
+            await asyncio.wait_for(seen.wait(), 5)
+            await asyncio.sleep(0.1)
+            await call.tokens(99, "Z", 1)
+            told.set()
+            await asyncio.sleep(5)
+        told.set()
+        assert params_of(call).generated == [11]
+        await call.tokens(12, "b", 2)
+        await call.tokens(13, "c", 3)
+        await call.end()
+
+    seen, told = asyncio.Event(), asyncio.Event()
+    p, d = prefill(prefill_leg), decode(decode_leg)
+    async with cluster(p, d) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert len(d.calls) == 2
+
+
+async def test_a_decode_node_that_refuses_ends_the_prefill_at_once() -> None:
+    async def prefill_leg(call: Call) -> None:
+        await call.send(Frame(FrameKind.TICKET, params=ticket(call)))
+        await asyncio.sleep(30)
+
+    p, d = prefill(prefill_leg), decode(refuse(400))
+    async with cluster(p, d) as c:
+        async with c.post({"stream": True}) as answer:
+            assert answer.status == 400
+        await until(lambda: p.released == [["held-1"]])
+
+
+async def test_a_hand_over_without_kv_is_computed_by_the_decode_node() -> None:
+    """Its lease was ended while the prompt was computed."""
+
+    async def prefill_leg(call: Call) -> None:
+        await call.tokens(11, "a", 1)
+        await call.send(
+            Frame(
+                FrameKind.HANDOVER,
+                params=KvTransferParams(
+                    do_remote_prefill=True, prompt_token_ids=PROMPT_IDS, generated=[11], sent_text=1, seed=1
+                ),
+            )
+        )
+
+    p, d = prefill(prefill_leg), decode()
+    async with cluster(p, d) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert params_of(d.calls[0]).remote_request_id is None
+        assert p.released == []

@@ -1,0 +1,72 @@
+"""Probes of the hand-over, the HTTP process's half: from a body to what the engine process is asked."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TypeVar
+
+import msgspec
+
+from node.engine_client import EngineClient
+from wire.config import NodeConfig, Role
+from wire.engine_messages import PROBE_PREFIX, FetchProbe, OfferProbe, ProbeFetched, ProbeOffered, ProbeRefused
+from wire.errors import RequestError
+from wire.transfer import KvTransferParams
+
+__all__ = ["fetch_probe", "offer_probe"]
+
+# A fetch ends by its own deadline; this is for an engine that hangs.
+ANSWER_DEADLINE_S = 60.0
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+class _Offer(msgspec.Struct):
+    blocks: int
+
+
+class _Fetch(msgspec.Struct):
+    ticket: KvTransferParams
+    seed: int
+
+
+async def offer_probe(config: NodeConfig, engine: EngineClient, body: bytes) -> ProbeOffered | ProbeRefused:
+    """Source: offer so many blocks. Raises RequestError, EngineDead, DeadlineExceeded."""
+    _check_role(config, Role.DECODE, "source")
+    blocks = _decoded(body, _Offer).blocks
+    answer = await engine.ask(OfferProbe(_fresh_id(), blocks), ANSWER_DEADLINE_S)
+    assert not isinstance(answer, ProbeFetched)
+    return answer
+
+
+async def fetch_probe(config: NodeConfig, engine: EngineClient, body: bytes) -> ProbeFetched | ProbeRefused:
+    """Reader: fetch what another node has offered. Raises RequestError, EngineDead, DeadlineExceeded."""
+    _check_role(config, Role.PREFILL, "reader")
+    asked = _decoded(body, _Fetch)
+    port = asked.ticket.remote_port or 0
+    if not 0 < port < 65536:
+        raise RequestError(f"the ticket's remote_port {port} is none; pass on what the other node has offered")
+    answer = await engine.ask(FetchProbe(_fresh_id(), asked.ticket, asked.seed), ANSWER_DEADLINE_S)
+    assert not isinstance(answer, ProbeOffered)
+    return answer
+
+
+def _check_role(config: NodeConfig, never: Role, part: str) -> None:
+    if config.role is never:
+        raise RequestError(f"this node's role is {config.role}: it is never the {part} of a hand-over")
+    if config.engine.tensor_parallel > 1:
+        raise RequestError("hand-over between tensor-parallel nodes is not built yet, so there is nothing to probe")
+
+
+def _fresh_id() -> str:
+    return f"{PROBE_PREFIX}{uuid.uuid4().hex}"
+
+
+def _decoded(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+        msgspec.msgpack.encode(decoded)  # JSON knows larger numbers than what it is passed on as
+        return decoded
+    except (msgspec.DecodeError, OverflowError) as why:
+        fields = ", ".join(kind.__struct_fields__)
+        raise RequestError(f"the body must be a JSON object with {fields}: {why}") from why

@@ -1,0 +1,166 @@
+"""Probes of the hand-over, the engine process's half: a few free blocks with a known pattern go from node to node.
+
+A probe goes the way of any KV: a signed ticket, a lease, a fetch with its deadline, a quarantine if that fails. So
+nothing stays taken, whoever dies between. Owns the pattern and one probe at a time in each direction; no request is
+delayed for it but by filling and comparing. Runs in the step loop and returns at once.
+
+The pattern is made of seed and position, so a piece that is missing, old or in the wrong place does not compare equal.
+Its bytes are 0 to 63: finite in every dtype of KV, because masked attention multiplies what is in free blocks by zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kv_transfer.connector import Connector, Event, Fetched, FetchFailed, Released, Settled
+from paged_engine.engine import Engine
+from wire.engine_messages import PROBE_PREFIX, FetchProbe, OfferProbe, ProbeFetched, ProbeOffered, ProbeRefused
+from wire.transfer import KvTransferParams
+
+__all__ = ["Probes", "pattern"]
+
+# The step loop fills and compares them: a CPU does 1 to 2 GB/s.
+MAX_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(slots=True)
+class _Running:
+    """A probe that is being fetched."""
+
+    ask: FetchProbe
+    blocks: list[int]
+    spare_blocks: int
+
+
+class Probes:
+    """One node's probes. `send` takes what the HTTP process is told."""
+
+    def __init__(
+        self, engine: Engine, connector: Connector, send: Callable[[ProbeOffered | ProbeFetched | ProbeRefused], None]
+    ) -> None:
+        self._engine, self._connector, self._send = engine, connector, send
+        self._offered: str | None = None
+        self._running: _Running | None = None
+        self._host = ""
+        with contextlib.suppress(OSError):
+            self._host = _BOOT_ID.read_text(encoding="ascii").strip()
+
+    def offer(self, ask: OfferProbe) -> None:
+        """Source: fill and offer. The blocks are free again when the connector says Released."""
+        if self._offered is not None:
+            return self._refuse(ask.probe_id, "another probe of this node has not been fetched yet", busy=True)
+        spare = self._spare_blocks
+        blocks = self._taken(ask.probe_id, ask.blocks)
+        if blocks is None:
+            return None
+        seed = random.getrandbits(31)
+        words = self._words
+        for index, block in enumerate(blocks):
+            words[block] = pattern(seed, index, words.shape[1], words.device)
+        self._settle_device()
+        self._offered = ask.probe_id
+        ticket = self._connector.offer(ask.probe_id, blocks, len(blocks) * self._engine.pool.block_tokens)
+        return self._send(ProbeOffered(ask.probe_id, ticket, seed, spare, self._host))
+
+    def fetch(self, ask: FetchProbe) -> None:
+        """Reader: fetch into free blocks. The answer comes with the connector's event."""
+        remote = ask.ticket.remote_block_ids or []
+        if not _is_probe(ask.ticket) or len(remote) != 1 or not remote[0]:
+            return self._refuse(ask.probe_id, "the ticket is not one that a node has offered as a probe")
+        if self._running is not None:
+            return self._refuse(ask.probe_id, "another probe of this node is not over yet", busy=True)
+        spare = self._spare_blocks
+        blocks = self._taken(ask.probe_id, len(remote[0]))
+        if blocks is None:
+            return None
+        self._settle_device()  # a step that is running may still write to what has just become free
+        self._running = _Running(ask, blocks, spare)
+        self._connector.watch(ask.probe_id, ask.ticket)
+        return self._connector.fetch(ask.probe_id, remote[0], blocks)
+
+    def heard(self, event: Event) -> bool:
+        """Whether the event was about a probe; if so it is dealt with."""
+        scheduler, running = self._engine.scheduler, self._running
+        if event.request_id == self._offered:
+            assert isinstance(event, Released)
+            scheduler.released(event.request_id)
+            self._offered = None
+            return True
+        if running is None or event.request_id != running.ask.probe_id:
+            return False
+        match event:
+            case Fetched():
+                self._send(self._compared(running, event))
+                scheduler.released(event.request_id)
+                self._running = None
+            case FetchFailed(probe_id, reason):
+                scheduler.set_aside(probe_id)
+                self._refuse(probe_id, reason)
+            case Settled(probe_id):
+                scheduler.settled(probe_id)
+                self._running = None
+        return True
+
+    def _compared(self, running: _Running, fetched: Fetched) -> ProbeFetched:
+        words, seed = self._words, running.ask.seed
+        verified = all(
+            torch.equal(words[block], pattern(seed, index, words.shape[1], words.device))
+            for index, block in enumerate(running.blocks)
+        )
+        way = self._connector.way(running.ask.ticket)
+        return ProbeFetched(
+            fetched.request_id,
+            num_bytes=fetched.num_bytes,
+            seconds=fetched.seconds,
+            read_s=fetched.read_s,
+            verified=verified,
+            plane=way.plane if way is not None else "",
+            missed=dict(way.missed) if way is not None else {},
+            spare_blocks=running.spare_blocks,
+            host=self._host,
+        )
+
+    def _taken(self, probe_id: str, count: int) -> list[int] | None:
+        """Blocks for a probe; None, and it is refused, if they cannot be spared."""
+        spare = self._spare_blocks
+        blocks = self._engine.scheduler.lend(probe_id, count) if 0 < count <= spare else None
+        if blocks is None:
+            self._refuse(probe_id, f"this node can spare {spare} blocks now, and the probe asks for {count}", busy=True)
+        return blocks
+
+    def _refuse(self, probe_id: str, reason: str, *, busy: bool = False) -> None:
+        self._send(ProbeRefused(probe_id, reason, busy))
+
+    @property
+    def _spare_blocks(self) -> int:
+        most = MAX_BYTES[self._engine.device.type] // self._engine.pool.block_bytes
+        return min(self._engine.scheduler.spare_blocks, max(1, most))
+
+    @property
+    def _words(self) -> torch.Tensor:
+        """The pool as int32, [num_blocks, words of a block]."""
+        return self._engine.pool.bytes.view(self._engine.pool.num_blocks, -1).view(torch.int32)
+
+    def _settle_device(self) -> None:
+        """Wait until the device has done all that it was told: a GPU's step at most."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+
+
+def pattern(seed: int, index: int, words: int, device: torch.device) -> torch.Tensor:
+    """What block `index` of a probe holds: int32 [words], each byte 0 to 63."""
+    first = (seed + index * words) % (1 << 31)
+    # A multiplication that wraps, by 2**32 over the golden ratio as int32; its high bits are the good ones.
+    mixed = torch.arange(words, dtype=torch.int32, device=device).add_(first).mul_(-1640531535)
+    return mixed.bitwise_xor_(mixed >> 15).bitwise_and_(0x3F3F3F3F)
+
+
+def _is_probe(ticket: KvTransferParams) -> bool:
+    return ticket.do_remote_prefill and not ticket.growing and (ticket.remote_request_id or "").startswith(PROBE_PREFIX)
