@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 from kv_transfer.messages import Welcome
@@ -61,6 +62,9 @@ class OpenPlanes:
             thread.nudge()
 
     def close(self, timeout_s: float) -> None:
-        """End all threads; each has so long."""
+        """End all threads; together they have so long."""
+        until = time.monotonic() + timeout_s
         for thread in self._threads.values():
-            thread.close(timeout_s)
+            thread.stop()
+        for thread in self._threads.values():
+            thread.close(max(0.0, until - time.monotonic()))

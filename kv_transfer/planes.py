@@ -140,10 +140,14 @@ class PlaneThread:
         """Somebody may be about to read from here: leave the long sleep."""
         self._todo.put(_nothing)
 
-    def close(self, timeout_s: float) -> None:
-        """End the thread and give the plane's resources back."""
+    def stop(self) -> None:
+        """Begin to end; `close` waits for it."""
         self._closing = True
         self.nudge()
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread and give the plane's resources back."""
+        self.stop()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
