@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -18,6 +19,31 @@ from typing import Any
 import httpx2
 
 START_DEADLINE_S = 90.0
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+def tiny_model(folder: Path, max_position_embeddings: int = 1024) -> list[str]:
+    """Writes a model of two small layers to `folder`/tiny. Returns the flags of a node that serves it on one thread."""
+    model = folder / "tiny"
+    model.mkdir()
+    content = {**TINY, "max_position_embeddings": max_position_embeddings}
+    (model / "config.json").write_text(json.dumps(content))
+    return ["--model", str(model), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
 
 
 def free_port() -> int:

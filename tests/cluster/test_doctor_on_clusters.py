@@ -9,36 +9,19 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, running, wait_until
+from real_cluster import Cluster, Process, running, tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
 
 KEY = "node-key"
 LEASE_S = 1.5
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Two prefill nodes, and two decode nodes of which the second may use NIXL alone."""
     folder = tmp_path_factory.mktemp("doctor")
-    (folder / "tiny").mkdir()
-    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG))
-    flags = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    flags = tiny_model(folder)
     flags += ["--kv-cache-memory", str(8 << 20), "--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--api-key", KEY]
     flags += ["--transfer-deadline-s", "1"]
     with running(folder, prefill=2, decode=1, flags=flags, router_flags=["--node-api-key", KEY]) as ours:

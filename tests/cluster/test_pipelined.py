@@ -1,32 +1,15 @@
 """Hand-overs that begin before the prompt is computed, among real processes: long prompts in many small chunks."""
 
-import json
 import signal
 import threading
 import time
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, running, wait_until
+from real_cluster import Cluster, Process, running, tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
 TOKENS = 6000
 LAST = 8
 
@@ -34,9 +17,7 @@ LAST = 8
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelined")
-    (folder / "tiny").mkdir()
-    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG))
-    flags = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    flags = tiny_model(folder, max_position_embeddings=8192)
     flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20), "--max-batched-tokens", "16"]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--no-prefix-cache"]
     with running(folder, prefill=2, decode=2, flags=flags) as ours:

@@ -13,7 +13,7 @@ import httpx2
 import msgspec
 import openai
 import pytest
-from real_cluster import Cluster, running, wait_until
+from real_cluster import Cluster, running, tiny_model, wait_until
 
 from kv_transfer.tickets import signed
 from wire.transfer import KvTransferParams
@@ -21,30 +21,12 @@ from wire.transfer import KvTransferParams
 pytestmark = pytest.mark.cluster
 
 KEY = "test-key"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
-    (folder / "tiny").mkdir()
-    (folder / "tiny" / "config.json").write_text(json.dumps(CONFIG))
-    flags = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cpu", "--threads", "1"]
+    flags = tiny_model(folder)
     flags += [
         "--served-model-name",
         "tiny",

@@ -10,20 +10,16 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 import queue
-import selectors
-import signal
-import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from child_process import ChildProcess
 
 from kv_transfer.connector import PoolRegion
 from kv_transfer.planes import Source
@@ -75,31 +71,14 @@ class PlaneNode:
         return False
 
 
-class PeerPlane:
+class PeerPlane(ChildProcess):
     """The parent's end."""
 
+    answer_s = 30.0
+
     def __init__(self, num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu") -> None:
-        root = Path(__file__).parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, *map(str, (num_blocks, block_bytes, slice_bytes)), device]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        super().__init__(__file__, *map(str, (num_blocks, block_bytes, slice_bytes)), device)
         self.region = PoolRegion(0, num_blocks, block_bytes, device)
-
-    def ask(self, method: str, *arguments: Any, timeout_s: float = 30.0) -> Any:
-        self.tell(method, *arguments)
-        return self.answer(timeout_s)
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def answer(self, timeout_s: float = 30.0) -> Any:
-        assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            assert selector.select(timeout_s), f"no answer within {timeout_s} s"
-        return json.loads(self.process.stdout.readline())
 
     @property
     def welcome(self) -> Source:
@@ -110,27 +89,6 @@ class PeerPlane:
         """Let it read from that plane."""
         device, blocks, size = welcome.region.device, welcome.region.num_blocks, welcome.region.block_bytes
         self.ask("meet", welcome.generation, base64.b64encode(welcome.metadata).decode(), device, blocks, size)
-
-    def stop(self) -> None:
-        """SIGSTOP, and wait until it is stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
-        self.process.kill()
-        self.process.wait(10)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
 
 
 @contextlib.contextmanager

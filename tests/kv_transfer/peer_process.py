@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import selectors
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from child_process import ChildProcess
 
 from wire.config import TransferConfig
 from wire.transfer import Fingerprint, KvTransferParams
@@ -28,31 +25,11 @@ FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
 CONFIG = TransferConfig(lease_s=0.7, heartbeat_s=0.2, transfer_deadline_s=1.0)
 
 
-class PeerProcess:
+class PeerProcess(ChildProcess):
     """The parent's end."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        root = Path(__file__).parents[2]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            **(env or {}),
-        }
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-
-    def ask(self, method: str, *arguments: Any, timeout_s: float = 20.0) -> Any:
-        """Call a method of the connector there."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
-        self.process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            assert selector.select(timeout_s), f"no answer to {method} within {timeout_s} s"
-        return json.loads(self.process.stdout.readline())
+        super().__init__(__file__, *arguments, env=env)
 
     def offer(self, request_id: str, blocks: list[int]) -> KvTransferParams:
         return msgspec.convert(self.ask("offer", request_id, blocks, 1), KvTransferParams)
@@ -65,27 +42,6 @@ class PeerProcess:
             got += self.ask("events")
             time.sleep(0.01)
         return got
-
-    def stop(self) -> None:
-        """SIGSTOP, and wait until it is stopped."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
-        self.process.kill()
-        self.process.wait(10)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
 
 
 @contextlib.contextmanager

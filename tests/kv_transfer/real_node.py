@@ -9,9 +9,10 @@ from typing import cast
 
 import torch
 from peer_process import CONFIG, FINGERPRINT
+from woken import Woken
 
 from kernels.pool_memory import zeros
-from kv_transfer.connector import Event, PoolRegion
+from kv_transfer.connector import PoolRegion
 from kv_transfer.desk import Desk
 from kv_transfer.planes import DataPlane
 from kv_transfer.via_direct import DirectPlane
@@ -50,7 +51,7 @@ class GatedPlane:
         return self._plane.poll(handle)
 
 
-class RealNode:
+class RealNode(Woken):
     """`pool` is uint8 [num_blocks, block_bytes]."""
 
     def __init__(
@@ -63,30 +64,17 @@ class RealNode:
         config: TransferConfig = CONFIG,
     ) -> None:
         self.pool = zeros(num_blocks * block_bytes, torch.device(device)).view(num_blocks, block_bytes)
-        self.woken = threading.Event()
+        super().__init__()
         self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
         plane: DataPlane = (
             DirectPlane(self.region) if kind == "direct" else NixlPlane(f"{name}-{time.monotonic_ns()}", self.region)
         )
         self.plane = GatedPlane(plane)
         planes = {kind: cast(DataPlane, self.plane)}
-        self.desk = Desk(name, FINGERPRINT, self.region, config, self.woken.set, planes)
+        self.desk = self.watching = Desk(name, FINGERPRINT, self.region, config, self.woken.set, planes)
 
     def fill(self) -> None:
         """Block i is full of i + 1."""
         self.pool[:] = (torch.arange(len(self.pool), device=self.pool.device) + 1).to(torch.uint8)[:, None]
         if self.pool.is_cuda:
             torch.cuda.synchronize()
-
-    def wait(self, count: int, within_s: float = 10.0) -> list[Event]:
-        """The next `count` events, of which the connector has woken us."""
-        got: list[Event] = []
-        until = time.monotonic() + within_s
-        while len(got) < count and self.woken.wait(max(0.0, until - time.monotonic())):
-            self.woken.clear()
-            got += self.desk.events()
-        assert len(got) == count, got
-        return got
-
-    def quiet(self, for_s: float = 0.1) -> None:
-        assert not self.woken.wait(for_s), self.desk.events()

@@ -16,9 +16,10 @@ import pytest
 import torch
 import zmq
 from nccl_peer import FINGERPRINT, PATIENCE_S, PeerPlane, PlaneNode, peer_plane
+from woken import Woken
 
 from kv_transfer import pairs
-from kv_transfer.connector import Event, Fetched, PoolRegion, Released
+from kv_transfer.connector import Fetched, PoolRegion, Released
 from kv_transfer.open import open_connector
 from kv_transfer.pair_messages import Address, Ask, Meet, PairMessage, Part, decode, encode
 from kv_transfer.staging import BlockPool, cut
@@ -422,24 +423,15 @@ def test_a_pair_that_finds_no_room_says_so() -> None:
 # As a connector.
 
 
-class Node:
+class Node(Woken):
     """A connector over a pool of its own."""
 
     def __init__(self, name: str, num_blocks: int = 64, block_bytes: int = 10_001) -> None:
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
-        self.woken = threading.Event()
+        super().__init__()
         region = PoolRegion(self.pool.ctypes.data, num_blocks, block_bytes, "cpu")
         config = TransferConfig(kv_connector="nccl", lease_s=3.0, heartbeat_s=0.5)
-        self.connector = open_connector(name, FINGERPRINT, region, config, self.woken.set)
-
-    def wait(self, count: int, within_s: float = 10.0) -> list[Event]:
-        got: list[Event] = []
-        end = time.monotonic() + within_s
-        while len(got) < count and self.woken.wait(max(0.0, end - time.monotonic())):
-            self.woken.clear()
-            got += self.connector.events()
-        assert len(got) == count, got
-        return got
+        self.connector = self.watching = open_connector(name, FINGERPRINT, region, config, self.woken.set)
 
 
 def test_connectors_hand_over_and_cost_no_cpu_when_idle() -> None:

@@ -1,0 +1,33 @@
+"""The events of a connector as the step loop would see them: fetched when it wakes us."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from kv_transfer.connector import Connector, Event
+
+
+class Woken:
+    """`watching` is the connector whose wake-up sets `woken`."""
+
+    within_s = 10.0
+    """How long events may take, unless a call says otherwise."""
+
+    watching: Connector
+
+    def __init__(self) -> None:
+        self.woken = threading.Event()
+
+    def wait(self, count: int, within_s: float | None = None) -> list[Event]:
+        """The next `count` events, of which the connector has woken us."""
+        got: list[Event] = []
+        until = time.monotonic() + (self.within_s if within_s is None else within_s)
+        while len(got) < count and self.woken.wait(max(0.0, until - time.monotonic())):
+            self.woken.clear()
+            got += self.watching.events()
+        assert len(got) == count, got
+        return got
+
+    def quiet(self, for_s: float = 0.1) -> None:
+        assert not self.woken.wait(for_s), self.watching.events()
