@@ -20,7 +20,9 @@ from tiny_models import make_tiny
 SCRIPT = Path(__file__).with_name("engine_run.py")
 
 
-def start(command: list[str], config: dict[str, Any], repository: Path) -> subprocess.Popen[str]:
+def start(
+    command: list[str], config: dict[str, Any], repository: Path, variables: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     defaults = {"device": "cpu", "kv_cache_memory": 4 << 20, "threads": 1}
     child = subprocess.Popen(
         command,
@@ -28,7 +30,11 @@ def start(command: list[str], config: dict[str, Any], repository: Path) -> subpr
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(repository), os.environ.get("PYTHONPATH", "")))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(repository), os.environ.get("PYTHONPATH", ""))),
+            **(variables or {}),
+        },
     )
     assert child.stdin is not None
     child.stdin.write(json.dumps(defaults | config))
@@ -37,8 +43,8 @@ def start(command: list[str], config: dict[str, Any], repository: Path) -> subpr
     return child
 
 
-def result(child: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = child.communicate(timeout=120)
+def result(child: subprocess.Popen[str], seconds: float = 120) -> dict[str, Any]:
+    out, err = child.communicate(timeout=seconds)
     assert child.returncode == 0, err
     return json.loads(out.splitlines()[-1])
 
@@ -72,7 +78,7 @@ def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
     address = f"127.0.0.1:{free_port()}"
     config = {"model": str(tiny), "tensor_parallel": 2, "tensor_parallel_address": address, "tensor_parallel_local": 1}
     first = start([sys.executable, str(SCRIPT)], config | {"block_tokens": 32}, repository)
-    second = start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, tiny)], {}, repository)
+    second = start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config)], {}, repository)
     for child, words in ((first, "the ranks differ"), (second, "block_tokens is 0 here and 32 on rank 0")):
         _, err = child.communicate(timeout=60)
         assert child.returncode != 0
@@ -123,20 +129,75 @@ def test_what_cannot_work_is_one_sentence_on_the_command_line(command, words, ti
     assert words in line
 
 
+ON_GPU = {"device": "cuda", "kv_cache_memory": 64 << 20, "max_running": 8, "max_batched_tokens": 256}
+ON_GPU |= {"gpu_memory_utilization": 0.1}
+COLD = 400.0  # seconds: every rank compiles every kernel
+
+
+@pytest.fixture(scope="module")
+def tiny_for_gpus(tmp_path_factory) -> Path:
+    """Eight query heads share two KV heads of 64."""
+    folder = tmp_path_factory.mktemp("tiny-gpu")
+    make_tiny("Qwen2ForCausalLM", folder, head_dim=64, hidden_size=512, num_attention_heads=8, vocab_size=255)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone_on_gpu(tiny_for_gpus, repository) -> dict[str, Any]:
+    config = {"model": str(tiny_for_gpus)} | ON_GPU
+    return result(start([sys.executable, str(SCRIPT)], config, repository), COLD)
+
+
+def near(ours: dict[str, Any], alone: dict[str, Any]) -> bool:
+    """Of bf16: the first token's log-probability; the later tokens may part at near-ties."""
+    for name, values in alone["logprobs"].items():
+        assert ours["logprobs"][name][0] == pytest.approx(values[0], abs=0.05)
+    return [len(tokens) for tokens in ours["tokens"]] == [len(tokens) for tokens in alone["tokens"]]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_on_gpus_equal_one_alone(ranks, tmp_path, repository):
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_on_gpus_equal_one_alone(ranks, tiny_for_gpus, alone_on_gpu, repository):
     import torch
 
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    make_tiny("Qwen2ForCausalLM", tmp_path, head_dim=64, hidden_size=256, vocab_size=255)
-    config = {"model": str(tmp_path), "device": "cuda", "kv_cache_memory": 64 << 20, "max_running": 8}
-    config |= {"gpu_memory_utilization": 0.1, "max_batched_tokens": 256}
-    one = result(start([sys.executable, str(SCRIPT)], config, repository))
-    many = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel": ranks}, repository))
-    for name, values in one["logprobs"].items():
-        assert many["logprobs"][name][0] == pytest.approx(values[0], abs=0.05)  # bf16; later tokens may be near-ties
+    config = {"model": str(tiny_for_gpus), "tensor_parallel": ranks} | ON_GPU
+    assert near(result(start([sys.executable, str(SCRIPT)], config, repository), COLD), alone_on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_of_hosts_that_share_gpus_equal_one_alone(ranks, tiny_for_gpus, alone_on_gpu, repository):
+    """NCCL refuses two ranks on one GPU of a host, so that each rank says that it is a host of its own.
+
+    They then meet over sockets, as hosts do, and any number of ranks can be tried with one GPU.
+    """
+    import torch
+
+    def host(rank: int) -> dict[str, str]:
+        return {
+            "NCCL_HOSTID": f"host-{rank}",
+            "NCCL_NET": "Socket",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": str(rank % torch.cuda.device_count()),
+        }
+
+    config: dict[str, Any] = {
+        "model": str(tiny_for_gpus),
+        "tensor_parallel": ranks,
+        "tensor_parallel_local": 1,
+    } | ON_GPU
+    config |= {"tensor_parallel_local": 1, "tensor_parallel_address": f"127.0.0.1:{free_port()}"}
+    first = start([sys.executable, str(SCRIPT)], config, repository, host(0))
+    others = [
+        start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, rank)], {}, repository, host(rank))
+        for rank in range(1, ranks)
+    ]
+    assert near(result(first, COLD), alone_on_gpu)
+    for child in others:
+        child.communicate(timeout=60)
+        assert child.returncode == 0
 
 
 def test_a_lost_rank_ends_the_engine(tiny, repository):
@@ -150,18 +211,11 @@ def test_a_lost_rank_ends_the_engine(tiny, repository):
     assert child.returncode == 1
 
 
-def flags(config: dict[str, Any], model: Path) -> list[str]:
-    values = {
-        "model": str(model),
-        "device": "cpu",
-        "kv-cache-memory": str(4 << 20),
-        "threads": "1",
-        "tensor-parallel": "2",
-        "tensor-parallel-local": "1",
-        "tensor-parallel-address": config["tensor_parallel_address"],
-        "first-rank": "1",
-    }
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
+def flags(config: dict[str, Any], first_rank: int = 1) -> list[str]:
+    """`kvrelay rank` with what rank 0 was told."""
+    values = {"device": "cpu", "kv_cache_memory": 4 << 20, "threads": 1} | config
+    values |= {"tensor_parallel_local": 1, "first_rank": first_rank}
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
