@@ -131,7 +131,6 @@ def main() -> int:
     except (RuntimeError, torch.distributed.DistError):
         log.exception("rank %d lost the others", place.rank)
         return 1
-    ranks.close()
     return 0
 
 

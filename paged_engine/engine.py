@@ -184,6 +184,7 @@ def follow(config: EngineConfig, ranks: TorchRanks, device: torch.device) -> Non
     runner = _open_runner(config, checked_model(config, device), device, ranks)
     while message := ranks.hear():
         runner.follow(message)
+    runner.close()
 
 
 def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:

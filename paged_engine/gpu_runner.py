@@ -197,8 +197,12 @@ class GpuRunner:
         self._execute(values, [self._followed[slot] for slot in values.sampled_slots.tolist()])
 
     def close(self) -> None:
-        """End the other ranks."""
-        self._ranks.tell(b"")
+        """Leave the group; rank 0 ends the others."""
+        if self._ranks.rank == 0:
+            self._ranks.tell(b"")
+        # A NCCL group does not end before the last graph that holds its calls.
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
         self._ranks.close()
 
     @torch.inference_mode()
