@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kv_transfer.connector import Completion, PoolRegion
+from kv_transfer.host_files import HostFile
 from kv_transfer.leases import LeaseId
 from wire.transfer import Fingerprint
 
@@ -46,6 +47,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     region: PoolRegion
     planes: dict[str, bytes]
     """The source's data planes by name, with what a reader needs to use each: opaque here."""
+    lease_words: HostFile | None = None
+    """Where a reader on the source's host finds its leases (kv_transfer/lease_words.py)."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -110,6 +110,8 @@ class GpuRunner:
         Raises ConfigError when the configuration cannot work on this GPU.
         """
         torch.cuda.set_device(device)
+        # Above the streams that move KV to and fro beside the steps, for which 0 is the lowest.
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         _refuse_unserved(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
         budget.check_weights(least_weight_bytes(model, ranks.size, quantize=config.quantization == "fp8"))
@@ -359,7 +361,7 @@ class GpuRunner:
             self._decode_pass(step)  # compiles what is not compiled yet
             torch.cuda.synchronize()
             forward = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward, pool=memory, capture_error_mode=_CAPTURE):
+            with torch.cuda.graph(forward, memory, torch.cuda.current_stream(), _CAPTURE):
                 logits = self._decode_pass(step)
             self._graphs[rows] = _Graphs(
                 forward, logits, {cut: self._capture_sampler(logits, rows, cut, memory) for cut in (False, True)}
@@ -372,7 +374,7 @@ class GpuRunner:
         self._sampler.draw(logits, slots, plan)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode=_CAPTURE):
+        with torch.cuda.graph(graph, memory, torch.cuda.current_stream(), _CAPTURE):
             tokens = self._sampler.draw(logits, slots, plan)
         return graph, tokens
 
