@@ -1,7 +1,11 @@
 """Pairs: a reader and a source that move slices of blocks through staging memory, each on a thread of its own.
 
-Owns the two-rank communicator of a pair, its staging (two slices, so that copying overlaps with sending) and what may
-be touched when it ends. Refuses to know sockets: what is to be said goes to `say`, and who dies is told by `abort`.
+Owns the two-rank communicator of a pair, its staging (`STAGES` slices, so that copying overlaps with sending) and what
+may be touched when it ends. Refuses to know sockets: what is to be said goes to `say`, and who dies is told by `abort`.
+
+A pair is a conveyor belt: as soon as a stage is free the next slice is begun, of the same transfer or of the next one.
+So there are always `STAGES` slices under way, each end has launched them ahead, and a slice's time on the wire hides
+what the host does for another one.
 
 Why a thread for each pair: meeting the other rank blocks, gloo's sends and receives can be waited for but not polled,
 and a hung peer must hold up neither the data plane's thread nor other pairs.
@@ -20,15 +24,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from typing import NamedTuple
 
 import torch
 
 from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
+from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage, Part, Word
-from kv_transfer.staging import BlockPool, Slice, cut
+from kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
 from wire.errors import KvrelayError, PeerLost, TransferError
 
-__all__ = ["Budget", "Pair", "ReaderPair", "SourcePair", "Terms", "Transfer"]
+__all__ = ["Pair", "ReaderPair", "SourcePair", "Terms", "Transfer"]
 
 log = logging.getLogger(__name__)
 
@@ -37,52 +44,10 @@ log = logging.getLogger(__name__)
 IDLE_S = 60.0
 # Transfers that a reader may ask for before the first of them is through.
 MAX_ASKS = 4096
-STAGES = 2
+# One slice is on the wire, one waits behind it, and one is being copied: between two of them the host has the time of a
+# slice on the wire to see that one has ended and to launch another one.
+STAGES = 3
 SOURCE, READER = 0, 1  # ranks
-
-
-class Budget:
-    """Memory of all pairs of a process. A pair holds its share until its communicator is closed."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self.waiting = 0
-        self.wanted: Callable[[], None] = lambda: None
-        """Called from any thread when somebody begins to wait."""
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def share(self, num_bytes: int, deadline: float, given_up: Callable[[], bool]) -> Iterator[None]:
-        """Wait for room, then hold it. Raises PeerLost if there is none by `deadline`."""
-        with self._changed:
-            self.waiting += 1
-            if self.used_bytes + num_bytes > self.limit_bytes:
-                self.wanted()
-            self._changed.wait_for(
-                lambda: given_up() or self.used_bytes + num_bytes <= self.limit_bytes,
-                max(0.0, deadline - time.monotonic()),
-            )
-            self.waiting -= 1
-            if self.used_bytes + num_bytes > self.limit_bytes:
-                raise PeerLost(
-                    f"no room for another pair of {num_bytes} bytes: pairs in use hold {self.used_bytes} of"
-                    f" {self.limit_bytes}; let fewer nodes read from each other, or take kv_connector nixl"
-                )
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.used_bytes -= num_bytes
-                self._changed.notify_all()
-
-    def nudge(self) -> None:
-        """Somebody who waits may have given up."""
-        with self._changed:
-            self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +77,16 @@ class Transfer:
     error: TransferError | None = None
 
 
+class Move(NamedTuple):
+    """A slice of a transfer."""
+
+    transfer: Transfer
+    places: Places
+    piece: Slice
+    last: bool
+    """Of its transfer."""
+
+
 class Pair:
     """One end of a pair. Public methods may be called from any thread; none waits for the other side."""
 
@@ -137,8 +112,9 @@ class Pair:
         self._deadline = time.monotonic() + terms.meet_s
         self._mailbox = Mailbox(lambda key, value: say(Word(name, key, value)), self._deadline)
         self._communicator: Communicator | None = None
-        self._stages: list[torch.Tensor] = []
-        self._jobs: collections.deque[Transfer] = collections.deque()
+        self._lane: Lane | None = None
+        self._jobs: collections.deque[Transfer] = collections.deque()  # not ended
+        self._begun = 0  # of these
         self._unwanted = False
         self._end_at = float("inf")  # unless there is something to do
         self._changed = threading.Condition()  # guards all of the above, and the pool
@@ -165,6 +141,8 @@ class Pair:
             first, self.over = self.over is None, self.over or error
             jobs, communicator = list(self._jobs), self._communicator
             self._jobs.clear()
+            if self._lane is not None:
+                self._lane.settle()
             self._changed.notify_all()
         for job in jobs:
             job.error = error
@@ -193,19 +171,52 @@ class Pair:
 
     def _live(self) -> None:
         terms = self._terms
-        with terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up), terms.pool.lane():
+        with (
+            terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up),
+            terms.pool.lane() as lane,
+        ):
             communicator = terms.backend.open(self._rank, self._introduce(), self._mailbox, self._deadline)
             try:
+                stages = [lane.staging(self.slice_bytes) for _ in range(STAGES)]
                 with self._touching():
-                    self._communicator = communicator
-                self._stages = [terms.pool.staging(self.slice_bytes) for _ in range(STAGES)]
-                while (job := self._next()) is not None:
-                    self._move(job, communicator)
-                    self._done(job)
+                    self._communicator, self._lane = communicator, lane
+                self._convey(communicator, lane, stages)
             finally:
                 communicator.close()
-                self._communicator = None
-                self._stages = []
+                with self._changed:
+                    self._communicator = self._lane = None
+
+    def _convey(self, communicator: Communicator, lane: Lane, stages: list[torch.Tensor]) -> None:
+        """Slice after slice, until it is time to end."""
+        under_way: collections.deque[tuple[Move, torch.Tensor, Work]] = collections.deque()
+        moves: Iterator[Move] = iter(())
+        for stage in cycle(stages):
+            while (move := next(moves, None)) is None:
+                job = self._next(wait=not under_way)
+                if job is not None:
+                    moves = self._moves(job, lane)
+                elif under_way:
+                    self._end(*under_way.popleft(), lane)
+                else:
+                    return
+            if len(under_way) == STAGES:
+                self._end(*under_way.popleft(), lane)
+            work = self._begin(move, stage[: move.piece.num_bytes], communicator, lane)
+            under_way.append((move, stage, work))
+
+    def _moves(self, job: Transfer, lane: Lane) -> Iterator[Move]:
+        blocks = job.remote_blocks if self._rank == SOURCE else job.local_blocks
+        places = lane.places(blocks)
+        pieces = cut(len(blocks), places.row_bytes, self.slice_bytes)
+        return (Move(job, places, piece, piece is pieces[-1]) for piece in pieces)
+
+    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+        """Launch a slice; `stage` is free."""
+        raise NotImplementedError
+
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        """Wait for the oldest slice that is under way, and free its stage."""
+        raise NotImplementedError
 
     def _introduce(self) -> bytes:
         """What the communicator must know."""
@@ -215,33 +226,39 @@ class Pair:
         """This end would like to part: in how many seconds it does."""
         raise NotImplementedError
 
-    def _move(self, job: Transfer, communicator: Communicator) -> None:
-        raise NotImplementedError
-
     def _given_up(self) -> bool:
         return self.over is not None
 
-    def _next(self) -> Transfer | None:
-        """The next transfer; None if it is time to end."""
+    def _next(self, *, wait: bool) -> Transfer | None:
+        """The next transfer to begin. None: there is none now; or, if we `wait`, it is time to end."""
         with self._changed:
-            if not self._jobs:
-                self.idle_since = time.monotonic()
-                self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
-                if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
-                    self.part()
-            while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
-                self._changed.wait(left_s)
             self._check()
-            if not self._jobs:
-                self.over = PeerLost("the pair was idle and has been closed")
-                self._say(Part(self.name, self.over.message))
+            if wait and not self._jobs:
+                self._idle()
+            if self._begun == len(self._jobs):
                 return None
+            self._begun += 1
+            return self._jobs[self._begun - 1]
+
+    def _idle(self) -> None:
+        """Wait for a transfer, or until it is time to end."""
+        self.idle_since = time.monotonic()
+        self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
+        if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
+            self.part()
+        while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
+            self._changed.wait(left_s)
+        self._check()
+        if self._jobs:
             self.idle_since = None
-            return self._jobs[0]
+            return
+        self.over = PeerLost("the pair was idle and has been closed")
+        self._say(Part(self.name, self.over.message))
 
     def _done(self, job: Transfer) -> None:
         with self._touching():
             self._jobs.popleft()
+            self._begun -= 1
             job.done = True
 
     @contextlib.contextmanager
@@ -254,9 +271,6 @@ class Pair:
     def _check(self) -> None:
         if self.over is not None:
             raise self.over
-
-    def _slices(self, job: Transfer) -> list[Slice]:
-        return cut(len(job.remote_blocks), self._terms.pool.block_bytes, self.slice_bytes)
 
 
 class SourcePair(Pair):
@@ -288,20 +302,15 @@ class SourcePair(Pair):
         self._say(Leave(self.name))
         return self._terms.patience_s
 
-    def _move(self, job: Transfer, communicator: Communicator) -> None:
-        """While one slice is on its way, the next one is gathered."""
-        works: list[Work | None] = [None] * STAGES
-        for number, piece in enumerate(self._slices(job)):
-            stage = self._stages[number % STAGES]
-            work = works[number % STAGES]
-            if work is not None:
-                work.wait()
-            with self._touching():
-                self._terms.pool.gather(job.remote_blocks, piece, stage)
-            works[number % STAGES] = communicator.send(stage[: piece.num_bytes])
-        for work in works:
-            if work is not None:
-                work.wait()
+    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+        with self._touching():
+            lane.gather(move.places, move.piece, stage)
+        return communicator.send(stage)
+
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        work.wait()
+        if move.last:
+            self._done(move.transfer)
 
 
 class ReaderPair(Pair):
@@ -341,18 +350,15 @@ class ReaderPair(Pair):
             self._introduced = True
         return facts
 
-    def _move(self, job: Transfer, communicator: Communicator) -> None:
-        """While one slice is scattered, the next one is on its way. Scattered is only what is known to be in: behind a
-        receive that was aborted, a copy in the same stream would carry rubbish into the pool."""
-        slices = self._slices(job)
+    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+        return communicator.recv(stage)
 
-        def receive(number: int) -> Work:
-            return communicator.recv(self._stages[number % STAGES][: slices[number].num_bytes])
-
-        works = [receive(number) for number in range(min(STAGES, len(slices)))]
-        for number, piece in enumerate(slices):
-            works[number % STAGES].wait()
-            with self._touching():
-                self._terms.pool.scatter(job.local_blocks, piece, self._stages[number % STAGES])
-            if number + STAGES < len(slices):
-                works[number % STAGES] = receive(number + STAGES)
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        """Scattered is only what is known to be in: behind a receive that was aborted, a copy in the same stream would
+        carry rubbish into the pool."""
+        work.wait()
+        with self._touching():
+            lane.scatter(move.places, move.piece, stage)
+        if move.last:
+            lane.settle()
+            self._done(move.transfer)

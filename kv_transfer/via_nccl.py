@@ -16,20 +16,22 @@ import msgspec
 
 from kv_transfer.communicators import Backend, GlooBackend, NcclBackend
 from kv_transfer.connector import PoolRegion
+from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_control import PairControl
 from kv_transfer.pair_messages import Address, Ask, encode
-from kv_transfer.pairs import Budget, Terms, Transfer
+from kv_transfer.pairs import Terms, Transfer
 from kv_transfer.planes import Source
 from kv_transfer.staging import BlockPool
 from wire.errors import ConfigError, PeerLost, TransferError
 
 __all__ = ["NcclPlane"]
 
-# A pair has two slices of staging. On a GPU 32 MiB take 90 us over NVLink, to which an operation of NCCL adds a few.
-GPU_SLICE_BYTES, CPU_SLICE_BYTES = 32 << 20, 4 << 20
+# A pair has three slices of staging. On a GPU 64 MiB take 190 us over NVLink, about twice what the host needs to launch
+# an operation of NCCL.
+GPU_SLICE_BYTES, CPU_SLICE_BYTES = 64 << 20, 4 << 20
 # What a communicator of NCCL takes beside: about 100 MB with 16 channels.
 NCCL_BYTES = 96 << 20
-# All pairs of a node together: 12 on a GPU.
+# All pairs of a node together: 7 on a GPU.
 MEMORY_CAP_BYTES = 2 << 30
 
 
@@ -65,6 +67,7 @@ class NcclPlane:
         else:
             backend, beside = NcclBackend(self._device, self._patience_s), NCCL_BYTES
         pool = BlockPool(self._region)
+        pool.compile()
         terms = Terms(pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s)
         self._control = PairControl(self._host, terms)
         return msgspec.msgpack.encode(self._control.address)
