@@ -47,6 +47,8 @@ MAX_ASKS = 4096
 # One slice is on the wire, one waits behind it, and one is being copied: between two of them the host has the time of a
 # slice on the wire to see that one has ended and to launch another one.
 STAGES = 3
+# A copy takes less than 100 us where nobody is in its way.
+SETTLE_S, SPIN_S, PAUSE_S = 0.1, 0.002, 0.0002
 SOURCE, READER = 0, 1  # ranks
 
 
@@ -136,22 +138,26 @@ class Pair:
             self._changed.notify_all()
 
     def abort(self, error: TransferError) -> None:
-        """End at once. From the return of this call on the pool is not touched any more."""
+        """End at once. From the return of this call on the pool is not touched any more.
+
+        (If a GPU is kept from copying for more than `SETTLE_S`: from the moment on that transfers have an error.)"""
         with self._changed:
             first, self.over = self.over is None, self.over or error
-            jobs, communicator = list(self._jobs), self._communicator
-            self._jobs.clear()
-            if self._lane is not None:
-                self._lane.settle()
+            communicator, lane = self._communicator, self._lane
             self._changed.notify_all()
-        for job in jobs:
-            job.error = error
         if first:
             self._say(Part(self.name, error.message))
         self._mailbox.close()
         self._terms.budget.nudge()
         if first and communicator is not None:
             communicator.interrupt()
+        if lane is None or _within(SETTLE_S, lane.settled):
+            with self._changed:
+                jobs = list(self._jobs)
+                self._jobs.clear()
+            for job in jobs:
+                job.error = self.over
+        # Else the pair's own thread will come here, when it has closed the communicator.
 
     def join(self, timeout_s: float) -> None:
         """Wait for its thread, up to `timeout_s`."""
@@ -360,5 +366,17 @@ class ReaderPair(Pair):
         with self._touching():
             lane.scatter(move.places, move.piece, stage)
         if move.last:
-            lane.settle()
+            if not _within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
+                raise PeerLost(f"copies into the pool have not ended for {self._terms.patience_s:g} s")
             self._done(move.transfer)
+
+
+def _within(limit_s: float, true: Callable[[], bool]) -> bool:
+    """Whether it came true in time. First without pauses, for what takes microseconds; other threads may go on."""
+    began = time.monotonic()
+    while not true():
+        waited_s = time.monotonic() - began
+        if waited_s >= limit_s:
+            return False
+        time.sleep(0 if waited_s < SPIN_S else PAUSE_S)
+    return True

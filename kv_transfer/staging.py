@@ -1,7 +1,8 @@
 """The KV pool as rows of bytes, transfers cut into slices of staging memory, and the copies between the two.
 
 Refuses to know who sends or receives. On a GPU a slice is one launch of `kernels/gather_blocks.py`, on a stream that
-has nothing but such copies: it never waits for a peer, and whoever waits for it waits for a bounded time.
+has nothing but such copies, so that it waits for no peer. (Streams may share one of a GPU's 8 queues, though: then a
+copy begins after operations of other streams that were launched before it, and ends when those are aborted.)
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class BlockPool:
             with torch.cuda.stream(stream):
                 yield lane
         finally:
-            lane.settle()
+            stream.synchronize()
             spare.append(stream)
 
     def compile(self) -> None:
@@ -99,7 +100,7 @@ class BlockPool:
 
 
 class Lane:
-    """Copies of one thread between the pool and staging, in order. `settle` may be called from any thread."""
+    """Copies of one thread between the pool and staging, in order. `settled` may be called from any thread."""
 
     def __init__(self, pool: BlockPool, stream: torch.cuda.Stream | None, kernel: Any = None) -> None:
         """For BlockPool.lane, with that stream as the current one. `kernel`: the module, for tests."""
@@ -154,7 +155,7 @@ class Lane:
                 part.copy_(row, non_blocking=True)
 
     def scatter(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
-        """Staging -> pool, in the order of the current stream: the bytes are there after `settle`."""
+        """Staging -> pool, in the order of the current stream: the bytes are there when all is `settled`."""
         if places.index is not None and piece.stop - piece.start == places.row_bytes:
             there, here = places.index[0, piece.first : piece.first + piece.rows], places.index[1, : piece.rows]
             self.run_kernel(staging.data_ptr(), self._pool.address, here, there, places.row_bytes)
@@ -162,10 +163,9 @@ class Lane:
             for row, part in self._runs(places, piece, staging):
                 row.copy_(part, non_blocking=True)
 
-    def settle(self) -> None:
-        """Return when all copies have ended; none of them waits for anybody else."""
-        if self._stream is not None:
-            self._stream.synchronize()
+    def settled(self) -> bool:
+        """Whether all copies have ended."""
+        return self._stream is None or self._stream.query()
 
     def run_kernel(self, source: int, target: int, rows: torch.Tensor, onto: torch.Tensor, row_bytes: int) -> None:
         """Copy row rows[i] from one address on to row onto[i] from another one on."""

@@ -14,7 +14,7 @@ from kv_transfer.connector import PoolRegion
 from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_messages import Meet, PairMessage, Part
 from kv_transfer.pairs import STAGES, Pair, ReaderPair, SourcePair, Terms, Transfer
-from kv_transfer.staging import BlockPool
+from kv_transfer.staging import BlockPool, Lane
 from wire.errors import PeerLost
 
 BLOCKS, BLOCK_BYTES = 32, 8
@@ -38,6 +38,8 @@ class Scripted:
     def __init__(self) -> None:
         self.begun: list[tuple[torch.Tensor, ScriptedWork]] = []
         self.closed = threading.Event()
+        self.may_close = threading.Event()
+        self.may_close.set()
 
     def facts(self) -> bytes:
         return b""
@@ -57,6 +59,7 @@ class Scripted:
             work.over.set()
 
     def close(self) -> None:
+        assert self.may_close.wait(10.0)
         self.closed.set()
 
     def end(self, number: int, value: int = 0) -> None:
@@ -150,6 +153,26 @@ def test_nothing_lands_after_an_abort(side: Side) -> None:
     assert side.pool[2:].sum() == 0
     assert not pair.read(transfer(5))
     assert isinstance(side.said[-1], Part)
+
+
+def test_a_transfer_whose_copies_are_held_up_is_over_when_its_communicator_is_closed(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lane, "settled", lambda lane: False)
+    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    held_up = transfer(0)
+    pair.read(held_up)
+    pair.start()
+    side.begun(1)
+    side.backend.end(0, 1)
+    until(lambda: side.pool[0].all())
+    side.backend.may_close.clear()
+    pair.abort(PeerLost("lost"))
+    assert held_up.error is None
+    assert not held_up.done
+    side.backend.may_close.set()
+    until(lambda: held_up.error is not None)
+    assert side.backend.closed.is_set()
 
 
 def test_a_source_gathers_into_a_stage_only_when_it_has_been_sent(side: Side) -> None:

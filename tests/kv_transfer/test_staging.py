@@ -57,7 +57,7 @@ def test_what_is_gathered_is_scattered(kernel: Any, offset: int, row_bytes: int,
     for piece in cut(5, row_bytes, slice_bytes):
         lane.gather(sources, piece, staging)
         lane.scatter(targets, piece, staging)
-    lane.settle()
+    assert lane.settled()
     assert torch.equal(pool, expected)
 
 
@@ -90,7 +90,7 @@ def test_gpu_lane_copies_by_kernel_and_settles() -> None:
         for piece in cut(32, 1 << 20, 10 << 20):
             lane.gather(sources, piece, staging)
             lane.scatter(targets, piece, staging)
-        lane.settle()
+    assert lane.settled()
     expected[here] = expected[there]
     assert torch.equal(pool, expected)
 
