@@ -31,9 +31,9 @@ __all__ = ["Backend", "Communicator", "GlooBackend", "Mailbox", "NcclBackend", "
 MAX_WORDS, MAX_WORD_BYTES = 16, 16 << 10
 # So often gloo (torch 2.13) tries to connect to a process that is stopped, and each time for the whole time-out.
 GLOO_TRIES = 5
-# How an operation of NCCL is waited for: without a pause for as long as one takes if all goes well (64 MiB over NVLink:
-# 190 us; the other end's launches), because a pause of any length takes 80 us and more; then with pauses.
-SPIN_S, POLL_S = 0.002, 100e-6
+# How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64 MiB over NVLink: 190
+# us; the other end's launches).
+POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
 
 
 class Work(Protocol):
@@ -305,9 +305,9 @@ class _NcclCommunicator:
 
     def settle(self, doing: str, deadline: float, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until NCCL has done on the host what it was asked. Raises PeerLost."""
-        spin_until = time.monotonic() + SPIN_S
+        began = time.monotonic()
         while (state := self.state(doing)) == _IN_PROGRESS:
-            self.patiently(doing, deadline, spin_until)
+            self.patiently(doing, began, deadline)
             if given_up():
                 raise PeerLost(f"gave up while NCCL was to {doing}")
         self._backend.check(state, doing)
@@ -318,14 +318,14 @@ class _NcclCommunicator:
         self._backend.check(self._backend.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing)
         return state.value
 
-    def patiently(self, doing: str, deadline: float, spin_until: float) -> None:
+    def patiently(self, doing: str, began: float, deadline: float) -> None:
         """One round of a wait. Raises PeerLost when it was long enough."""
         if self._interrupted:
             raise PeerLost(f"gave up while NCCL was to {doing}")
         now = time.monotonic()
         if now >= deadline:
             raise PeerLost(f"NCCL could not {doing} in time: the other side has stopped or is gone")
-        time.sleep(0 if now < spin_until else POLL_S)  # 0: other threads of this process may go on
+        time.sleep(POLL_S if now - began < LATER_S else LATER_POLL_S)
 
     def _start(self, operation: Callable[..., int], staging: torch.Tensor) -> Work:
         wire = self._wire
@@ -345,11 +345,11 @@ class _NcclWork:
 
     def wait(self) -> None:
         """A kernel that was aborted ends, too: NCCL's own state is looked at behind the event."""
-        now = time.monotonic()
-        deadline, spin_until = now + self._patience_s, now + SPIN_S
+        began = time.monotonic()
+        deadline = began + self._patience_s
         while not self._done.query():  # type: ignore[no-untyped-call]
             self._communicator.settle("move a slice", deadline)
-            self._communicator.patiently("move a slice", deadline, spin_until)
+            self._communicator.patiently("move a slice", began, deadline)
         self._communicator.settle("move a slice", deadline)
 
 

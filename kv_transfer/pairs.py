@@ -33,6 +33,7 @@ from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
 from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage, Part, Word
 from kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
+from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
 
 __all__ = ["Pair", "ReaderPair", "SourcePair", "Terms", "Transfer"]
@@ -48,7 +49,7 @@ MAX_ASKS = 4096
 # slice on the wire to see that one has ended and to launch another one.
 STAGES = 3
 # A copy takes less than 100 us where nobody is in its way.
-SETTLE_S, SPIN_S, PAUSE_S = 0.1, 0.002, 0.0002
+SETTLE_S, POLL_S = 0.1, 20e-6
 SOURCE, READER = 0, 1  # ranks
 
 
@@ -164,6 +165,7 @@ class Pair:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        wake_in_time()
         try:
             self._live()
         except KvrelayError as error:
@@ -372,11 +374,10 @@ class ReaderPair(Pair):
 
 
 def _within(limit_s: float, true: Callable[[], bool]) -> bool:
-    """Whether it came true in time. First without pauses, for what takes microseconds; other threads may go on."""
-    began = time.monotonic()
+    """Whether it came true in time."""
+    deadline = time.monotonic() + limit_s
     while not true():
-        waited_s = time.monotonic() - began
-        if waited_s >= limit_s:
+        if time.monotonic() >= deadline:
             return False
-        time.sleep(0 if waited_s < SPIN_S else PAUSE_S)
+        time.sleep(POLL_S)
     return True
