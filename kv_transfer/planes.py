@@ -6,8 +6,6 @@ flight until their end is seen, whoever has lost interest in them.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import queue
 import threading
@@ -19,6 +17,7 @@ from typing import Protocol
 
 from kv_transfer.connector import PoolRegion
 from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
 
 __all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source"]
@@ -153,7 +152,7 @@ class PlaneThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        _wake_in_time()
+        wake_in_time()
         try:
             self._opened.put(self._plane.open())
         except Exception as error:  # noqa: BLE001 - raised again by open(), in the thread that asked
@@ -231,10 +230,3 @@ class PlaneThread:
 
 def _nothing() -> None:
     pass
-
-
-def _wake_in_time() -> None:
-    """Linux lets a thread sleep 50 us longer than it asked for, which here is as long again; 1 us for this thread."""
-    set_timer_slack = 29  # PR_SET_TIMERSLACK
-    with contextlib.suppress(OSError, AttributeError):  # another system
-        ctypes.CDLL(None).prctl(set_timer_slack, 1000, 0, 0, 0)
