@@ -37,7 +37,10 @@ class GpuPiece(msgspec.Struct, frozen=True, tag="gpu"):
 
 @dataclass(slots=True)
 class _GpuRead:
-    source: int
+    source: int  # where the part of block 0 begins, in the peer's pool and in ours
+    target: int
+    source_stride: int  # bytes of a block in the peer's pool
+    part_bytes: int
     blocks: Any  # int32 [2, blocks] on the GPU: remote, local
     tiles: int
     launched: int = 0
@@ -77,7 +80,8 @@ class GpuSide:
         except cuda_runtime.CudaError as error:
             raise ConfigError(f"the KV pool cannot be shared with other processes: {error}") from error
         # Compile: block 0 is the null block, which nobody reads, onto itself.
-        read = self.start(memory.address, [0], [0])
+        ourselves = Source("", "", self._region, b"")
+        read = self.start(ourselves, memory.address, [0], [0])
         self._stream.synchronize()
         assert self.poll(read)
         return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
@@ -115,14 +119,21 @@ class GpuSide:
         with contextlib.suppress(self._cuda.CudaError):
             self._cuda.close_handle(pool)
 
-    def start(self, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _GpuRead:
+    def start(self, source: Source, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _GpuRead:
         """Launch the first slices."""
-        torch = self._torch
+        torch, part = self._torch, source.part
         blocks = torch.tensor([list(remote_blocks), list(local_blocks)], dtype=torch.int32).pin_memory()
         with torch.cuda.stream(self._stream):
             uploaded = blocks.to(torch.device("cuda", self._device), non_blocking=True)
-        tiles = self._kernel.tiles_in(len(remote_blocks), self._region.block_bytes)
-        read = _GpuRead(pool, uploaded, tiles)
+        tiles = self._kernel.tiles_in(len(remote_blocks), part.num_bytes)
+        read = _GpuRead(
+            pool + part.remote_start,
+            self._region.address + part.local_start,
+            source.region.block_bytes,
+            part.num_bytes,
+            uploaded,
+            tiles,
+        )
         self._launch(read)
         return read
 
@@ -141,10 +152,12 @@ class GpuSide:
                 end = min(read.tiles, read.launched + step)
                 self._kernel.gather_blocks(
                     read.source,
-                    self._region.address,
+                    read.target,
                     read.blocks[0],
                     read.blocks[1],
-                    block_bytes=self._region.block_bytes,
+                    block_bytes=read.part_bytes,
+                    source_stride=read.source_stride,
+                    target_stride=self._region.block_bytes,
                     tiles=range(read.launched, end),
                 )
                 read.launched = end

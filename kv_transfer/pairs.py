@@ -25,6 +25,7 @@ import torch
 
 from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
 from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage, Part, Word
+from kv_transfer.shares import Share
 from kv_transfer.staging import BlockPool, Slice, cut
 from wire.errors import KvrelayError, PeerLost, TransferError
 
@@ -108,6 +109,8 @@ class Transfer:
 
     remote_blocks: Sequence[int]
     local_blocks: Sequence[int]
+    part: Share
+    """What is moved of each block; a source knows its own end of it alone."""
     done: bool = False
     error: TransferError | None = None
 
@@ -255,8 +258,10 @@ class Pair:
         if self.over is not None:
             raise self.over
 
-    def _slices(self, job: Transfer) -> list[Slice]:
-        return cut(len(job.remote_blocks), self._terms.pool.block_bytes, self.slice_bytes)
+    def _slices(self, job: Transfer, start: int) -> list[Slice]:
+        """Cut alike on both sides; `start`: where the part begins in a block of this one."""
+        pieces = cut(len(job.remote_blocks), job.part.num_bytes, self.slice_bytes)
+        return [piece._replace(start=piece.start + start, stop=piece.stop + start) for piece in pieces]
 
 
 class SourcePair(Pair):
@@ -269,15 +274,19 @@ class SourcePair(Pair):
         super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
         self._facts = meet.facts
 
-    def serve(self, blocks: list[int]) -> None:
-        """Send these blocks when those before them are through. Raises ValueError for what no reader may ask."""
+    def serve(self, blocks: list[int], start: int, num_bytes: int) -> None:
+        """Send so many bytes of these blocks when those before them are through.
+
+        Raises ValueError for what no reader may ask."""
         with self._changed:
             if len(self._jobs) >= MAX_ASKS:
                 raise ValueError(f"more than {MAX_ASKS} transfers asked for at once")
             num_blocks = self._terms.pool.num_blocks
             if not blocks or not all(0 <= block < num_blocks for block in blocks):
                 raise ValueError(f"asked for none, or for some outside a pool of {num_blocks} blocks")
-            self._jobs.append(Transfer(blocks, ()))
+            if not 0 <= start < start + num_bytes <= self._terms.pool.block_bytes:
+                raise ValueError(f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}")
+            self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
             self._changed.notify_all()
 
     def _introduce(self) -> bytes:
@@ -291,7 +300,7 @@ class SourcePair(Pair):
     def _move(self, job: Transfer, communicator: Communicator) -> None:
         """While one slice is on its way, the next one is gathered."""
         works: list[Work | None] = [None] * STAGES
-        for number, piece in enumerate(self._slices(job)):
+        for number, piece in enumerate(self._slices(job, job.part.remote_start)):
             stage = self._stages[number % STAGES]
             work = works[number % STAGES]
             if work is not None:
@@ -326,8 +335,11 @@ class ReaderPair(Pair):
             self._jobs.append(transfer)
             self._changed.notify_all()
             if self._introduced:
-                self._say(Ask(self.name, list(transfer.remote_blocks)))
+                self._say(self._ask(transfer))
         return True
+
+    def _ask(self, transfer: Transfer) -> Ask:
+        return Ask(self.name, list(transfer.remote_blocks), transfer.part.remote_start, transfer.part.num_bytes)
 
     def _leave(self) -> float:
         return 0.0
@@ -337,14 +349,14 @@ class ReaderPair(Pair):
         with self._touching():
             self._say(Meet(self.name, self.slice_bytes, facts))
             for transfer in self._jobs:
-                self._say(Ask(self.name, list(transfer.remote_blocks)))
+                self._say(self._ask(transfer))
             self._introduced = True
         return facts
 
     def _move(self, job: Transfer, communicator: Communicator) -> None:
         """While one slice is scattered, the next one is on its way. Scattered is only what is known to be in: behind a
         receive that was aborted, a copy in the same stream would carry rubbish into the pool."""
-        slices = self._slices(job)
+        slices = self._slices(job, job.part.local_start)
 
         def receive(number: int) -> Work:
             return communicator.recv(self._stages[number % STAGES][: slices[number].num_bytes])

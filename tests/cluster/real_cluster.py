@@ -191,13 +191,20 @@ class Cluster:
 
 @contextmanager
 def running(
-    folder: Path, *, prefill: int, decode: int, flags: list[str], router_flags: Sequence[str] = ()
+    folder: Path,
+    *,
+    prefill: int,
+    decode: int,
+    flags: list[str],
+    router_flags: Sequence[str] = (),
+    prefill_flags: Sequence[str] = (),
+    decode_flags: Sequence[str] = (),
 ) -> Iterator[Cluster]:
     """A cluster that is ready; ended, whatever happens."""
     cluster = Cluster(folder, flags)
     try:
-        cluster.nodes = [cluster.start("prefill", flags) for _ in range(prefill)]
-        cluster.nodes += [cluster.start("decode", flags) for _ in range(decode)]
+        cluster.nodes = [cluster.start("prefill", [*flags, *prefill_flags]) for _ in range(prefill)]
+        cluster.nodes += [cluster.start("decode", [*flags, *decode_flags]) for _ in range(decode)]
         cluster.wait_ready(*cluster.nodes)
         peers = [f"--{node.role}={node.url}" for node in cluster.nodes]
         cluster.router = cluster.start("router", [*peers, *router_flags])

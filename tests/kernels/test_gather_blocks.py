@@ -98,9 +98,9 @@ from triton.backends.compiler import GPUTarget
 from kernels.gather_blocks import TILE_BYTES, _gather
 
 names = _gather.arg_names
-types = dict(zip(names, ["i64", "i64", "*i32", "*i32", "i32", "i32", "constexpr", "constexpr"]))
+types = dict(zip(names, ["i64", "i64", "*i32", "*i32", *["i32"] * 5, "constexpr"]))
 aligned = {(i,): [["tt.divisibility", 16]] for i in range(4)}
-constants = dict(BLOCK_WORDS=int(sys.argv[1]) // 4, TILE_WORDS=TILE_BYTES // 4)
+constants = dict(TILE_WORDS=TILE_BYTES // 4)
 source = triton.compiler.ASTSource(_gather, types, constants, aligned)
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
 data = re.findall(r"(?:ld\\.global\\.cg|st\\.global)[.\\w:]*", ptx)
