@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,59 @@ def test_tokens_are_those_of_one_rank_alone_and_no_block_is_left(cluster, prefil
     assert decode.metric("kvrelay_fetches_total") == before + 3
     assert decode.metric("kvrelay_fetches_failed_total") == 0
     cluster.all_blocks_free(within_s=LEASE_S + 1)
+
+
+def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster):
+    urls = [f"--{each.role}={each.url}" for each in cluster.nodes]
+    argv = [sys.executable, "-m", "kvrelay.cli", "doctor", *urls, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["failures"]) == (0, []), done.stderr
+    assert {(pair["prefill"], pair["decode"]) for pair in report["pairs"]} == {
+        (f"prefill-{p}", f"decode-{d}") for p in range(len(PREFILL)) for d in range(len(DECODE))
+    }
+    assert all(sample["verified"] for pair in report["pairs"] for sample in pair["samples"])
+    assert {pair["plane"] for pair in report["pairs"]} == {"direct"}
+    cluster.all_blocks_free(within_s=LEASE_S + 1)
+
+
+def test_a_rank_that_is_lost_ends_its_node_and_takes_nothing_with_it(cluster):
+    """The last test: first one of a source dies, then one of a reader in the middle of its answer."""
+    (alone, shared), (reader, lost, _) = cluster.of("prefill"), cluster.of("decode")
+    request = body(99, 200)
+    expected = complete(alone, request)["choices"][0]["text"]
+    ticket = complete(shared, request | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+    kill_a_rank(shared)
+    answer = complete(reader, request | {"kv_transfer_params": ticket["kv_transfer_params"]})
+    assert answer["choices"][0]["text"] == expected  # computed there
+    assert reader.metric("kvrelay_fetches_failed_total") == 1
+
+    fetched = lost.metric("kvrelay_fetches_total")
+    first = complete(alone, request | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+    left = complete(alone, request | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+    assert left["kv_transfer_params"]  # nobody will ever come with it
+    more = request | {"max_tokens": 800, "kv_transfer_params": first["kv_transfer_params"]}
+    asking = threading.Thread(target=lambda: httpx2.post(f"{lost.url}/v1/completions", json=more, timeout=30))
+    asking.start()
+    wait_until(lambda: lost.metric("kvrelay_fetches_total") > fetched, 10, "the KV is fetched")
+    kill_a_rank(lost)
+    asking.join(30)
+    assert not asking.is_alive()
+    cluster.all_blocks_free(within_s=LEASE_S + 1)
+
+
+def kill_a_rank(node: Process) -> None:
+    """And wait until the node has ended, or says that it is of no use."""
+    (engine,) = children(node.popen.pid, b"node.engine_process")
+    os.kill(children(engine, b"node.ranks")[0], signal.SIGKILL)
+    wait_until(lambda: node.popen.poll() is not None or node.health() is None, 20, "the node ends")
+
+
+def children(pid: int, what: bytes) -> list[int]:
+    """Processes of that module that this one has started."""
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in listed if what in Path(f"/proc/{child}/cmdline").read_bytes()]
