@@ -55,12 +55,15 @@ def is_of_this_host(host: str) -> bool:
 
 
 def address_towards(address: str) -> str:
-    """This host's own address on the way to `host:port`. Raises OSError."""
+    """This host's own address on the way to `host:port`. Raises ConfigError."""
     host, _, port = address.rpartition(":")
-    family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(place)  # sends nothing
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as why:
+        raise ConfigError(f"rank 0 at {address} cannot be reached from this host: {why}") from why
 
 
 def interface_towards(address: str) -> str:
