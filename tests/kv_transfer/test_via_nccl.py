@@ -426,7 +426,7 @@ def test_a_pair_that_finds_no_room_says_so() -> None:
 class Node(Woken):
     """A connector over a pool of its own."""
 
-    def __init__(self, name: str, num_blocks: int = 64, block_bytes: int = 10_001) -> None:
+    def __init__(self, name: str, num_blocks: int = 64, block_bytes: int = 10_002) -> None:
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
         super().__init__()
         region = PoolRegion(self.pool.ctypes.data, num_blocks, block_bytes, "cpu")
