@@ -21,6 +21,7 @@ from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, 
 from kv_transfer.control import ControlThread
 from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
 from kv_transfer.growth import GrowthTable
+from kv_transfer.lease_words import HeldWords, LeaseWords
 from kv_transfer.leases import LeaseId, LeaseTable
 from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
 from kv_transfer.plane_choice import OpenPlanes
@@ -28,7 +29,7 @@ from kv_transfer.planes import DataPlane, Source
 from kv_transfer.rank_link import RankLink
 from kv_transfer.tickets import refusal, signed
 from wire.config import TransferConfig
-from wire.errors import Incompatible, KvrelayError, PeerLost
+from wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
 from wire.transfer import Fingerprint, KvTransferParams
 
 __all__ = ["Desk"]
@@ -52,6 +53,8 @@ class _Peer:
     welcomed: bool = False
     renew_at: float = 0.0
     lost: KvrelayError | None = None
+    words: HeldWords | None = None
+    """Its leases, if it runs on this host."""
     plane: str = ""
     """The plane that we read through, or are about to."""
     choices: list[tuple[str, list[tuple[int, Source]]]] = field(default_factory=list)
@@ -85,6 +88,7 @@ class Desk:
         self._wake = wake
         self._lock = threading.Lock()
         self._leases = LeaseTable(config.lease_s)
+        self._words = LeaseWords(self._generation)
         self._growths = GrowthTable()
         self._offers: dict[str, KvTransferParams] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
@@ -131,6 +135,7 @@ class Desk:
             raise ValueError(f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}")
         with self._turn():
             lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
+            self._words.begin(lease)
             self._growths.begin(lease, len(block_ids) if ready is None else ready)
         self._planes.nudge()
         host, port = self.address
@@ -210,7 +215,6 @@ class Desk:
             raise ValueError(f"local blocks {list(local_blocks)} reach outside the pool of {self._region.num_blocks}")
         with self._turn():
             self._fetches.fetch(request_id, remote_blocks, local_blocks, time.monotonic())
-        self._control.poke()
 
     def cancel(self, request_id: str) -> None:
         """Reader: see Connector."""
@@ -259,6 +263,7 @@ class Desk:
             for peer in self._peers:
                 for lease in self._fetches.leases(peer):
                     self._control.say(peer, End(lease, 0))
+            self._words.close()
         self._control.close(JOIN_S)
         self._planes.close(JOIN_S)
 
@@ -367,9 +372,14 @@ class Desk:
             for command in commands:
                 if isinstance(command, Read):
                     self._planes[self._peers[command.peer].plane].read(command)
+                elif command.token and self._sees_held(command.peer, command.lease):
+                    # The answer is there already: a farewell, and nothing to wait for.
+                    self._control.say(command.peer, End(command.lease, 0))
+                    self._fetches.confirmed(command.peer, command.token, held=True, now=time.monotonic())
                 else:
                     self._control.say(command.peer, End(command.lease, command.token))
             for ended in self._leases.events:
+                self._words.end(ended.request_id)
                 self._growths.forget(ended.request_id)
                 self._offers.pop(ended.request_id, None)
             growth, self._growths.news = self._growths.news, []
@@ -379,13 +389,18 @@ class Desk:
         if news:
             self._wake()
 
+    def _sees_held(self, peer: PeerKey, lease: LeaseId) -> bool:
+        known = self._peers.get(peer)
+        return known is not None and known.words is not None and known.words.held(lease)
+
     def _welcome(self, hello: Hello, now: float) -> Message:
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
         self._hello_at = now
         self._planes.nudge()
-        return Welcome(self._engine_id, self._generation, self._fingerprint, self._planes.ranks)
+        ranks, words = self._planes.ranks, self._words.place
+        return Welcome(self._engine_id, self._generation, self._fingerprint, ranks, words)
 
     def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
         where = f"{peer.host}:{peer.port}"
@@ -398,6 +413,9 @@ class Desk:
             )
         else:
             known.welcomed, known.renew_at = True, now + self._config.heartbeat_s
+            if welcome.lease_words is not None:
+                with contextlib.suppress(TransferError):  # another host, or another user: we ask
+                    known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
             self._renew(peer, self._fetches.leases(peer), now)
             for lease in self._fetches.growing(peer):
                 self._control.say(peer, Follow(lease))

@@ -36,12 +36,25 @@ class GpuPiece(msgspec.Struct, frozen=True, tag="gpu"):
 
 
 @dataclass(slots=True)
+class _Table:
+    """Block ids of a read: remote ones, then local ones; int32, on both sides. Taken again when the read has ended.
+
+    Pinned memory made for each read would cost half a millisecond."""
+
+    host: Any
+    written: Any  # numpy's view of `host`
+    gpu: Any
+
+
+@dataclass(slots=True)
 class _GpuRead:
     source: int  # where the part of block 0 begins, in the peer's pool and in ours
     target: int
     source_stride: int  # bytes of a block in the peer's pool
     part_bytes: int
-    blocks: Any  # int32 [2, blocks] on the GPU: remote, local
+    table: _Table
+    remote: Any  # int32 [blocks] on the GPU
+    local: Any
     tiles: int
     launched: int = 0
     slices: deque[Any] = field(default_factory=deque)
@@ -59,6 +72,7 @@ class GpuSide:
             raise ConfigError(f"pool device {region.device!r} is neither cpu nor cuda:N")
         self._region = region
         self._device = int(number)
+        self._tables: list[_Table] = []  # that no read uses
 
     def open(self, memory: PoolMemory) -> GpuPiece:
         """Take a stream and compile the kernel, which may take seconds. Raises ConfigError."""
@@ -121,18 +135,20 @@ class GpuSide:
 
     def start(self, source: Source, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _GpuRead:
         """Launch the first slices."""
-        torch, part = self._torch, source.part
-        blocks = torch.tensor([list(remote_blocks), list(local_blocks)], dtype=torch.int32).pin_memory()
-        with torch.cuda.stream(self._stream):
-            uploaded = blocks.to(torch.device("cuda", self._device), non_blocking=True)
-        tiles = self._kernel.tiles_in(len(remote_blocks), part.num_bytes)
+        count, part = len(remote_blocks), source.part
+        table = self._tables.pop() if self._tables else self._new_table()
+        table.written[:count], table.written[count : 2 * count] = remote_blocks, local_blocks
+        with self._torch.cuda.stream(self._stream):
+            table.gpu[: 2 * count].copy_(table.host[: 2 * count], non_blocking=True)
         read = _GpuRead(
             pool + part.remote_start,
             self._region.address + part.local_start,
             source.region.block_bytes,
             part.num_bytes,
-            uploaded,
-            tiles,
+            table,
+            table.gpu[:count],
+            table.gpu[count : 2 * count],
+            self._kernel.tiles_in(count, part.num_bytes),
         )
         self._launch(read)
         return read
@@ -142,7 +158,17 @@ class GpuSide:
         while handle.slices and handle.slices[0].query():
             handle.slices.popleft()
         self._launch(handle)
-        return not handle.slices
+        if handle.slices:
+            return False
+        self._tables.append(handle.table)
+        return True
+
+    def _new_table(self) -> _Table:
+        """For as many blocks as our pool has: no read writes one twice."""
+        size = 2 * self._region.num_blocks
+        host = self._torch.empty(size, dtype=self._torch.int32, pin_memory=True)
+        gpu = self._torch.empty(size, dtype=self._torch.int32, device=self._torch.device("cuda", self._device))
+        return _Table(host, host.numpy(), gpu)
 
     def _launch(self, read: _GpuRead) -> None:
         """Keep so many slices waiting in the stream."""
@@ -153,8 +179,8 @@ class GpuSide:
                 self._kernel.gather_blocks(
                     read.source,
                     read.target,
-                    read.blocks[0],
-                    read.blocks[1],
+                    read.remote,
+                    read.local,
                     block_bytes=read.part_bytes,
                     source_stride=read.source_stride,
                     target_stride=self._region.block_bytes,

@@ -1,43 +1,28 @@
 """Pools of a CPU that peers map: what a peer must be told, the mapping, and copying out of it with numpy.
 
-A pool is a memfd (kernels/pool_memory.py), opened as /proc/PID/fd/FD. Used by kv_transfer/via_direct.py alone.
+A pool is a memfd (kernels/pool_memory.py). Used by kv_transfer/via_direct.py alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import mmap
-import os
-import stat
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
 from kv_transfer.connector import PoolRegion
+from kv_transfer.host_files import HostFile, mapped, place_of
 from kv_transfer.planes import Source
 from kv_transfer.shares import Share
-from wire.errors import TransferError
 
-__all__ = ["HostFile", "HostSide", "runs"]
+__all__ = ["HostSide", "runs"]
 
 # One call of `poll` copies for so long, and looks at the clock after each step (1 ms or less). The plane's thread
 # sleeps up to 1 ms between two calls.
 SLICE_S = 0.010
 STEP_BYTES = 4 << 20
-
-
-class HostFile(msgspec.Struct, frozen=True, tag="host"):
-    """File descriptor `file` of process `pid`."""
-
-    pid_namespace: int
-    pid: int
-    file: int
 
 
 class HostSide:
@@ -54,35 +39,14 @@ class HostSide:
         self._np = np
         assert memory.file is not None
         self._local = np.ctypeslib.as_array((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address))
-        return HostFile(_pid_namespace(), os.getpid(), memory.file)
+        return place_of(memory.file)
 
     def map(self, source: Source, place: HostFile) -> Any:
         """The peer's pool and its nonce as a numpy array, read-only; unmapped with its last reference.
 
         Raises TransferError naming what is missing."""
-        who = source.engine_id
-        if place.pid_namespace != _pid_namespace():
-            raise TransferError(
-                f"kv_connector direct needs one PID namespace, and {who} runs in another one (containers: docker run "
-                "--pid, shareProcessNamespace in a pod)"
-            )
         size = nonce_offset(source.region.num_blocks * source.region.block_bytes) + NONCE_BYTES
-        # The peer names what we open, so it must not be able to make us wait (a pipe) or fault (a file that shrinks).
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        try:
-            file = os.open(f"/proc/{place.pid}/fd/{place.file}", flags)
-        except PermissionError as error:
-            raise TransferError(f"kv_connector direct needs one user, and {who} runs as another one") from error
-        except OSError as error:
-            raise TransferError(f"{who} has ended: process {place.pid} has no such memory ({error})") from error
-        try:
-            if not _is_sealed(file) or os.fstat(file).st_size < size:
-                raise TransferError(f"what {who} said is its KV pool is not sealed memory of {size} bytes")
-            mapping = mmap.mmap(file, size, prot=mmap.PROT_READ)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransferError(f"the KV pool of {who} cannot be mapped: {error}") from error
-        finally:
-            os.close(file)
+        mapping = mapped(place, size, source.engine_id, "KV pool")
         return self._np.frombuffer(mapping, dtype=self._np.uint8)
 
     def nonce(self, pool: Any, offset: int) -> bytes:
@@ -156,17 +120,3 @@ def runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Iterator[
         run = (remote, local, 1)
     if run is not None:
         yield run
-
-
-def _is_sealed(file: int) -> bool:
-    """A plain file in memory that nobody can make shorter."""
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        return False
-    try:
-        return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # a file on a disk
-        return False
-
-
-def _pid_namespace() -> int:
-    return Path("/proc/self/ns/pid").stat().st_ino

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kv_transfer.connector import Completion, PoolRegion
+from kv_transfer.host_files import HostFile
 from kv_transfer.leases import LeaseId
 from kv_transfer.shares import Heads
 from wire.transfer import Fingerprint
@@ -55,6 +56,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     generation: str
     fingerprint: Fingerprint
     ranks: list[RankCard]
+    lease_words: HostFile | None = None
+    """Where a reader on the source's host finds its leases (kv_transfer/lease_words.py)."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

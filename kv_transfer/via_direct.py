@@ -17,8 +17,9 @@ import msgspec
 
 from kernels.pool_memory import PoolMemory, nonce_offset, pool_memory
 from kv_transfer.connector import PoolRegion
+from kv_transfer.host_files import HostFile
 from kv_transfer.mapped_gpu import GpuPiece, GpuSide
-from kv_transfer.mapped_host import HostFile, HostSide
+from kv_transfer.mapped_host import HostSide
 from kv_transfer.planes import Source
 from wire.errors import ConfigError, TransferError
 

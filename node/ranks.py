@@ -194,7 +194,6 @@ def main() -> int:
         log.exception("rank %d lost the others", place.rank)
         return 1
     beside.close()
-    ranks.close()
     return 0
 
 

@@ -200,6 +200,7 @@ def follow(
             heard(runner.pool, message[len(_ASIDE) :])
         else:
             runner.follow(message)
+    runner.close()
 
 
 def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
