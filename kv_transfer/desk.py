@@ -26,6 +26,7 @@ from kv_transfer.leases import LeaseId, LeaseTable
 from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
 from kv_transfer.plane_choice import OpenPlanes
 from kv_transfer.planes import DataPlane, Source
+from kv_transfer.rank_link import RankLink
 from kv_transfer.tickets import refusal, signed
 from wire.config import TransferConfig
 from wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
@@ -56,8 +57,8 @@ class _Peer:
     """Its leases, if it runs on this host."""
     plane: str = ""
     """The plane that we read through, or are about to."""
-    choices: list[tuple[str, Source]] = field(default_factory=list)
-    """Planes that were not tried yet, the best first."""
+    choices: list[tuple[str, list[tuple[int, Source]]]] = field(default_factory=list)
+    """Planes that were not tried yet, the best first; and which rank of ours reads what."""
     missed: dict[str, str] = field(default_factory=dict)
     """Planes that one of us does not have, or that did not work; and why."""
 
@@ -73,9 +74,11 @@ class Desk:
         config: TransferConfig,
         wake: Callable[[], None],
         planes: Mapping[str, DataPlane],
+        link: RankLink | None = None,
     ) -> None:
         """Serves from here on. `planes`: the best first; those of several that cannot be had here are left out.
 
+        `region` and `planes` are this process's; `link` leads to those of the engine's other ranks, if it has any.
         `wake` is called from any thread when `events` has something. Raises ConfigError."""
         self._engine_id = engine_id
         self._generation = uuid.uuid4().hex
@@ -89,17 +92,21 @@ class Desk:
         self._growths = GrowthTable()
         self._offers: dict[str, KvTransferParams] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
+        heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
+        num_bytes = len(heads) * region.block_bytes  # of a block on all ranks, which hold equally many heads
         self._fetches = FetchTable(
-            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, region.block_bytes)
+            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes)
         )
         self._peers: dict[PeerKey, _Peer] = {}
         self._hello_at = float("-inf")
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         try:
-            self._planes = OpenPlanes(planes, self)
+            self._planes = OpenPlanes(planes, self, region, heads[0], link)
         except KvrelayError:
             self._control.close(JOIN_S)
+            if link is not None:
+                link.close(JOIN_S)
             raise
         self._control.start()
 
@@ -392,15 +399,12 @@ class Desk:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
         self._hello_at = now
         self._planes.nudge()
-        cards, words = self._planes.cards, self._words.place
-        return Welcome(self._engine_id, self._generation, self._fingerprint, self._region, cards, words)
+        ranks, words = self._planes.ranks, self._words.place
+        return Welcome(self._engine_id, self._generation, self._fingerprint, ranks, words)
 
     def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
         where = f"{peer.host}:{peer.port}"
         difference = self._fingerprint.difference(welcome.fingerprint)
-        mine, theirs = self._region.block_bytes, welcome.region.block_bytes
-        if difference is None and mine != theirs:
-            difference = f"block_bytes is {mine} here and {theirs} there"
         if difference is not None:
             self._lose(peer, Incompatible(f"{where}: {difference}; both nodes need the same model and KV settings"))
         elif welcome.generation != peer.generation:
@@ -419,11 +423,17 @@ class Desk:
 
     def _meet(self, peer: PeerKey, known: _Peer, welcome: Welcome) -> None:
         """Join the peer through the best plane that both have."""
-        known.choices = self._planes.shared(welcome)
+        try:
+            known.choices = self._planes.shared(welcome)
+        except Incompatible as error:
+            self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"))
+            return
         known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
-        absent = [kind for kind in self._planes.cards if kind not in welcome.planes]
+        shared = {kind for kind, _ in known.choices}
+        absent = [kind for kind in self._planes if kind not in shared]
         known.missed |= dict.fromkeys(absent, "the node that is read does not have it; its log says why")
-        both = f"{', '.join(self._planes.cards)} here and {', '.join(welcome.planes) or 'none'} there"
+        theirs = ", ".join(welcome.ranks[0].planes) or "none"
+        both = f"{', '.join(self._planes)} here and {theirs} there"
         self._try_next_plane(peer, Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}"))
 
     def _try_next_plane(self, peer: PeerKey, error: KvrelayError) -> None:
@@ -435,8 +445,8 @@ class Desk:
         if known.plane:
             known.missed[known.plane] = error.message
             log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
-        known.plane, source = known.choices.pop(0)
-        self._planes[known.plane].add_peer(peer, source)
+        known.plane, sources = known.choices.pop(0)
+        self._planes[known.plane].add_peer(peer, sources)
 
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):

@@ -48,7 +48,10 @@ class _Table:
 
 @dataclass(slots=True)
 class _GpuRead:
-    source: int
+    source: int  # where the part of block 0 begins, in the peer's pool and in ours
+    target: int
+    source_stride: int  # bytes of a block in the peer's pool
+    part_bytes: int
     table: _Table
     remote: Any  # int32 [blocks] on the GPU
     local: Any
@@ -91,7 +94,8 @@ class GpuSide:
         except cuda_runtime.CudaError as error:
             raise ConfigError(f"the KV pool cannot be shared with other processes: {error}") from error
         # Compile: block 0 is the null block, which nobody reads, onto itself.
-        read = self.start(memory.address, [0], [0])
+        ourselves = Source("", "", self._region, b"")
+        read = self.start(ourselves, memory.address, [0], [0])
         self._stream.synchronize()
         assert self.poll(read)
         return GpuPiece(_ipc_namespace(), handle, self._uuid(self._device))
@@ -129,15 +133,23 @@ class GpuSide:
         with contextlib.suppress(self._cuda.CudaError):
             self._cuda.close_handle(pool)
 
-    def start(self, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _GpuRead:
+    def start(self, source: Source, pool: int, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _GpuRead:
         """Launch the first slices."""
-        count = len(remote_blocks)
+        count, part = len(remote_blocks), source.part
         table = self._tables.pop() if self._tables else self._new_table()
         table.written[:count], table.written[count : 2 * count] = remote_blocks, local_blocks
         with self._torch.cuda.stream(self._stream):
             table.gpu[: 2 * count].copy_(table.host[: 2 * count], non_blocking=True)
-        tiles = self._kernel.tiles_in(count, self._region.block_bytes)
-        read = _GpuRead(pool, table, table.gpu[:count], table.gpu[count : 2 * count], tiles)
+        read = _GpuRead(
+            pool + part.remote_start,
+            self._region.address + part.local_start,
+            source.region.block_bytes,
+            part.num_bytes,
+            table,
+            table.gpu[:count],
+            table.gpu[count : 2 * count],
+            self._kernel.tiles_in(count, part.num_bytes),
+        )
         self._launch(read)
         return read
 
@@ -166,10 +178,12 @@ class GpuSide:
                 end = min(read.tiles, read.launched + step)
                 self._kernel.gather_blocks(
                     read.source,
-                    self._region.address,
+                    read.target,
                     read.remote,
                     read.local,
-                    block_bytes=self._region.block_bytes,
+                    block_bytes=read.part_bytes,
+                    source_stride=read.source_stride,
+                    target_stride=self._region.block_bytes,
                     tiles=range(read.launched, end),
                 )
                 read.launched = end

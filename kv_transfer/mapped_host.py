@@ -15,6 +15,7 @@ from kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
 from kv_transfer.connector import PoolRegion
 from kv_transfer.host_files import HostFile, mapped, place_of
 from kv_transfer.planes import Source
+from kv_transfer.shares import Share
 
 __all__ = ["HostSide", "runs"]
 
@@ -55,9 +56,15 @@ class HostSide:
     def unmap(self, pool: Any) -> None:
         """Nothing to do: references are counted, and a read in flight has one."""
 
-    def start(self, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Iterator[None]:
+    def start(
+        self, source: Source, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> Iterator[None]:
         """Queue a read."""
-        read = self._copy(pool, runs(remote_blocks, local_blocks))
+        there, here = source.region, self._region
+        if source.part == Share(0, 0, here.block_bytes) and there.block_bytes == here.block_bytes:
+            read = self._copy(pool, runs(remote_blocks, local_blocks))
+        else:
+            read = self._copy_part(source, pool, runs(remote_blocks, local_blocks))
         self._reads.append(read)
         return read
 
@@ -81,6 +88,24 @@ class HostSide:
                 self._np.copyto(self._local[target : target + step], pool[source : source + step])
                 source, target, left = source + step, target + step, left - step
                 yield
+
+    def _copy_part(self, peer: Source, pool: Any, pieces: Iterator[tuple[int, int, int]]) -> Iterator[None]:
+        """The same where the bytes of neighbours are not neighbours: a rectangle of rows of equal length per item."""
+        part, theirs, ours = peer.part, peer.region, self._region
+        pool_bytes = theirs.num_blocks * theirs.block_bytes
+        source = pool[:pool_bytes].reshape(theirs.num_blocks, theirs.block_bytes)[:, part.remote_start :]
+        target = self._local.reshape(ours.num_blocks, ours.block_bytes)[:, part.local_start :]
+        width = min(part.num_bytes, STEP_BYTES)
+        rows = max(1, STEP_BYTES // width)
+        for remote, local, count in pieces:
+            for row in range(0, count, rows):
+                end = min(count, row + rows)
+                for start in range(0, part.num_bytes, width):
+                    columns = slice(start, min(start + width, part.num_bytes))
+                    self._np.copyto(
+                        target[local + row : local + end, columns], source[remote + row : remote + end, columns]
+                    )
+                    yield
 
 
 def runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

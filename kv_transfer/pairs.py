@@ -32,6 +32,7 @@ import torch
 from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
 from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage, Part, Word
+from kv_transfer.shares import Share
 from kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
 from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
@@ -76,6 +77,8 @@ class Transfer:
 
     remote_blocks: Sequence[int]
     local_blocks: Sequence[int]
+    part: Share
+    """What is moved of each block; a source knows its own end of it alone."""
     done: bool = False
     error: TransferError | None = None
 
@@ -213,8 +216,12 @@ class Pair:
             under_way.append((move, stage, work))
 
     def _moves(self, job: Transfer, lane: Lane) -> Iterator[Move]:
-        blocks = job.remote_blocks if self._rank == SOURCE else job.local_blocks
-        places = lane.places(blocks)
+        part = job.part
+        if self._rank == SOURCE:
+            blocks, start = job.remote_blocks, part.remote_start
+        else:
+            blocks, start = job.local_blocks, part.local_start
+        places = lane.places(blocks, start, part.num_bytes)
         pieces = cut(len(blocks), places.row_bytes, self.slice_bytes)
         return (Move(job, places, piece, piece is pieces[-1]) for piece in pieces)
 
@@ -291,15 +298,19 @@ class SourcePair(Pair):
         super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
         self._facts = meet.facts
 
-    def serve(self, blocks: list[int]) -> None:
-        """Send these blocks when those before them are through. Raises ValueError for what no reader may ask."""
+    def serve(self, blocks: list[int], start: int, num_bytes: int) -> None:
+        """Send so many bytes of these blocks when those before them are through.
+
+        Raises ValueError for what no reader may ask."""
         with self._changed:
             if len(self._jobs) >= MAX_ASKS:
                 raise ValueError(f"more than {MAX_ASKS} transfers asked for at once")
             num_blocks = self._terms.pool.num_blocks
             if not blocks or not all(0 <= block < num_blocks for block in blocks):
                 raise ValueError(f"asked for none, or for some outside a pool of {num_blocks} blocks")
-            self._jobs.append(Transfer(blocks, ()))
+            if not 0 <= start < start + num_bytes <= self._terms.pool.block_bytes:
+                raise ValueError(f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}")
+            self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
             self._changed.notify_all()
 
     def _introduce(self) -> bytes:
@@ -343,8 +354,11 @@ class ReaderPair(Pair):
             self._jobs.append(transfer)
             self._changed.notify_all()
             if self._introduced:
-                self._say(Ask(self.name, list(transfer.remote_blocks)))
+                self._say(self._ask(transfer))
         return True
+
+    def _ask(self, transfer: Transfer) -> Ask:
+        return Ask(self.name, list(transfer.remote_blocks), transfer.part.remote_start, transfer.part.num_bytes)
 
     def _leave(self) -> float:
         return 0.0
@@ -354,7 +368,7 @@ class ReaderPair(Pair):
         with self._touching():
             self._say(Meet(self.name, self.slice_bytes, facts))
             for transfer in self._jobs:
-                self._say(Ask(self.name, list(transfer.remote_blocks)))
+                self._say(self._ask(transfer))
             self._introduced = True
         return facts
 

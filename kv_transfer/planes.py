@@ -17,6 +17,7 @@ from typing import Protocol
 
 from kv_transfer.connector import PoolRegion
 from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.shares import Share
 from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
 
@@ -33,12 +34,19 @@ SERVE_S, IDLE_S = 0.002, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A peer that a plane shall read from. `metadata` is what the peer's plane has returned from `open`."""
+    """A process that a plane shall read from. `metadata` is what its plane has returned from `open`."""
 
     engine_id: str
     generation: str
     region: PoolRegion
     metadata: bytes
+    share: Share | None = None
+    """What is read of each block; None: all of it, into all of ours."""
+
+    @property
+    def part(self) -> Share:
+        """What is read of each block."""
+        return self.share or Share(0, 0, self.region.block_bytes)
 
 
 class DataPlane(Protocol):

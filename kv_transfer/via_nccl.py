@@ -57,7 +57,7 @@ class NcclPlane:
         self._kind, self._device = _memory(region.device)
         self._slice_bytes = slice_bytes or (CPU_SLICE_BYTES if self._kind == "cpu" else GPU_SLICE_BYTES)
         self.budget = Budget(memory_cap_bytes)
-        self._num_blocks: dict[str, int] = {}  # of peers, by generation
+        self._sources: dict[str, Source] = {}  # by generation
 
     def open(self) -> bytes:
         """Listen. Returns the metadata. Raises ConfigError without gloo, NCCL or CURVE, or if the address is taken."""
@@ -74,7 +74,7 @@ class NcclPlane:
 
     def add_peer(self, source: Source) -> None:
         """Dial a peer's control socket. The pair is made at the first read."""
-        if source.generation in self._num_blocks:
+        if source.generation in self._sources:
             return
         try:
             address = msgspec.msgpack.decode(source.metadata, type=Address)
@@ -85,25 +85,25 @@ class NcclPlane:
                 f"the pool of {source.engine_id} is on {source.region.device}, this one on {self._region.device};"
                 " kv_connector nccl needs both on CPUs or both on GPUs"
             )
-        self._num_blocks[source.generation] = source.region.num_blocks
+        self._sources[source.generation] = source
         self._control.dial(source.generation, address)
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Transfer:
         """Ask the peer to send, and make the pair first if there is none."""
-        num_blocks = self._num_blocks.get(generation)
-        if num_blocks is None:
+        source = self._sources.get(generation)
+        if source is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
         for whose, blocks, limit in (
-            ("remote", remote_blocks, num_blocks),
+            ("remote", remote_blocks, source.region.num_blocks),
             ("local", local_blocks, self._region.num_blocks),
         ):
             if not all(0 <= block < limit for block in blocks):
                 raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
         try:
-            encode(Ask(bytes(16), list(remote_blocks)))
+            encode(Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes))
         except ValueError as error:
             raise TransferError(f"{len(remote_blocks)} blocks are too many to ask for at once: {error}") from error
-        transfer = Transfer(remote_blocks, local_blocks)
+        transfer = Transfer(remote_blocks, local_blocks, source.part)
         self._control.read(generation, transfer)
         return transfer
 
@@ -116,7 +116,7 @@ class NcclPlane:
 
     def drop_peer(self, generation: str) -> None:
         """Hang up, and end its pair."""
-        if self._num_blocks.pop(generation, None) is not None:
+        if self._sources.pop(generation, None) is not None:
             self._control.hang_up(generation)
 
     def progress(self) -> None:

@@ -17,12 +17,13 @@ import uuid
 import msgspec
 import zmq
 
-from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
 from node.parent import die_with_parent
 from node.probes import Probes
-from node.ranks import join_as_rank_0
+from node.ranks import join_as_rank_0, meet_ranks, region_of
 from paged_engine.engine import Engine
+from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.scheduler import Fetch
 from wire.config import NodeConfig
@@ -78,15 +79,17 @@ class EngineProcess:
         self._pulse_due = 0.0
         self._reported: EngineStats | None = None
 
-        self.engine = Engine(config.engine, join_as_rank_0(config.engine))
-        self.connector = self._open_connector()
-        self._probes = Probes(self.engine, self.connector, self._send)
+        ranks = join_as_rank_0(config.engine)
+        self.engine = Engine(config.engine, ranks)
+        self.connector = self._open_connector(ranks)
+        self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._announce(time.monotonic() - began)
 
-    def _open_connector(self) -> Connector:
+    def _open_connector(self, ranks: Ranks) -> Connector:
         engine, model = self.engine, self.engine.model
+        engine_id = f"{self._config.role}-{uuid.uuid4().hex[:12]}"
         return open_connector(
-            engine_id=f"{self._config.role}-{uuid.uuid4().hex[:12]}",
+            engine_id=engine_id,
             fingerprint=Fingerprint(
                 protocol=PROTOCOL_VERSION,
                 model=model.name,
@@ -99,13 +102,15 @@ class EngineProcess:
                 tp_size=self._config.engine.tensor_parallel,
                 rope=engine.rope_variant,
             ),
-            region=PoolRegion(engine.pool.address, engine.pool.num_blocks, engine.pool.block_bytes, str(engine.device)),
+            region=region_of(engine.pool),
             config=self._config.transfer,
             wake=self.wake,
+            link=meet_ranks(ranks, self._config, model.num_kv_heads, engine_id),
         )
 
     def _announce(self, load_s: float) -> None:
         engine, (host, port) = self.engine, self.connector.address
+        ranks = self._config.engine.tensor_parallel
         self._send(
             EngineReady(
                 engine_id=self.connector.engine_id,
@@ -115,7 +120,7 @@ class EngineProcess:
                 max_model_len=engine.max_model_len,
                 block_tokens=engine.pool.block_tokens,
                 num_blocks=engine.scheduler.pool.total,
-                kv_bytes_per_token=engine.pool.block_bytes // engine.pool.block_tokens,
+                kv_bytes_per_token=engine.pool.block_bytes * ranks // engine.pool.block_tokens,
                 eos_token_ids=list(engine.model.eos_token_ids),
                 transfer_host=host,
                 transfer_port=port,
@@ -190,8 +195,6 @@ class EngineProcess:
         vocab_size, fetch = self.engine.model.vocab_size, submit.fetch
         if not 0 < len(tokens) <= self.engine.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
-        if (submit.hold or fetch is not None) and self._config.engine.tensor_parallel > 1:
-            raise ValueError("hand-over between tensor-parallel nodes is not built yet")
         if submit.hold and submit.params.max_tokens != 1:
             raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
         if fetch is not None:

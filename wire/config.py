@@ -252,11 +252,6 @@ class NodeConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
-        _require(
-            self.role is Role.AGGREGATED or self.engine.tensor_parallel == 1,
-            f"a {self.role} node cannot have tensor_parallel {self.engine.tensor_parallel}: use `kvrelay serve`; "
-            "hand-over between tensor-parallel nodes is not built yet",
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from kv_transfer.connector import PoolRegion
 from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_messages import Meet, PairMessage, Part
 from kv_transfer.pairs import STAGES, Pair, ReaderPair, SourcePair, Terms, Transfer
+from kv_transfer.shares import Share
 from kv_transfer.staging import BlockPool, Lane
 from wire.errors import PeerLost
 
@@ -107,7 +108,7 @@ def until(true: Callable[[], object], within_s: float = 10.0) -> None:
 
 
 def transfer(*blocks: int) -> Transfer:
-    return Transfer(blocks, blocks)
+    return Transfer(blocks, blocks, Share(0, 0, BLOCK_BYTES))
 
 
 def test_a_reader_receives_ahead_across_transfers_and_in_order(side: Side) -> None:
@@ -179,9 +180,9 @@ def test_a_source_gathers_into_a_stage_only_when_it_has_been_sent(side: Side) ->
     side.pool[:] = torch.arange(BLOCKS, dtype=torch.uint8)[:, None]
     pair = SourcePair(Meet(b"p", SLICE_BYTES, b""), side.terms, side.said.append, side.on_end)
     pair.start()
-    pair.serve([5, 6, 7])
-    pair.serve([8])
-    pair.serve([20, 21, 22, 23])
+    pair.serve([5, 6, 7], 0, BLOCK_BYTES)
+    pair.serve([8], 0, BLOCK_BYTES)
+    pair.serve([20, 21, 22, 23], 0, BLOCK_BYTES)
     side.begun(STAGES)
     assert [stage[0].item() for stage, _ in side.backend.begun] == [5, 6, 8]
     assert [len(stage) for stage, _ in side.backend.begun] == [8, 16, 8]

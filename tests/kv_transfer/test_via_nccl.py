@@ -176,7 +176,7 @@ def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobod
             for blocks in ([64], [-1], [1 << 40], []):
                 name = os.urandom(16)
                 hostile.send(encode(Meet(name, 1000, b"")))
-                hostile.send(encode(Ask(name, blocks)))
+                hostile.send(encode(Ask(name, blocks, 0, 1)))
                 assert _parted(hostile, name)
         assert reader.ask("read", source.generation, [5], [6]) is True
         assert reader.ask("digest", [3, 4, 6]) == source.digest([1, 2, 5])
@@ -378,7 +378,7 @@ def test_a_pair_that_finds_no_room_says_so() -> None:
 class Node(Woken):
     """A connector over a pool of its own."""
 
-    def __init__(self, name: str, num_blocks: int = 64, block_bytes: int = 10_001) -> None:
+    def __init__(self, name: str, num_blocks: int = 64, block_bytes: int = 10_002) -> None:
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
         super().__init__()
         region = PoolRegion(self.pool.ctypes.data, num_blocks, block_bytes, "cpu")
