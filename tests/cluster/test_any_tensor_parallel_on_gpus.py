@@ -85,8 +85,10 @@ def complete(node: Process, request: dict[str, Any]) -> dict[str, Any]:
 def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster, kind):
     urls = [f"--{each.role}={each.url}" for each in cluster.nodes]
     argv = [sys.executable, "-m", "kvrelay.cli", "doctor", *urls, "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.stdout, done.stderr
     report = json.loads(done.stdout)
     assert (done.returncode, report["failures"]) == (0, []), done.stderr
     assert len(report["pairs"]) == len(PREFILL) * len(DECODE)
