@@ -73,10 +73,19 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Reader: the KV will not come. The local blocks may still be written to: they stay untouched until Settled."""
+    """Reader: the rest of the KV will not come. It may still be written to its blocks: they stay untouched until Settled.
+
+    Not so the first `proven` of the local blocks: their bytes are in, and the source held them until after that."""
 
     request_id: str
     reason: str
+    """The cause, which is the name of an error in wire/errors.py; a colon, and its sentence."""
+    proven: int = 0
+
+    @property
+    def cause(self) -> str:
+        """The name by which failures are counted."""
+        return self.reason.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import msgspec
 
 from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
 from kv_transfer.control import ControlThread
-from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
+from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Prove, Read
 from kv_transfer.growth import GrowthTable
 from kv_transfer.leases import LeaseId, LeaseTable
 from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
@@ -360,6 +360,8 @@ class Desk:
             for command in commands:
                 if isinstance(command, Read):
                     self._planes[self._peers[command.peer].plane].read(command)
+                elif isinstance(command, Prove):
+                    self._renew(command.peer, [command.lease], time.monotonic())
                 else:
                     self._control.say(command.peer, End(command.lease, command.token))
             for ended in self._leases.events:
