@@ -73,9 +73,9 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Reader: the rest of the KV will not come. It may still be written to its blocks: they stay untouched until Settled.
+    """Reader: no more of the KV will come. Its blocks may still be written to: they stay untouched until Settled.
 
-    Not so the first `proven` of the local blocks: their bytes are in, and the source held them until after that."""
+    Not so the first `proven` of them: their bytes are in, and the source held them until after that."""
 
     request_id: str
     reason: str

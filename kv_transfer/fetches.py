@@ -10,9 +10,9 @@ at any later time. KV is *admitted* only when the source confirms, after the las
 then. Our clock alone would not do for that: a source may end a lease early (its router released it), and a reader that
 slept cannot tell from its own clock what was overwritten before it woke.
 
-The proof. What was read is right if the source still held the lease at a later time. So blocks of READs that have ended
-are *proven* by each renewal that was sent after their end and acknowledged as kept; one is sent at once where more is to
-come. A fetch that fails says how many of its first blocks are proven, and those need not be computed again.
+The proof. What was read is right if the source held the lease at any later time. So blocks of READs that have ended are
+*proven* by a renewal that was sent after their end and acknowledged as kept; one is sent at once where more is to come.
+A fetch that fails says how many of its first blocks are proven: those need not be computed again.
 
 Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ takes what has been
 announced since the last one, and the fetch ends when the KV is complete and read. Until then its deadline is that of

@@ -251,8 +251,8 @@ def _account(
     if node.metrics is not None:
         if first_token_s is not None:
             node.metrics.first_token(first_token_s)
-        recomputed = last is not None and last.fetch_error is not None
-        node.metrics.ended(finish, total_s, tokens, timing, recomputed=recomputed)
+        not_fetched = last is not None and last.fetch_error is not None
+        node.metrics.ended(finish, total_s, tokens, timing, not_fetched=not_fetched)
     stages = ""
     if timing is not None:
         stages = (

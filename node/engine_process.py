@@ -41,7 +41,7 @@ from wire.engine_messages import (
     Submit,
     ToEngine,
 )
-from wire.errors import KvrelayError
+from wire.errors import KvNotLoaded, KvrelayError
 from wire.outputs import Finish
 from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
 
@@ -219,11 +219,9 @@ class EngineProcess:
                         scheduler.settled(event.request_id)  # aborted after the last byte was in
                     else:
                         self._fetched(request, event)
-                case FetchFailed(request_id, reason):
+                case FetchFailed():
                     if request is not None:
-                        log.warning("request %s: KV not fetched, computing the prompt here: %s", request_id, reason)
-                        request.fetched_s = time.monotonic()
-                        scheduler.fetch_failed(request_id, reason)
+                        self._not_fetched(request, event)
                 case Settled(request_id):
                     scheduler.settled(request_id)
                 case Released(request_id, expired):
@@ -242,6 +240,23 @@ class EngineProcess:
         if request.new_tokens:
             request.first_token_s = request.fetched_s
             self._updates.append(self._update(request))
+
+    def _not_fetched(self, request: Request, failed: FetchFailed) -> None:
+        """A request's KV does not come: what is missing is computed here, or it ends."""
+        request.fetched_s = time.monotonic()
+        if self._config.transfer.kv_load_failure_policy == "fail":
+            log.warning("request %s: KV not fetched, ending it with an error: %s", request.request_id, failed.reason)
+            self.engine.scheduler.give_up(request.request_id, failed.reason)
+            self._updates.append(self._update(request, error=KvNotLoaded.because(failed.cause).message))
+            return
+        self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.proven)
+        log.warning(
+            "request %s: KV not fetched, computing here from token %d of %d on: %s",
+            request.request_id,
+            request.num_computed,
+            len(request.token_ids),
+            failed.reason,
+        )
 
     # The engine's Handover.
 
@@ -268,7 +283,7 @@ class EngineProcess:
             self._updates.append(self._update(request))
         return self.engine.counters.steps != before or self.engine.in_flight
 
-    def _update(self, request: Request) -> RequestUpdate:
+    def _update(self, request: Request, error: str | None = None) -> RequestUpdate:
         update = RequestUpdate(
             request.request_id,
             request.new_tokens,
@@ -278,6 +293,7 @@ class EngineProcess:
             held=self._completed(request) if request.finish is not None and request.offered else None,
             timing=request.timing(time.monotonic()) if request.finish else None,
             fetch_error=request.fetch_error,
+            error=error,
         )
         request.new_tokens, request.new_logprobs = [], []
         return update
@@ -323,6 +339,7 @@ class EngineProcess:
             fetches=transfers.fetches,
             fetch_failures=dict(transfers.failures),
             fetch_retries=transfers.retries,
+            fetch_kept_blocks=scheduler.kept_blocks,
             fetched_bytes=transfers.fetched_bytes,
             fetch_s=transfers.fetch_s,
             leases_granted=transfers.leases_granted,

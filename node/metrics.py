@@ -71,6 +71,10 @@ class _EngineCollector(Collector):
             "kvrelay_engine_step_seconds": ("Time inside engine steps", stats.step_s),
             "kvrelay_fetches": ("KV fetches started", stats.fetches),
             "kvrelay_fetch_retries": ("Reads of a KV fetch that broke and were tried again", stats.fetch_retries),
+            "kvrelay_fetch_kept_blocks": (
+                "KV blocks of failed fetches that need not be computed again",
+                stats.fetch_kept_blocks,
+            ),
             "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", stats.fetched_bytes),
             "kvrelay_fetch_seconds": ("Time in which fetched KV was waited for, prompts computed", stats.fetch_s),
             "kvrelay_leases_granted": ("Leases given to decode nodes", stats.leases_granted),
@@ -87,7 +91,7 @@ class _EngineCollector(Collector):
             counter.add_metric(values, value)
             yield counter
         failed = CounterMetricFamily(
-            "kvrelay_fetches_failed", "KV fetches that failed; the prompt was computed here", labels=[*names, "cause"]
+            "kvrelay_fetches_failed", "KV fetches that failed, by cause", labels=[*names, "cause"]
         )
         for cause in sorted({*_CAUSES, *stats.fetch_failures}):
             failed.add_metric([*values, cause], stats.fetch_failures.get(cause, 0))
@@ -130,22 +134,30 @@ class NodeMetrics:
         )
         self._recomputed = Counter(
             "kvrelay_recomputed_prompts",
-            "Prompts computed on this decode node after a failed fetch",
+            "Prompts computed on this decode node after a failed fetch, from the first missing block on",
             names,
             registry=self._registry,
         )
         self._recomputed.labels(*self._values)
+        self._not_loaded = Counter(
+            "kvrelay_requests_not_loaded",
+            "Requests ended with an error after a failed fetch (kv_load_failure_policy fail)",
+            names,
+            registry=self._registry,
+        )
+        self._not_loaded.labels(*self._values)
 
     def first_token(self, seconds: float) -> None:
         """A request's first token left the engine."""
         self._ttft.labels(*self._values).observe(seconds)
 
-    def ended(self, finish: Finish, total_s: float, tokens: int, timing: Timing | None, *, recomputed: bool) -> None:
+    def ended(self, finish: Finish, total_s: float, tokens: int, timing: Timing | None, *, not_fetched: bool) -> None:
         """A request ended here."""
         self._success.labels(*self._values, finish.value).inc()
         self._e2e.labels(*self._values).observe(total_s)
-        if recomputed:
-            self._recomputed.labels(*self._values).inc()
+        if not_fetched:
+            counter = self._not_loaded if finish is Finish.ERROR else self._recomputed
+            counter.labels(*self._values).inc()
         if timing is None:
             return
         self._queue.labels(*self._values).observe(timing.queue_s)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit
-from wire.errors import KvrelayError, NodeFailed
+from wire.errors import KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 
@@ -30,9 +30,10 @@ class Leg:
         return None
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """The frames of one engine update. Raises NodeFailed if the engine lost the request."""
+        """The frames of one engine update. Raises NodeFailed if the engine lost the request, or KvNotLoaded."""
         if update.finish is Finish.ERROR:
-            raise NodeFailed(update.error or "the engine gave the request up")
+            why = update.error or "the engine gave the request up"
+            raise KvNotLoaded(why) if update.fetch_error is not None else NodeFailed(why)
         if not self.submit.generated and self.submit.fetch is None:
             self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
         payload = self.writer.tokens(update.token_ids, update.logprobs)

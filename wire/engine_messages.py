@@ -105,7 +105,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order. The last update of a request carries `finish`.
 
     `held` is set when a request that holds its KV begins to be computed, and again when it has ended and its KV is kept
-    under a lease; `fetch_error` when its KV could not be fetched and the prompt was computed here instead.
+    under a lease; `fetch_error` when its KV could not be fetched: then the prompt is computed here instead, or the
+    request ends with ERROR.
     """
 
     request_id: str
@@ -159,6 +160,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0
+    fetch_kept_blocks: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     leases_granted: int = 0

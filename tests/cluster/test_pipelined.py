@@ -108,6 +108,30 @@ def test_a_prefill_node_that_dies_at_its_work_costs_time_only(cluster):
         restored(cluster, victim)
 
 
+def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cluster):
+    expected = Answer(cluster, 5).text()
+    names = "kvrelay_fetch_kept_blocks_total", "vllm:prompt_tokens_total", "kvrelay_fetches_failed_total"
+    kept, computed, failed = (total(cluster, "decode", name) for name in names)
+    there = {node.port: node.metric("vllm:prompt_tokens_total") for node in cluster.of("prefill")}
+    answer = Answer(cluster, 5)
+    victim = with_blocks(cluster, "prefill")
+
+    def is_under_way() -> bool:
+        return victim.metric("vllm:prompt_tokens_total") > there[victim.port] + TOKENS / 10
+
+    wait_until(is_under_way, 20, "a tenth of the prompt is computed")
+    victim.kill(signal.SIGKILL)
+    try:
+        assert answer.text() == expected
+        wait_until(lambda: total(cluster, "decode", names[1]) > computed, 5, "the count of what was computed")
+        kept = total(cluster, "decode", names[0]) - kept
+        assert kept * 16 > TOKENS / 20
+        assert total(cluster, "decode", names[1]) - computed == TOKENS - kept * 16
+        assert total(cluster, "decode", names[2]) - failed == 1
+    finally:
+        restored(cluster, victim)
+
+
 def test_a_decode_node_that_dies_before_its_first_token_is_replaced_without_a_second_prefill(cluster):
     expected = Answer(cluster, 3).text()
     computed = total(cluster, "prefill", "vllm:prompt_tokens_total")
