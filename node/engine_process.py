@@ -19,6 +19,7 @@ import zmq
 
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.open import open_connector
+from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
 from node.ranks import join_as_rank_0
@@ -352,7 +353,7 @@ class EngineProcess:
 
 
 def main() -> int:
-    """Entry point of the process. The exit code is 0 after an orderly end."""
+    """Entry point of the process. Returns 0 after an orderly end; after an error it does not return."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -361,10 +362,11 @@ def main() -> int:
     try:
         EngineProcess(config, endpoint).serve()
     except Exception as why:
+        last = sentence(why)
         if not isinstance(why, KvrelayError):
-            log.exception("the engine process ends")
-        _say_last_words(endpoint, str(why) or type(why).__name__)
-        return 2 if isinstance(why, KvrelayError) else 1
+            log.exception("%s", last)
+        _say_last_words(endpoint, last)
+        leave(2 if isinstance(why, KvrelayError) else 1)
     return 0
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from node.last_words import leave, sentence
 from node.parent import PARENT_PID, die_with_parent
 from paged_engine.before_loading import check_engine, choose_device
 from paged_engine.engine import follow
@@ -127,10 +128,10 @@ def main() -> int:
         follow(config, ranks, device)
     except KvrelayError as why:
         log.error("rank %d: %s", place.rank, why)
-        return 2
-    except (RuntimeError, torch.distributed.DistError):
-        log.exception("rank %d lost the others", place.rank)
-        return 1
+        leave(2)
+    except (RuntimeError, torch.distributed.DistError) as why:
+        log.exception("rank %d cannot go on, or has lost the others: %s", place.rank, sentence(why))
+        leave(1)
     ranks.close()
     return 0
 
