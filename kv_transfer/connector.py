@@ -69,6 +69,8 @@ class Fetched:
     """Seconds from the moment at which the KV was complete, or the fetch was asked for if that was later."""
     read_s: float = 0.0
     """Seconds in which the data plane was reading."""
+    told_at: float | None = field(default=None, compare=False)
+    """Of a growing ticket: monotonic second at which the news came that its KV was complete."""
 
 
 @dataclass(frozen=True, slots=True)

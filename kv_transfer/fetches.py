@@ -110,6 +110,7 @@ class _Fetch:
     ready: int = 0  # of these, how many can be read
     completion: Completion | None = None
     complete: bool = True
+    told_at: float | None = None  # of the completion
     read_id: int | None = None  # of the READ in flight
     taken: int = 0  # of our blocks, those whose READ was posted
     landed: int = 0  # and of these, those that are in
@@ -231,7 +232,7 @@ class FetchTable:
                 continue
             fetch.ready = min(fetch.blocks, max(fetch.ready, ready))
             if completion is not None:
-                fetch.complete, fetch.completion = True, completion
+                fetch.complete, fetch.completion, fetch.told_at = True, completion, now
                 if fetch.state in (_State.WAITING, _State.READING):
                     self._hurry(fetch, now)
             self._start(fetch, now)
@@ -423,7 +424,9 @@ class FetchTable:
         self.fetched += 1
         self.fetched_bytes += num_bytes
         self.fetch_s += exposed_s
-        self.events.append(Fetched(fetch.request_id, num_bytes, seconds, fetch.completion, exposed_s, fetch.read_s))
+        self.events.append(
+            Fetched(fetch.request_id, num_bytes, seconds, fetch.completion, exposed_s, fetch.read_s, fetch.told_at)
+        )
         del self._fetches[fetch.request_id]
 
     def _fail(self, fetch: _Fetch, error: KvrelayError) -> None:

@@ -234,6 +234,7 @@ class EngineProcess:
         """A request goes on here; if the source has sent its first tokens with the KV, they are this node's too."""
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
+        request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
         completion = fetched.completion or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
@@ -285,6 +286,8 @@ class EngineProcess:
         return self.engine.counters.steps != before or self.engine.in_flight
 
     def _update(self, request: Request, error: str | None = None) -> RequestUpdate:
+        early = bool(request.new_tokens) and request.timings_told < 2
+        request.timings_told += early
         update = RequestUpdate(
             request.request_id,
             request.new_tokens,
@@ -292,7 +295,7 @@ class EngineProcess:
             finish=request.finish,
             cached_tokens=request.cached_tokens or 0,
             held=self._completed(request) if request.finish is not None and request.offered else None,
-            timing=request.timing(time.monotonic()) if request.finish else None,
+            timing=request.timing(time.monotonic()) if request.finish or early else None,
             fetch_error=request.fetch_error,
             error=error,
         )

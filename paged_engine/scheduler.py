@@ -332,8 +332,7 @@ class Scheduler:
             return request.finish
         request.token_ids.append(token_id)
         request.new_tokens.append(token_id)
-        if request.first_token_s is None:
-            request.first_token_s = now
+        request.appended(now)
         if (over := self._over(request)) is not None:
             self._end(request, over)
         return request.finish
