@@ -24,10 +24,11 @@ from starlette.requests import ClientDisconnect
 
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
+from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.leg import Leg
-from openai_api.stages import STAGES, stages_ms, with_stages
+from openai_api.stages import STAGES, stages_ms
 from openai_api.types import ModelCard, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
@@ -193,13 +194,13 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     # A caller that knows frames has the stages of all legs, and puts them into the answer itself.
     since = began if parsed.include_metrics else None
     if parsed.stream:
-        payloads = _payloads(first, frames, leg, since)
-        return StreamingResponse(payloads, media_type="text/event-stream", headers=headers | SSE_HEADERS)
-    answer = await _unless_gone(request, _whole(first, frames, leg, since))
+        events = payloads(first, frames, leg, since)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers | SSE_HEADERS)
+    answer = await _unless_gone(request, whole(first, frames, leg, since))
     if answer is None:
         return Response(status_code=499)
-    status, whole = answer
-    return Response(whole, status, headers, "application/json")
+    status, content = answer
+    return Response(content, status, headers, "application/json")
 
 
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
@@ -279,44 +280,6 @@ async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:
     async with contextlib.aclosing(frames):
         async for frame in frames:
             yield pack(frame)
-
-
-async def _payloads(
-    first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, since: float | None
-) -> AsyncIterator[bytes]:
-    """The SSE bytes of a streamed answer for a caller that knows no frames."""
-    async with contextlib.aclosing(frames):
-        yield _plain(first, leg, since)
-        async for frame in frames:
-            yield _plain(frame, leg, since)
-
-
-def _plain(frame: Frame, leg: Leg, since: float | None) -> bytes:
-    """A frame's bytes to a caller that knows none; to it, a hand-over looks like an answer of one token."""
-    payload = frame.payload + (leg.writer.end(Finish.LENGTH) if frame.kind is FrameKind.HANDOVER else b"")
-    return _timed(payload, frame, since)
-
-
-def _timed(payload: bytes, frame: Frame, since: float | None) -> bytes:
-    """With the stages at its end, if they were asked for: `since` the monotonic second of the request's arrival."""
-    if since is None or frame.kind not in (FrameKind.END, FrameKind.HANDOVER):
-        return payload
-    return with_stages(payload, {**(frame.timing or {}), "total": (time.monotonic() - since) * 1e3})
-
-
-async def _whole(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, since: float | None) -> tuple[int, bytes]:
-    """Status and JSON body of an answer that is not streamed."""
-    async with contextlib.aclosing(frames):
-        frame = first
-        while frame.kind in (FrameKind.TOKENS, FrameKind.TICKET):
-            frame = await anext(frames)
-    if frame.kind is FrameKind.ERROR:
-        return frame.status, msgspec.json.encode({"error": frame.error})
-    if frame.kind is FrameKind.HANDOVER and frame.params is not None:
-        # A third-party proxy delivers nothing itself: the decode node emits the first token too.
-        whole = leg.writer.end(Finish.LENGTH, msgspec.structs.replace(frame.params, sent_text=None))
-        return 200, _timed(whole, frame, since)
-    return 200, _timed(frame.payload, frame, since)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:

@@ -122,7 +122,7 @@ class Walk:
         tried: list[Node] = []
         while True:
             with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens) as lease:
-                self.prefill_node = lease.node
+                self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
                     ended = await self._leg(lease, body, Place())
@@ -179,8 +179,8 @@ class Walk:
                     if frame.token_ids:
                         self.timeline.tokens(now)
                     self.reply.put(self._timed(frame, now))
-                if decoding and place.at > 1 and self.timeline.stepped is None:
-                    self.timeline.stepped = now
+                if frame.token_ids:
+                    self.timeline.told(place.at, now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
             await self.reply.room()

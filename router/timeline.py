@@ -20,6 +20,8 @@ class Timeline:
     arrived: float
     sent: float | None = None
     """The prefill leg was sent."""
+    prefilled: float | None = None
+    """The prefill leg told of the first token."""
     handed_over: float | None = None
     """The prefill leg ended with a hand-over."""
     stepped: float | None = None
@@ -36,6 +38,13 @@ class Timeline:
         if self.first_token is None:
             self.first_token = now
         self.last_token = now
+
+    def told(self, place: int, now: float, decoding: bool) -> None:
+        """A leg is `place` tokens into the answer, whoever was the first to tell of them."""
+        if not decoding and self.prefilled is None:
+            self.prefilled = now
+        elif decoding and place > 1 and self.stepped is None:
+            self.stepped = now
 
     def inside(self, timing_ms: dict[str, float], decoding: bool) -> None:
         """A node told how its leg was spent."""
@@ -62,10 +71,10 @@ class Timeline:
             stages["prefill"] = stages.get("prefill", 0.0) + self.prefill_ms.get("prefill", 0.0) / 1e3
         elif self.sent is not None and not self.decode_ms:
             stages.setdefault("prefill", (now if self.handed_over is None else self.handed_over) - self.sent)
+        if self.prefilled is not None and self.stepped is not None and TOLD in self.decode_ms:
+            # Both ways lead through a node's HTTP process and one connection: they cancel out.
+            stages["announce"] = max(0.0, self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3)
         if self.handed_over is not None:
-            if self.stepped is not None and TOLD in self.decode_ms:
-                # Both ways lead through a node's HTTP process and one connection: they cancel out.
-                stages["announce"] = max(0.0, self.stepped - self.handed_over - self.decode_ms[TOLD] / 1e3)
             stages.setdefault("decode", now - self.handed_over)
         stages["total"] = now - self.arrived
         return stages

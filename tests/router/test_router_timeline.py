@@ -14,7 +14,7 @@ DECODE = {"transfer": 25.0, "exposed": 1.0, "decode_queue": 0.5, "first_step": 4
 
 
 def test_all_stages_of_a_hand_over() -> None:
-    timeline = Timeline(10.0, sent=10.001, handed_over=10.034, stepped=10.0405, ended=10.25)
+    timeline = Timeline(10.0, sent=10.001, prefilled=10.034, handed_over=10.035, stepped=10.0405, ended=10.25)
     timeline.inside(PREFILL, decoding=False)
     timeline.inside(DECODE, decoding=True)
     stages = timeline.stages_s(10.25)
@@ -36,7 +36,7 @@ def test_all_stages_of_a_hand_over() -> None:
 
 
 def test_a_decode_node_that_is_faster_than_the_answer_of_the_prefill_node_was_not_waited_for() -> None:
-    timeline = Timeline(10.0, sent=10.0, handed_over=10.034, stepped=10.034, decode_ms=DECODE)
+    timeline = Timeline(10.0, sent=10.0, prefilled=10.034, stepped=10.034, decode_ms=DECODE)
     assert timeline.stages_s(10.2)["announce"] == 0.0
 
 
