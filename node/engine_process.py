@@ -46,7 +46,7 @@ from wire.errors import KvNotLoaded, KvrelayError
 from wire.outputs import Finish
 from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
 
-__all__ = ["EngineProcess", "main"]
+__all__ = ["EngineProcess", "connected", "main"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -56,18 +56,15 @@ BLOCKED_WAIT_S = 0.02
 
 
 class EngineProcess:
-    """Everything behind the zmq pair. `serve` is the whole life after start."""
+    """Everything behind the zmq pair, whose end here is `socket`. `serve` is the whole life after start."""
 
-    def __init__(self, config: NodeConfig, endpoint: str) -> None:
+    def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()
         self._config = config
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.set_hwm(0)
-        self._socket.connect(endpoint)
+        self._socket = socket
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -361,24 +358,27 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
-    endpoint = sys.argv[1]
+    socket = connected(sys.argv[1])
     try:
-        EngineProcess(config, endpoint).serve()
+        EngineProcess(config, socket).serve()
     except Exception as why:
         last = sentence(why)
         if not isinstance(why, KvrelayError):
             log.exception("%s", last)
-        _say_last_words(endpoint, last)
+        socket.send(msgspec.msgpack.encode(EngineFailed(last)))
+        socket.context.destroy()  # waits until it is told, as long as the socket lingers
         leave(2 if isinstance(why, KvrelayError) else 1)
+    socket.context.destroy()
     return 0
 
 
-def _say_last_words(endpoint: str, message: str) -> None:
-    zmq.Context.instance().destroy(linger=200)  # frees the pair for this last message
-    with zmq.Context() as last, last.socket(zmq.PAIR) as socket:
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(endpoint)
-        socket.send(msgspec.msgpack.encode(EngineFailed(message)))
+def connected(endpoint: str) -> zmq.Socket[bytes]:
+    """This process's end of the pair. It outlives an EngineProcess, so that what has ended that can still be told."""
+    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.set_hwm(0)
+    socket.connect(endpoint)
+    return socket
 
 
 if __name__ == "__main__":
