@@ -17,7 +17,7 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from node.last_words import leave, sentence
+from node.last_words import leave
 from node.parent import PARENT_PID, die_with_parent
 from paged_engine.before_loading import check_engine, choose_device
 from paged_engine.engine import follow
@@ -128,13 +128,14 @@ def main() -> int:
         follow(config, ranks, device)
     except KvrelayError as why:
         log.error("rank %d: %s", place.rank, why)
-        leave(2)
-    except (RuntimeError, torch.distributed.DistError) as why:
-        log.exception("rank %d cannot go on, or has lost the others: %s", place.rank, sentence(why))
-        leave(1)
+        return 2
+    except (RuntimeError, torch.distributed.DistError):
+        log.exception("rank %d lost the others", place.rank)
+        return 1
     ranks.close()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if code := main():
+        leave(code)
