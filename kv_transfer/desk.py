@@ -358,10 +358,10 @@ class Desk:
             yield
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
-                if isinstance(command, Read):
-                    self._planes[self._peers[command.peer].plane].read(command)
-                elif isinstance(command, Prove):
+                if isinstance(command, Prove):
                     self._renew(command.peer, [command.lease], time.monotonic())
+                elif isinstance(command, Read):
+                    self._planes[self._peers[command.peer].plane].read(command)
                 else:
                     self._control.say(command.peer, End(command.lease, command.token))
             for ended in self._leases.events:
