@@ -19,7 +19,7 @@ import msgspec
 
 from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
 from kv_transfer.control import ControlThread
-from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
+from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Prove, Read
 from kv_transfer.growth import GrowthTable
 from kv_transfer.lease_words import HeldWords, LeaseWords
 from kv_transfer.leases import LeaseId, LeaseTable
@@ -370,7 +370,9 @@ class Desk:
             yield
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
-                if isinstance(command, Read):
+                if isinstance(command, Prove):
+                    self._renew(command.peer, [command.lease], time.monotonic())
+                elif isinstance(command, Read):
                     self._planes[self._peers[command.peer].plane].read(command)
                 elif command.token and self._sees_held(command.peer, command.lease):
                     # The answer is there already: a farewell, and nothing to wait for.

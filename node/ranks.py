@@ -23,6 +23,7 @@ from kv_transfer.led_planes import LedPlanes
 from kv_transfer.open import join_connector, terms_of
 from kv_transfer.rank_link import RankLink
 from node import rank_asides
+from node.last_words import leave
 from node.parent import PARENT_PID, die_with_parent
 from node.probe_pattern import ProbePattern
 from node.rank_asides import FillBlocks, Meet, VerifyBlocks
@@ -198,4 +199,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if code := main():
+        leave(code)

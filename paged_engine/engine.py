@@ -134,6 +134,7 @@ class Engine:
             self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks)
             for chunk in plan.chunks:
                 self._count(chunk)
+                chunk.request.launched(chunk.start, began)
                 self.scheduler.launched(chunk)
         updated = self._take_tokens(before, handover) if before is not None else []
         if before is not None:

@@ -174,6 +174,7 @@ class RanksConfig:
 
 
 _CONNECTORS = ("auto", "direct", "nixl", "nccl")
+_FAILURE_POLICIES = ("recompute", "fail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +200,18 @@ class TransferConfig:
     """A fetch may take this long, plus its size at `transfer_floor_bytes_s`."""
     transfer_floor_bytes_s: float = 100e6
     """The slowest transfer, in bytes per second, that is waited for."""
+    kv_load_failure_policy: str = "recompute"
+    """What a decode node does when KV does not come: recompute (from the first missing block on) or fail (end the
+    request with an error)."""
 
     def __post_init__(self) -> None:
         _require(
             self.kv_connector in _CONNECTORS,
             f"kv_connector {self.kv_connector!r} is not one of {', '.join(_CONNECTORS)}",
+        )
+        _require(
+            self.kv_load_failure_policy in _FAILURE_POLICIES,
+            f"kv_load_failure_policy {self.kv_load_failure_policy!r} is not one of {', '.join(_FAILURE_POLICIES)}",
         )
         # Never the secret itself in an error: it would end in a log.
         _require(

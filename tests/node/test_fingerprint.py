@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from node import engine_process
-from node.engine_process import EngineProcess
+from node.engine_process import EngineProcess, connected
 from wire.config import EngineConfig, NodeConfig
 from wire.transfer import Fingerprint
 
@@ -40,8 +40,9 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             str(tmp_path), load_format="dummy", device="cpu", max_model_len=max_model_len, threads=1,
             kv_cache_memory=4 << 20,
         )  # fmt: skip
-        process = EngineProcess(NodeConfig(engine), f"ipc://{tmp_path / 'nobody'}")
-        process._socket.close(linger=0)
+        socket = connected(f"ipc://{tmp_path / 'nobody'}")
+        EngineProcess(NodeConfig(engine), socket)
+        socket.context.destroy(linger=0)
         return offered.pop()
 
     return fingerprint
