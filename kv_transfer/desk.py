@@ -194,8 +194,7 @@ class Desk:
                 self._fetches.doom(request_id, known.lost)
             elif known.welcomed:
                 self._renew(peer, [lease], now)
-                if params.growing:
-                    self._control.say(peer, Follow(lease))
+                self._control.say(peer, Follow(lease))
 
     def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
         """Reader: see Connector. Raises ValueError for unwatched requests and blocks outside the pool."""
@@ -394,9 +393,10 @@ class Desk:
             )
         else:
             known.welcomed, known.renew_at = True, now + self._config.heartbeat_s
-            self._renew(peer, self._fetches.leases(peer), now)
-            for lease in self._fetches.growing(peer):
-                self._control.say(peer, Follow(lease))
+            leases = self._fetches.leases(peer)
+            self._renew(peer, leases, now)
+            for lease in leases:
+                self._control.say(peer, Follow(lease))  # also of complete KV: it may have had another reader
             self._meet(peer, known, welcome)
 
     def _meet(self, peer: PeerKey, known: _Peer, welcome: Welcome) -> None:
