@@ -270,9 +270,10 @@ class Desk:
             if isinstance(message, Follow):
                 return self._growths.follow(message.lease, sender) or Renewed(now, [], [message.lease])
             if isinstance(message, End):
-                # The late farewell of a reader whose place another one has taken ends nothing.
-                held = not self._growths.superseded(message.lease, sender) and self._leases.end(message.lease, now)
-                return Ended(message.token, held)
+                # A reader whose place another one has taken ends nothing; but what it has read counts while it is held.
+                replaced = self._growths.superseded(message.lease, sender)
+                end = self._leases.holds if replaced else self._leases.end
+                return Ended(message.token, end(message.lease, now))
         return Refused(f"a source does not expect {type(message).__name__}")
 
     def hear(self, peer: PeerKey, message: Message) -> None:

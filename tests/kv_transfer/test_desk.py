@@ -397,6 +397,22 @@ def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(source: Node, r
     assert source.wait(1) == [Released("r", expired=False)]
 
 
+def test_a_reader_that_was_replaced_may_admit_what_it_has_read_and_leaves_the_lease_alone(
+    source: Node, reader: Node, folder: Path
+) -> None:
+    ticket = source.desk.offer("r", [1, 2], 32)
+    start_with(reader, ticket)
+    with node("second", folder) as second:
+        second.desk.watch("mine", ticket)
+        wait_until(lambda: second.desk.way(ticket) is not None)
+        reader.plane.gate.set()
+        assert isinstance(reader.wait(1)[0], Fetched)
+        source.quiet()
+        second.desk.fetch("mine", [1, 2], [3, 4])
+        assert isinstance(second.wait(1)[0], Fetched)
+    assert source.wait(1) == [Released("r", expired=False)]
+
+
 def test_a_growing_ticket_that_is_released_fails_its_fetch(source: Node, reader: Node) -> None:
     reader.desk.watch("mine", source.desk.offer("r", [5, 0], 32, ready=1))
     reader.desk.fetch("mine", [5, 0], [7, 3])
