@@ -22,7 +22,7 @@ COLUMNS = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "
 
 def _measure(arm: str, args: argparse.Namespace) -> Report:
     command, *flags = ARMS[arm]
-    with running(command, *flags, *args.flag) as url:
+    with running(command, "--cpu", *flags, *args.flag) as url:
         # Warm up with the same load of other prompts: only the chat template is then in the prefix cache.
         load = {"requests": args.requests, "concurrency": args.concurrency, "max_tokens": args.max_tokens}
         asyncio.run(run_load(url, **load, offset=args.requests))

@@ -202,7 +202,7 @@ def main() -> int:
             for seeded in (False, True)
         }
         del engine
-    with running("up", "--prefill=1", "--decode=1", f"--model={model}") as url:
+    with running("up", "--cpu", "--prefill=1", "--decode=1", f"--model={model}") as url:
         runs["disaggregated"] = {
             seeded: asyncio.run(
                 through(url, "SmolLM2-135M-Instruct", prompts, seeded=seeded, max_tokens=args.max_tokens, concurrency=8)

@@ -21,12 +21,12 @@ STOP_DEADLINE_S = 60
 
 @contextmanager
 def running(command: str, *flags: str) -> Iterator[str]:
-    """Start `kvrelay COMMAND ... --cpu` on a free port; its URL once it is healthy. Ended, whatever happens.
+    """Start `kvrelay COMMAND FLAGS` on a free port; its URL once it is healthy. Ended, whatever happens.
 
     Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then its log is printed.
     """
     port = _free_port()
-    argv = [sys.executable, "-m", "kvrelay.cli", command, f"--port={port}", "--cpu", *flags]
+    argv = [sys.executable, "-m", "kvrelay.cli", command, f"--port={port}", *flags]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
         try:

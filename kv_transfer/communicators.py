@@ -31,8 +31,9 @@ __all__ = ["Backend", "Communicator", "GlooBackend", "Mailbox", "NcclBackend", "
 MAX_WORDS, MAX_WORD_BYTES = 16, 16 << 10
 # So often gloo (torch 2.13) tries to connect to a process that is stopped, and each time for the whole time-out.
 GLOO_TRIES = 5
-# How often an operation of NCCL is looked at: a slice of 32 MiB takes 90 us over NVLink.
-POLL_S = 20e-6
+# How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64 MiB over NVLink: 190
+# us; the other end's launches).
+POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
 
 
 class Work(Protocol):
@@ -222,8 +223,8 @@ _UINT8 = 1
 class NcclBackend:
     """Between GPUs of one or of two hosts."""
 
-    def __init__(self, device: int, patience_s: float) -> None:
-        """Loads the NCCL that torch brought. Raises ConfigError without one."""
+    def __init__(self, device: int, patience_s: float, min_ctas: int | None = None) -> None:
+        """Loads the NCCL that torch brought. Raises ConfigError without one. `min_ctas`: channels at least."""
         try:
             self.library = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
@@ -237,6 +238,7 @@ class NcclBackend:
             getattr(self.library, name).argtypes = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         self.device = device
         self.patience_s = patience_s
+        self.min_ctas = _UNDEFINED if min_ctas is None else min_ctas
         # A torch stream is one of 32, given out in turn: one that two pairs share would let a hung one hold up another.
         # So we keep ours, and reuse one only when nothing runs on it any more.
         self.spare_streams: list[torch.cuda.Stream] = []
@@ -277,7 +279,8 @@ class _NcclCommunicator:
         self._wire = spare.pop() if spare else torch.cuda.Stream(backend.device, priority=0)  # type: ignore[no-untyped-call]
 
     def meet(self, rank: int, unique_id: _UniqueId, mailbox: Mailbox, deadline: float) -> None:
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, 0, *[_UNDEFINED] * 3, None, _UNDEFINED)
+        ctas = _UNDEFINED, self._backend.min_ctas, _UNDEFINED
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, 0, *ctas, None, _UNDEFINED)
         init = self._backend.library.ncclCommInitRankConfig
         result = init(ctypes.byref(self._comm), 2, unique_id, rank, ctypes.byref(config))
         self._backend.check(result, "start a communicator")
@@ -302,8 +305,9 @@ class _NcclCommunicator:
 
     def settle(self, doing: str, deadline: float, given_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until NCCL has done on the host what it was asked. Raises PeerLost."""
+        began = time.monotonic()
         while (state := self.state(doing)) == _IN_PROGRESS:
-            self.patiently(doing, deadline)
+            self.patiently(doing, began, deadline)
             if given_up():
                 raise PeerLost(f"gave up while NCCL was to {doing}")
         self._backend.check(state, doing)
@@ -314,13 +318,14 @@ class _NcclCommunicator:
         self._backend.check(self._backend.library.ncclCommGetAsyncError(self._comm, ctypes.byref(state)), doing)
         return state.value
 
-    def patiently(self, doing: str, deadline: float) -> None:
+    def patiently(self, doing: str, began: float, deadline: float) -> None:
         """One round of a wait. Raises PeerLost when it was long enough."""
         if self._interrupted:
             raise PeerLost(f"gave up while NCCL was to {doing}")
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             raise PeerLost(f"NCCL could not {doing} in time: the other side has stopped or is gone")
-        time.sleep(POLL_S)
+        time.sleep(POLL_S if now - began < LATER_S else LATER_POLL_S)
 
     def _start(self, operation: Callable[..., int], staging: torch.Tensor) -> Work:
         wire = self._wire
@@ -340,10 +345,11 @@ class _NcclWork:
 
     def wait(self) -> None:
         """A kernel that was aborted ends, too: NCCL's own state is looked at behind the event."""
-        deadline = time.monotonic() + self._patience_s
+        began = time.monotonic()
+        deadline = began + self._patience_s
         while not self._done.query():  # type: ignore[no-untyped-call]
             self._communicator.settle("move a slice", deadline)
-            self._communicator.patiently("move a slice", deadline)
+            self._communicator.patiently("move a slice", began, deadline)
         self._communicator.settle("move a slice", deadline)
 
 

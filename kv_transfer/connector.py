@@ -69,14 +69,25 @@ class Fetched:
     """Seconds from the moment at which the KV was complete, or the fetch was asked for if that was later."""
     read_s: float = 0.0
     """Seconds in which the data plane was reading."""
+    told_at: float | None = field(default=None, compare=False)
+    """Of a growing ticket: monotonic second at which the news came that its KV was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """Reader: the KV will not come. The local blocks may still be written to: they stay untouched until Settled."""
+    """Reader: no more of the KV will come. Its blocks may still be written to: they stay untouched until Settled.
+
+    Not so the first `proven` of them: their bytes are in, and the source held them until after that."""
 
     request_id: str
     reason: str
+    """The cause, which is the name of an error in wire/errors.py; a colon, and its sentence."""
+    proven: int = 0
+
+    @property
+    def cause(self) -> str:
+        """The name by which failures are counted."""
+        return self.reason.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,17 @@ import msgspec
 
 from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
 from kv_transfer.control import ControlThread
-from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Read
+from kv_transfer.fetches import FetchLimits, FetchTable, PeerKey, Prove, Read
 from kv_transfer.growth import GrowthTable
+from kv_transfer.lease_words import HeldWords, LeaseWords
 from kv_transfer.leases import LeaseId, LeaseTable
 from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
 from kv_transfer.plane_choice import OpenPlanes
 from kv_transfer.planes import DataPlane, Source
+from kv_transfer.rank_link import RankLink
 from kv_transfer.tickets import refusal, signed
 from wire.config import TransferConfig
-from wire.errors import Incompatible, KvrelayError, PeerLost
+from wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
 from wire.transfer import Fingerprint, KvTransferParams
 
 __all__ = ["Desk"]
@@ -51,10 +53,12 @@ class _Peer:
     welcomed: bool = False
     renew_at: float = 0.0
     lost: KvrelayError | None = None
+    words: HeldWords | None = None
+    """Its leases, if it runs on this host."""
     plane: str = ""
     """The plane that we read through, or are about to."""
-    choices: list[tuple[str, Source]] = field(default_factory=list)
-    """Planes that were not tried yet, the best first."""
+    choices: list[tuple[str, list[tuple[int, Source]]]] = field(default_factory=list)
+    """Planes that were not tried yet, the best first; and which rank of ours reads what."""
     missed: dict[str, str] = field(default_factory=dict)
     """Planes that one of us does not have, or that did not work; and why."""
 
@@ -70,9 +74,11 @@ class Desk:
         config: TransferConfig,
         wake: Callable[[], None],
         planes: Mapping[str, DataPlane],
+        link: RankLink | None = None,
     ) -> None:
         """Serves from here on. `planes`: the best first; those of several that cannot be had here are left out.
 
+        `region` and `planes` are this process's; `link` leads to those of the engine's other ranks, if it has any.
         `wake` is called from any thread when `events` has something. Raises ConfigError."""
         self._engine_id = engine_id
         self._generation = uuid.uuid4().hex
@@ -82,20 +88,25 @@ class Desk:
         self._wake = wake
         self._lock = threading.Lock()
         self._leases = LeaseTable(config.lease_s)
+        self._words = LeaseWords(self._generation)
         self._growths = GrowthTable()
         self._offers: dict[str, KvTransferParams] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
+        heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
+        num_bytes = len(heads) * region.block_bytes  # of a block on all ranks, which hold equally many heads
         self._fetches = FetchTable(
-            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, region.block_bytes)
+            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes)
         )
         self._peers: dict[PeerKey, _Peer] = {}
         self._hello_at = float("-inf")
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         try:
-            self._planes = OpenPlanes(planes, self)
+            self._planes = OpenPlanes(planes, self, region, heads[0], link)
         except KvrelayError:
             self._control.close(JOIN_S)
+            if link is not None:
+                link.close(JOIN_S)
             raise
         self._control.start()
 
@@ -124,6 +135,7 @@ class Desk:
             raise ValueError(f"request id of {len(request_id)} characters is over the limit of {MAX_ID_CHARS}")
         with self._turn():
             lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
+            self._words.begin(lease)
             self._growths.begin(lease, len(block_ids) if ready is None else ready)
         self._planes.nudge()
         host, port = self.address
@@ -202,7 +214,6 @@ class Desk:
             raise ValueError(f"local blocks {list(local_blocks)} reach outside the pool of {self._region.num_blocks}")
         with self._turn():
             self._fetches.fetch(request_id, remote_blocks, local_blocks, time.monotonic())
-        self._control.poke()
 
     def cancel(self, request_id: str) -> None:
         """Reader: see Connector."""
@@ -251,6 +262,7 @@ class Desk:
             for peer in self._peers:
                 for lease in self._fetches.leases(peer):
                     self._control.say(peer, End(lease, 0))
+            self._words.close()
         self._control.close(JOIN_S)
         self._planes.close(JOIN_S)
 
@@ -358,11 +370,18 @@ class Desk:
             yield
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
-                if isinstance(command, Read):
+                if isinstance(command, Prove):
+                    self._renew(command.peer, [command.lease], time.monotonic())
+                elif isinstance(command, Read):
                     self._planes[self._peers[command.peer].plane].read(command)
+                elif command.token and self._sees_held(command.peer, command.lease):
+                    # The answer is there already: a farewell, and nothing to wait for.
+                    self._control.say(command.peer, End(command.lease, 0))
+                    self._fetches.confirmed(command.peer, command.token, held=True, now=time.monotonic())
                 else:
                     self._control.say(command.peer, End(command.lease, command.token))
             for ended in self._leases.events:
+                self._words.end(ended.request_id)
                 self._growths.forget(ended.request_id)
                 self._offers.pop(ended.request_id, None)
             growth, self._growths.news = self._growths.news, []
@@ -372,20 +391,22 @@ class Desk:
         if news:
             self._wake()
 
+    def _sees_held(self, peer: PeerKey, lease: LeaseId) -> bool:
+        known = self._peers.get(peer)
+        return known is not None and known.words is not None and known.words.held(lease)
+
     def _welcome(self, hello: Hello, now: float) -> Message:
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
         self._hello_at = now
         self._planes.nudge()
-        return Welcome(self._engine_id, self._generation, self._fingerprint, self._region, self._planes.cards)
+        ranks, words = self._planes.ranks, self._words.place
+        return Welcome(self._engine_id, self._generation, self._fingerprint, ranks, words)
 
     def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
         where = f"{peer.host}:{peer.port}"
         difference = self._fingerprint.difference(welcome.fingerprint)
-        mine, theirs = self._region.block_bytes, welcome.region.block_bytes
-        if difference is None and mine != theirs:
-            difference = f"block_bytes is {mine} here and {theirs} there"
         if difference is not None:
             self._lose(peer, Incompatible(f"{where}: {difference}; both nodes need the same model and KV settings"))
         elif welcome.generation != peer.generation:
@@ -394,6 +415,9 @@ class Desk:
             )
         else:
             known.welcomed, known.renew_at = True, now + self._config.heartbeat_s
+            if welcome.lease_words is not None:
+                with contextlib.suppress(TransferError):  # another host, or another user: we ask
+                    known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
             leases = self._fetches.leases(peer)
             self._renew(peer, leases, now)
             for lease in leases:
@@ -402,11 +426,17 @@ class Desk:
 
     def _meet(self, peer: PeerKey, known: _Peer, welcome: Welcome) -> None:
         """Join the peer through the best plane that both have."""
-        known.choices = self._planes.shared(welcome)
+        try:
+            known.choices = self._planes.shared(welcome)
+        except Incompatible as error:
+            self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"))
+            return
         known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
-        absent = [kind for kind in self._planes.cards if kind not in welcome.planes]
+        shared = {kind for kind, _ in known.choices}
+        absent = [kind for kind in self._planes if kind not in shared]
         known.missed |= dict.fromkeys(absent, "the node that is read does not have it; its log says why")
-        both = f"{', '.join(self._planes.cards)} here and {', '.join(welcome.planes) or 'none'} there"
+        theirs = ", ".join(welcome.ranks[0].planes) or "none"
+        both = f"{', '.join(self._planes)} here and {theirs} there"
         self._try_next_plane(peer, Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}"))
 
     def _try_next_plane(self, peer: PeerKey, error: KvrelayError) -> None:
@@ -418,8 +448,8 @@ class Desk:
         if known.plane:
             known.missed[known.plane] = error.message
             log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
-        known.plane, source = known.choices.pop(0)
-        self._planes[known.plane].add_peer(peer, source)
+        known.plane, sources = known.choices.pop(0)
+        self._planes[known.plane].add_peer(peer, sources)
 
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):

@@ -10,6 +10,10 @@ at any later time. KV is *admitted* only when the source confirms, after the las
 then. Our clock alone would not do for that: a source may end a lease early (its router released it), and a reader that
 slept cannot tell from its own clock what was overwritten before it woke.
 
+The proof. What was read is right if the source held the lease at any later time. So blocks of READs that have ended are
+*proven* by a renewal that was sent after their end and acknowledged as kept; one is sent at once where more is to come.
+A fetch that fails says how many of its first blocks are proven: those need not be computed again.
+
 Growth. A growing ticket names all its blocks, of which the first `ready` can be read. Each READ takes what has been
 announced since the last one, and the fetch ends when the KV is complete and read. Until then its deadline is that of
 the source's next renewal: the prompt is being computed, and may take as long as it takes.
@@ -30,7 +34,7 @@ from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
 from kv_transfer.leases import LeaseId
 from wire.errors import KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
-__all__ = ["Command", "End", "FetchLimits", "FetchTable", "PeerKey", "Read", "sentence"]
+__all__ = ["Command", "End", "FetchLimits", "FetchTable", "PeerKey", "Prove", "Read", "sentence"]
 
 # Part of the lease that the entry fence gives away to clock drift and to the way of an acknowledgement.
 MARGIN = 0.1
@@ -64,7 +68,15 @@ class End:
     """A number of the fetch that waits for the answer; 0 if nobody does."""
 
 
-Command = Read | End
+@dataclass(frozen=True, slots=True)
+class Prove:
+    """Command: renew this lease now, not with the next heartbeat; its answer proves what has been read."""
+
+    peer: PeerKey
+    lease: LeaseId
+
+
+Command = Read | End | Prove
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +110,12 @@ class _Fetch:
     ready: int = 0  # of these, how many can be read
     completion: Completion | None = None
     complete: bool = True
+    told_at: float | None = None  # of the completion
     read_id: int | None = None  # of the READ in flight
     taken: int = 0  # of our blocks, those whose READ was posted
     landed: int = 0  # and of these, those that are in
+    ends: list[tuple[float, int]] = field(default_factory=list)  # of READs: when, and `landed` then; not proven yet
+    proven: int = 0  # of those that are in, those which the source has held since
     retried: bool = False
     token: int = 0  # of the End that is to confirm it
     remote_blocks: tuple[int, ...] = field(default=())
@@ -217,7 +232,7 @@ class FetchTable:
                 continue
             fetch.ready = min(fetch.blocks, max(fetch.ready, ready))
             if completion is not None:
-                fetch.complete, fetch.completion = True, completion
+                fetch.complete, fetch.completion, fetch.told_at = True, completion, now
                 if fetch.state in (_State.WAITING, _State.READING):
                     self._hurry(fetch, now)
             self._start(fetch, now)
@@ -230,6 +245,8 @@ class FetchTable:
         for fetch in self._of(peer):
             if fetch.lease in still:
                 fetch.held_until = max(fetch.held_until, sent_at + self.limits.lease_s * (1 - MARGIN))
+                while fetch.ends and fetch.ends[0][0] < sent_at:
+                    fetch.proven = fetch.ends.pop(0)[1]
                 self._start(fetch, now)
             elif fetch.lease in gone and fetch.state is not _State.CONFIRMING:
                 # While confirming, the answer to the End decides: a renewal behind it in the queue finds no lease.
@@ -254,9 +271,12 @@ class FetchTable:
         fetch.read_s += now - fetch.posted_at
         if fetch.state is _State.ABANDONED:
             self._settle(fetch)
-        else:
-            fetch.state = _State.WAITING
-            self._start(fetch, now)
+            return
+        fetch.ends.append((now, fetch.landed))
+        fetch.state = _State.WAITING
+        self._start(fetch, now)
+        if fetch.state is not _State.CONFIRMING:  # else the answer to its End is the proof
+            self.commands.append(Prove(fetch.peer, fetch.lease))
 
     def read_failed(self, read_id: int, error: KvrelayError, now: float, *, in_flight: bool) -> None:
         """The READ broke. `in_flight`: bytes may still land, and `read_ended` or another `read_failed` follows.
@@ -337,7 +357,7 @@ class FetchTable:
             assert (fetch.deadline < float("inf")) == (asked and fetch.complete) or fetch.state is _State.ABANDONED, (
                 fetch
             )
-            assert fetch.landed <= fetch.taken <= len(fetch.local_blocks), fetch
+            assert fetch.proven <= fetch.landed <= fetch.taken <= len(fetch.local_blocks), fetch
             assert fetch.state is not _State.CONFIRMING or (
                 fetch.complete and fetch.taken == len(fetch.local_blocks)
             ), fetch
@@ -404,12 +424,14 @@ class FetchTable:
         self.fetched += 1
         self.fetched_bytes += num_bytes
         self.fetch_s += exposed_s
-        self.events.append(Fetched(fetch.request_id, num_bytes, seconds, fetch.completion, exposed_s, fetch.read_s))
+        self.events.append(
+            Fetched(fetch.request_id, num_bytes, seconds, fetch.completion, exposed_s, fetch.read_s, fetch.told_at)
+        )
         del self._fetches[fetch.request_id]
 
     def _fail(self, fetch: _Fetch, error: KvrelayError) -> None:
         self.failures[type(error).__name__] += 1
-        self.events.append(FetchFailed(fetch.request_id, sentence(error)))
+        self.events.append(FetchFailed(fetch.request_id, sentence(error), fetch.proven))
         self._abandon(fetch)
 
     def _abandon(self, fetch: _Fetch) -> None:

@@ -1,42 +1,28 @@
 """Pools of a CPU that peers map: what a peer must be told, the mapping, and copying out of it with numpy.
 
-A pool is a memfd (kernels/pool_memory.py), opened as /proc/PID/fd/FD. Used by kv_transfer/via_direct.py alone.
+A pool is a memfd (kernels/pool_memory.py). Used by kv_transfer/via_direct.py alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import mmap
-import os
-import stat
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from kernels.pool_memory import NONCE_BYTES, PoolMemory, nonce_offset
 from kv_transfer.connector import PoolRegion
+from kv_transfer.host_files import HostFile, mapped, place_of
 from kv_transfer.planes import Source
-from wire.errors import TransferError
+from kv_transfer.shares import Share
 
-__all__ = ["HostFile", "HostSide", "runs"]
+__all__ = ["HostSide", "runs"]
 
 # One call of `poll` copies for so long, and looks at the clock after each step (1 ms or less). The plane's thread
 # sleeps up to 1 ms between two calls.
 SLICE_S = 0.010
 STEP_BYTES = 4 << 20
-
-
-class HostFile(msgspec.Struct, frozen=True, tag="host"):
-    """File descriptor `file` of process `pid`."""
-
-    pid_namespace: int
-    pid: int
-    file: int
 
 
 class HostSide:
@@ -53,35 +39,14 @@ class HostSide:
         self._np = np
         assert memory.file is not None
         self._local = np.ctypeslib.as_array((ctypes.c_uint8 * memory.num_bytes).from_address(memory.address))
-        return HostFile(_pid_namespace(), os.getpid(), memory.file)
+        return place_of(memory.file)
 
     def map(self, source: Source, place: HostFile) -> Any:
         """The peer's pool and its nonce as a numpy array, read-only; unmapped with its last reference.
 
         Raises TransferError naming what is missing."""
-        who = source.engine_id
-        if place.pid_namespace != _pid_namespace():
-            raise TransferError(
-                f"kv_connector direct needs one PID namespace, and {who} runs in another one (containers: docker run "
-                "--pid, shareProcessNamespace in a pod)"
-            )
         size = nonce_offset(source.region.num_blocks * source.region.block_bytes) + NONCE_BYTES
-        # The peer names what we open, so it must not be able to make us wait (a pipe) or fault (a file that shrinks).
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        try:
-            file = os.open(f"/proc/{place.pid}/fd/{place.file}", flags)
-        except PermissionError as error:
-            raise TransferError(f"kv_connector direct needs one user, and {who} runs as another one") from error
-        except OSError as error:
-            raise TransferError(f"{who} has ended: process {place.pid} has no such memory ({error})") from error
-        try:
-            if not _is_sealed(file) or os.fstat(file).st_size < size:
-                raise TransferError(f"what {who} said is its KV pool is not sealed memory of {size} bytes")
-            mapping = mmap.mmap(file, size, prot=mmap.PROT_READ)
-        except (OSError, ValueError, OverflowError) as error:
-            raise TransferError(f"the KV pool of {who} cannot be mapped: {error}") from error
-        finally:
-            os.close(file)
+        mapping = mapped(place, size, source.engine_id, "KV pool")
         return self._np.frombuffer(mapping, dtype=self._np.uint8)
 
     def nonce(self, pool: Any, offset: int) -> bytes:
@@ -91,9 +56,15 @@ class HostSide:
     def unmap(self, pool: Any) -> None:
         """Nothing to do: references are counted, and a read in flight has one."""
 
-    def start(self, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Iterator[None]:
+    def start(
+        self, source: Source, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]
+    ) -> Iterator[None]:
         """Queue a read."""
-        read = self._copy(pool, runs(remote_blocks, local_blocks))
+        there, here = source.region, self._region
+        if source.part == Share(0, 0, here.block_bytes) and there.block_bytes == here.block_bytes:
+            read = self._copy(pool, runs(remote_blocks, local_blocks))
+        else:
+            read = self._copy_part(source, pool, runs(remote_blocks, local_blocks))
         self._reads.append(read)
         return read
 
@@ -118,6 +89,24 @@ class HostSide:
                 source, target, left = source + step, target + step, left - step
                 yield
 
+    def _copy_part(self, peer: Source, pool: Any, pieces: Iterator[tuple[int, int, int]]) -> Iterator[None]:
+        """The same where the bytes of neighbours are not neighbours: a rectangle of rows of equal length per item."""
+        part, theirs, ours = peer.part, peer.region, self._region
+        pool_bytes = theirs.num_blocks * theirs.block_bytes
+        source = pool[:pool_bytes].reshape(theirs.num_blocks, theirs.block_bytes)[:, part.remote_start :]
+        target = self._local.reshape(ours.num_blocks, ours.block_bytes)[:, part.local_start :]
+        width = min(part.num_bytes, STEP_BYTES)
+        rows = max(1, STEP_BYTES // width)
+        for remote, local, count in pieces:
+            for row in range(0, count, rows):
+                end = min(count, row + rows)
+                for start in range(0, part.num_bytes, width):
+                    columns = slice(start, min(start + width, part.num_bytes))
+                    self._np.copyto(
+                        target[local + row : local + end, columns], source[remote + row : remote + end, columns]
+                    )
+                    yield
+
 
 def runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(remote, local, count) of blocks that follow one another on both sides."""
@@ -131,17 +120,3 @@ def runs(remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Iterator[
         run = (remote, local, 1)
     if run is not None:
         yield run
-
-
-def _is_sealed(file: int) -> bool:
-    """A plain file in memory that nobody can make shorter."""
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        return False
-    try:
-        return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # a file on a disk
-        return False
-
-
-def _pid_namespace() -> int:
-    return Path("/proc/self/ns/pid").stat().st_ino

@@ -8,7 +8,9 @@ from __future__ import annotations
 import msgspec
 
 from kv_transfer.connector import Completion, PoolRegion
+from kv_transfer.host_files import HostFile
 from kv_transfer.leases import LeaseId
+from kv_transfer.shares import Heads
 from wire.transfer import Fingerprint
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "Grown",
     "Hello",
     "Message",
+    "RankCard",
     "Refused",
     "Renew",
     "Renewed",
@@ -37,15 +40,24 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     fingerprint: Fingerprint
 
 
+class RankCard(msgspec.Struct, frozen=True):
+    """One rank of a source."""
+
+    heads: Heads
+    region: PoolRegion
+    planes: dict[str, bytes]
+    """Its data planes by name, with what a reader needs to use each: opaque here."""
+
+
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Source -> reader: the fingerprints agree; here is the pool."""
+    """Source -> reader: the fingerprints agree; here are the pools."""
 
     engine_id: str
     generation: str
     fingerprint: Fingerprint
-    region: PoolRegion
-    planes: dict[str, bytes]
-    """The source's data planes by name, with what a reader needs to use each: opaque here."""
+    ranks: list[RankCard]
+    lease_words: HostFile | None = None
+    """Where a reader on the source's host finds its leases (kv_transfer/lease_words.py)."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -7,29 +7,56 @@ from collections.abc import Callable
 
 from kv_transfer.connector import Connector, PoolRegion
 from kv_transfer.desk import Desk
+from kv_transfer.led_planes import LedPlanes
 from kv_transfer.planes import DataPlane
+from kv_transfer.rank_link import RankLink
+from kv_transfer.rank_messages import Meeting, PlaneTerms
 from wire.config import TransferConfig
 from wire.transfer import Fingerprint
 
-__all__ = ["PLANES", "open_connector"]
+__all__ = ["PLANES", "join_connector", "open_connector", "terms_of"]
 
 PLANES = ("direct", "nixl", "nccl")
 """The fastest first: so a pair of nodes chooses among those that both have."""
 
 
 def open_connector(
-    engine_id: str, fingerprint: Fingerprint, region: PoolRegion, config: TransferConfig, wake: Callable[[], None]
+    engine_id: str,
+    fingerprint: Fingerprint,
+    region: PoolRegion,
+    config: TransferConfig,
+    wake: Callable[[], None],
+    link: RankLink | None = None,
 ) -> Connector:
     """Start the plane that `config.kv_connector` names, or with `auto` all that this machine has.
 
-    `wake` is called from any thread when `events` has something. Raises ConfigError if no plane can be had, or the
-    control channel's address."""
+    `link` leads to the other ranks, if there are any: they open theirs with `join_connector`. `wake` is called from any
+    thread when `events` has something. Raises ConfigError if no plane can be had, or the control channel's address."""
+    return Desk(engine_id, fingerprint, region, config, wake, _planes(engine_id, region, terms_of(config)), link)
+
+
+def join_connector(
+    rank: int, region: PoolRegion, meeting: Meeting, host: str, lost: Callable[[str], None]
+) -> LedPlanes:
+    """Open the planes of a rank other than 0; `host` is an address of its machine that peers reach.
+
+    `lost` is called, from another thread, if rank 0 is lost."""
+    terms = PlaneTerms(meeting.terms.kinds, host, meeting.terms.meet_s, meeting.terms.patience_s)
+    return LedPlanes(rank, region, _planes(f"{meeting.engine_id}-{rank}", region, terms), meeting, lost)
+
+
+def terms_of(config: TransferConfig) -> PlaneTerms:
+    """What planes must know of the configuration."""
     kinds = PLANES if config.kv_connector == "auto" else (config.kv_connector,)
-    planes = {kind: _plane(kind, engine_id, region, config) for kind in kinds}
-    return Desk(engine_id, fingerprint, region, config, wake, planes)
+    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease has lost it.
+    return PlaneTerms(kinds, config.kv_host, config.transfer_deadline_s, config.lease_s)
 
 
-def _plane(kind: str, engine_id: str, region: PoolRegion, config: TransferConfig) -> DataPlane:
+def _planes(name: str, region: PoolRegion, terms: PlaneTerms) -> dict[str, DataPlane]:
+    return {kind: _plane(kind, name, region, terms) for kind in terms.kinds}
+
+
+def _plane(kind: str, name: str, region: PoolRegion, terms: PlaneTerms) -> DataPlane:
     """Each imports what only it needs, and takes nothing yet."""
     if kind == "direct":
         from kv_transfer.via_direct import DirectPlane
@@ -39,8 +66,7 @@ def _plane(kind: str, engine_id: str, region: PoolRegion, config: TransferConfig
         from kv_transfer.via_nixl import NixlPlane
 
         # NIXL knows its peers by name, so a restarted node must not come back under its old one.
-        return NixlPlane(f"{engine_id}-{uuid.uuid4().hex}", region)
+        return NixlPlane(f"{name}-{uuid.uuid4().hex}", region)
     from kv_transfer.via_nccl import NcclPlane
 
-    # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease has lost it.
-    return NcclPlane(region, config.kv_host, config.transfer_deadline_s, config.lease_s)
+    return NcclPlane(region, terms.host, terms.meet_s, terms.patience_s)

@@ -177,7 +177,7 @@ class PairControl:
             if isinstance(message, Word):
                 pair.hear(message)
             elif isinstance(message, Ask):
-                pair.serve(message.blocks)
+                pair.serve(message.blocks, message.start, message.num_bytes)
         except ValueError as error:
             # A transfer that is not sent would shift all that follow: the pair ends.
             pair.abort(PeerLost(f"refused: {error}"))

@@ -51,10 +51,12 @@ class Word(msgspec.Struct, tag="word", frozen=True):
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Reader -> source: send these blocks. Transfers of a pair come in the order in which they were asked for."""
+    """Reader -> source: send this part of these blocks. Transfers of a pair come in the order they were asked for."""
 
     pair: bytes
     blocks: list[int]
+    start: int
+    num_bytes: int
 
 
 class Part(msgspec.Struct, tag="part", frozen=True):

@@ -1,7 +1,11 @@
 """Pairs: a reader and a source that move slices of blocks through staging memory, each on a thread of its own.
 
-Owns the two-rank communicator of a pair, its staging (two slices, so that copying overlaps with sending) and what may
-be touched when it ends. Refuses to know sockets: what is to be said goes to `say`, and who dies is told by `abort`.
+Owns the two-rank communicator of a pair, its staging (`STAGES` slices, so that copying overlaps with sending) and what
+may be touched when it ends. Refuses to know sockets: what is to be said goes to `say`, and who dies is told by `abort`.
+
+A pair is a conveyor belt: as soon as a stage is free the next slice is begun, of the same transfer or of the next one.
+So there are always `STAGES` slices under way, each end has launched them ahead, and a slice's time on the wire hides
+what the host does for another one.
 
 Why a thread for each pair: meeting the other rank blocks, gloo's sends and receives can be waited for but not polled,
 and a hung peer must hold up neither the data plane's thread nor other pairs.
@@ -20,15 +24,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from typing import NamedTuple
 
 import torch
 
 from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
+from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage, Part, Word
-from kv_transfer.staging import BlockPool, Slice, cut
+from kv_transfer.shares import Share
+from kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
+from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
 
-__all__ = ["Budget", "Pair", "ReaderPair", "SourcePair", "Terms", "Transfer"]
+__all__ = ["Pair", "ReaderPair", "SourcePair", "Terms", "Transfer"]
 
 log = logging.getLogger(__name__)
 
@@ -37,52 +46,12 @@ log = logging.getLogger(__name__)
 IDLE_S = 60.0
 # Transfers that a reader may ask for before the first of them is through.
 MAX_ASKS = 4096
-STAGES = 2
+# One slice is on the wire, one waits behind it, and one is being copied: between two of them the host has the time of a
+# slice on the wire to see that one has ended and to launch another one.
+STAGES = 3
+# A copy takes less than 100 us where nobody is in its way.
+SETTLE_S, POLL_S = 0.1, 20e-6
 SOURCE, READER = 0, 1  # ranks
-
-
-class Budget:
-    """Memory of all pairs of a process. A pair holds its share until its communicator is closed."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
-        self.waiting = 0
-        self.wanted: Callable[[], None] = lambda: None
-        """Called from any thread when somebody begins to wait."""
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def share(self, num_bytes: int, deadline: float, given_up: Callable[[], bool]) -> Iterator[None]:
-        """Wait for room, then hold it. Raises PeerLost if there is none by `deadline`."""
-        with self._changed:
-            self.waiting += 1
-            if self.used_bytes + num_bytes > self.limit_bytes:
-                self.wanted()
-            self._changed.wait_for(
-                lambda: given_up() or self.used_bytes + num_bytes <= self.limit_bytes,
-                max(0.0, deadline - time.monotonic()),
-            )
-            self.waiting -= 1
-            if self.used_bytes + num_bytes > self.limit_bytes:
-                raise PeerLost(
-                    f"no room for another pair of {num_bytes} bytes: pairs in use hold {self.used_bytes} of"
-                    f" {self.limit_bytes}; let fewer nodes read from each other, or take kv_connector nixl"
-                )
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.used_bytes -= num_bytes
-                self._changed.notify_all()
-
-    def nudge(self) -> None:
-        """Somebody who waits may have given up."""
-        with self._changed:
-            self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +77,20 @@ class Transfer:
 
     remote_blocks: Sequence[int]
     local_blocks: Sequence[int]
+    part: Share
+    """What is moved of each block; a source knows its own end of it alone."""
     done: bool = False
     error: TransferError | None = None
+
+
+class Move(NamedTuple):
+    """A slice of a transfer."""
+
+    transfer: Transfer
+    places: Places
+    piece: Slice
+    last: bool
+    """Of its transfer."""
 
 
 class Pair:
@@ -137,8 +118,9 @@ class Pair:
         self._deadline = time.monotonic() + terms.meet_s
         self._mailbox = Mailbox(lambda key, value: say(Word(name, key, value)), self._deadline)
         self._communicator: Communicator | None = None
-        self._stages: list[torch.Tensor] = []
-        self._jobs: collections.deque[Transfer] = collections.deque()
+        self._lane: Lane | None = None
+        self._jobs: collections.deque[Transfer] = collections.deque()  # not ended
+        self._begun = 0  # of these
         self._unwanted = False
         self._end_at = float("inf")  # unless there is something to do
         self._changed = threading.Condition()  # guards all of the above, and the pool
@@ -160,26 +142,33 @@ class Pair:
             self._changed.notify_all()
 
     def abort(self, error: TransferError) -> None:
-        """End at once. From the return of this call on the pool is not touched any more."""
+        """End at once. From the return of this call on the pool is not touched any more.
+
+        (If a GPU is kept from copying for more than `SETTLE_S`: from the moment on that transfers have an error.)"""
         with self._changed:
             first, self.over = self.over is None, self.over or error
-            jobs, communicator = list(self._jobs), self._communicator
-            self._jobs.clear()
+            communicator, lane = self._communicator, self._lane
             self._changed.notify_all()
-        for job in jobs:
-            job.error = error
         if first:
             self._say(Part(self.name, error.message))
         self._mailbox.close()
         self._terms.budget.nudge()
         if first and communicator is not None:
             communicator.interrupt()
+        if lane is None or _within(SETTLE_S, lane.settled):
+            with self._changed:
+                jobs = list(self._jobs)
+                self._jobs.clear()
+            for job in jobs:
+                job.error = self.over
+        # Else the pair's own thread will come here, when it has closed the communicator.
 
     def join(self, timeout_s: float) -> None:
         """Wait for its thread, up to `timeout_s`."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        wake_in_time()
         try:
             self._live()
         except KvrelayError as error:
@@ -193,19 +182,56 @@ class Pair:
 
     def _live(self) -> None:
         terms = self._terms
-        with terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up), terms.pool.lane():
+        with (
+            terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up),
+            terms.pool.lane() as lane,
+        ):
             communicator = terms.backend.open(self._rank, self._introduce(), self._mailbox, self._deadline)
             try:
+                stages = [lane.staging(self.slice_bytes) for _ in range(STAGES)]
                 with self._touching():
-                    self._communicator = communicator
-                self._stages = [terms.pool.staging(self.slice_bytes) for _ in range(STAGES)]
-                while (job := self._next()) is not None:
-                    self._move(job, communicator)
-                    self._done(job)
+                    self._communicator, self._lane = communicator, lane
+                self._convey(communicator, lane, stages)
             finally:
                 communicator.close()
-                self._communicator = None
-                self._stages = []
+                with self._changed:
+                    self._communicator = self._lane = None
+
+    def _convey(self, communicator: Communicator, lane: Lane, stages: list[torch.Tensor]) -> None:
+        """Slice after slice, until it is time to end."""
+        under_way: collections.deque[tuple[Move, torch.Tensor, Work]] = collections.deque()
+        moves: Iterator[Move] = iter(())
+        for stage in cycle(stages):
+            while (move := next(moves, None)) is None:
+                job = self._next(wait=not under_way)
+                if job is not None:
+                    moves = self._moves(job, lane)
+                elif under_way:
+                    self._end(*under_way.popleft(), lane)
+                else:
+                    return
+            if len(under_way) == STAGES:
+                self._end(*under_way.popleft(), lane)
+            work = self._begin(move, stage[: move.piece.num_bytes], communicator, lane)
+            under_way.append((move, stage, work))
+
+    def _moves(self, job: Transfer, lane: Lane) -> Iterator[Move]:
+        part = job.part
+        if self._rank == SOURCE:
+            blocks, start = job.remote_blocks, part.remote_start
+        else:
+            blocks, start = job.local_blocks, part.local_start
+        places = lane.places(blocks, start, part.num_bytes)
+        pieces = cut(len(blocks), places.row_bytes, self.slice_bytes)
+        return (Move(job, places, piece, piece is pieces[-1]) for piece in pieces)
+
+    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+        """Launch a slice; `stage` is free."""
+        raise NotImplementedError
+
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        """Wait for the oldest slice that is under way, and free its stage."""
+        raise NotImplementedError
 
     def _introduce(self) -> bytes:
         """What the communicator must know."""
@@ -215,33 +241,39 @@ class Pair:
         """This end would like to part: in how many seconds it does."""
         raise NotImplementedError
 
-    def _move(self, job: Transfer, communicator: Communicator) -> None:
-        raise NotImplementedError
-
     def _given_up(self) -> bool:
         return self.over is not None
 
-    def _next(self) -> Transfer | None:
-        """The next transfer; None if it is time to end."""
+    def _next(self, *, wait: bool) -> Transfer | None:
+        """The next transfer to begin. None: there is none now; or, if we `wait`, it is time to end."""
         with self._changed:
-            if not self._jobs:
-                self.idle_since = time.monotonic()
-                self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
-                if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
-                    self.part()
-            while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
-                self._changed.wait(left_s)
             self._check()
-            if not self._jobs:
-                self.over = PeerLost("the pair was idle and has been closed")
-                self._say(Part(self.name, self.over.message))
+            if wait and not self._jobs:
+                self._idle()
+            if self._begun == len(self._jobs):
                 return None
+            self._begun += 1
+            return self._jobs[self._begun - 1]
+
+    def _idle(self) -> None:
+        """Wait for a transfer, or until it is time to end."""
+        self.idle_since = time.monotonic()
+        self._end_at = self.idle_since + (IDLE_S if self._rank == READER else 2 * IDLE_S)
+        if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
+            self.part()
+        while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
+            self._changed.wait(left_s)
+        self._check()
+        if self._jobs:
             self.idle_since = None
-            return self._jobs[0]
+            return
+        self.over = PeerLost("the pair was idle and has been closed")
+        self._say(Part(self.name, self.over.message))
 
     def _done(self, job: Transfer) -> None:
         with self._touching():
             self._jobs.popleft()
+            self._begun -= 1
             job.done = True
 
     @contextlib.contextmanager
@@ -255,9 +287,6 @@ class Pair:
         if self.over is not None:
             raise self.over
 
-    def _slices(self, job: Transfer) -> list[Slice]:
-        return cut(len(job.remote_blocks), self._terms.pool.block_bytes, self.slice_bytes)
-
 
 class SourcePair(Pair):
     """Sends what it is asked for."""
@@ -269,15 +298,19 @@ class SourcePair(Pair):
         super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
         self._facts = meet.facts
 
-    def serve(self, blocks: list[int]) -> None:
-        """Send these blocks when those before them are through. Raises ValueError for what no reader may ask."""
+    def serve(self, blocks: list[int], start: int, num_bytes: int) -> None:
+        """Send so many bytes of these blocks when those before them are through.
+
+        Raises ValueError for what no reader may ask."""
         with self._changed:
             if len(self._jobs) >= MAX_ASKS:
                 raise ValueError(f"more than {MAX_ASKS} transfers asked for at once")
             num_blocks = self._terms.pool.num_blocks
             if not blocks or not all(0 <= block < num_blocks for block in blocks):
                 raise ValueError(f"asked for none, or for some outside a pool of {num_blocks} blocks")
-            self._jobs.append(Transfer(blocks, ()))
+            if not 0 <= start < start + num_bytes <= self._terms.pool.block_bytes:
+                raise ValueError(f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}")
+            self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
             self._changed.notify_all()
 
     def _introduce(self) -> bytes:
@@ -288,20 +321,15 @@ class SourcePair(Pair):
         self._say(Leave(self.name))
         return self._terms.patience_s
 
-    def _move(self, job: Transfer, communicator: Communicator) -> None:
-        """While one slice is on its way, the next one is gathered."""
-        works: list[Work | None] = [None] * STAGES
-        for number, piece in enumerate(self._slices(job)):
-            stage = self._stages[number % STAGES]
-            work = works[number % STAGES]
-            if work is not None:
-                work.wait()
-            with self._touching():
-                self._terms.pool.gather(job.remote_blocks, piece, stage)
-            works[number % STAGES] = communicator.send(stage[: piece.num_bytes])
-        for work in works:
-            if work is not None:
-                work.wait()
+    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+        with self._touching():
+            lane.gather(move.places, move.piece, stage)
+        return communicator.send(stage)
+
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        work.wait()
+        if move.last:
+            self._done(move.transfer)
 
 
 class ReaderPair(Pair):
@@ -326,8 +354,11 @@ class ReaderPair(Pair):
             self._jobs.append(transfer)
             self._changed.notify_all()
             if self._introduced:
-                self._say(Ask(self.name, list(transfer.remote_blocks)))
+                self._say(self._ask(transfer))
         return True
+
+    def _ask(self, transfer: Transfer) -> Ask:
+        return Ask(self.name, list(transfer.remote_blocks), transfer.part.remote_start, transfer.part.num_bytes)
 
     def _leave(self) -> float:
         return 0.0
@@ -337,22 +368,30 @@ class ReaderPair(Pair):
         with self._touching():
             self._say(Meet(self.name, self.slice_bytes, facts))
             for transfer in self._jobs:
-                self._say(Ask(self.name, list(transfer.remote_blocks)))
+                self._say(self._ask(transfer))
             self._introduced = True
         return facts
 
-    def _move(self, job: Transfer, communicator: Communicator) -> None:
-        """While one slice is scattered, the next one is on its way. Scattered is only what is known to be in: behind a
-        receive that was aborted, a copy in the same stream would carry rubbish into the pool."""
-        slices = self._slices(job)
+    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
+        return communicator.recv(stage)
 
-        def receive(number: int) -> Work:
-            return communicator.recv(self._stages[number % STAGES][: slices[number].num_bytes])
+    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
+        """Scattered is only what is known to be in: behind a receive that was aborted, a copy in the same stream would
+        carry rubbish into the pool."""
+        work.wait()
+        with self._touching():
+            lane.scatter(move.places, move.piece, stage)
+        if move.last:
+            if not _within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
+                raise PeerLost(f"copies into the pool have not ended for {self._terms.patience_s:g} s")
+            self._done(move.transfer)
 
-        works = [receive(number) for number in range(min(STAGES, len(slices)))]
-        for number, piece in enumerate(slices):
-            works[number % STAGES].wait()
-            with self._touching():
-                self._terms.pool.scatter(job.local_blocks, piece, self._stages[number % STAGES])
-            if number + STAGES < len(slices):
-                works[number % STAGES] = receive(number + STAGES)
+
+def _within(limit_s: float, true: Callable[[], bool]) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

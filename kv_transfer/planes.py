@@ -17,27 +17,36 @@ from typing import Protocol
 
 from kv_transfer.connector import PoolRegion
 from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.shares import Share
+from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
 
 __all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source"]
 
 log = logging.getLogger(__name__)
 
-# While reads run, a quarter longer each time: a short read is noticed at most 25 % of its length late. A long one needs
-# progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms like this, 71 to 114 ms with 5 ms and 5 ms.
-POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.0002, 0.001, 1.25
+# While reads run, a tenth longer each time: a read is noticed at most a tenth of its length late. A long one needs
+# progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms with at most 1 ms, 71 to 114 ms with 5.
+POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.1
 # While peers may read here, a plane without own threads must be progressed; else only often enough to notice them.
 SERVE_S, IDLE_S = 0.002, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A peer that a plane shall read from. `metadata` is what the peer's plane has returned from `open`."""
+    """A process that a plane shall read from. `metadata` is what its plane has returned from `open`."""
 
     engine_id: str
     generation: str
     region: PoolRegion
     metadata: bytes
+    share: Share | None = None
+    """What is read of each block; None: all of it, into all of ours."""
+
+    @property
+    def part(self) -> Share:
+        """What is read of each block."""
+        return self.share or Share(0, 0, self.region.block_bytes)
 
 
 class DataPlane(Protocol):
@@ -151,6 +160,7 @@ class PlaneThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        wake_in_time()
         try:
             self._opened.put(self._plane.open())
         except Exception as error:  # noqa: BLE001 - raised again by open(), in the thread that asked

@@ -1,28 +1,32 @@
 """The KV pool as rows of bytes, transfers cut into slices of staging memory, and the copies between the two.
 
-Refuses to know who sends or receives. Copies on a GPU are torch's, in the order of the current stream.
+Refuses to know who sends or receives. On a GPU a slice is one launch of `kernels/gather_blocks.py`, on a stream that
+has nothing but such copies, so that it waits for no peer. (Streams may share one of a GPU's 8 queues, though: then a
+copy begins after operations of other streams that were launched before it, and ends when those are aborted.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from kv_transfer.connector import PoolRegion
 from wire.errors import TransferError
 
-__all__ = ["BlockPool", "Slice", "cut"]
+__all__ = ["BlockPool", "Lane", "Places", "Slice", "cut"]
 
-# From this size on, blocks on a GPU are copied one by one: to launch a copy takes 4 us, in which NVLink carries 1.4 MB.
-COPY_BYTES = 2 << 20
+# Of the kernel: twice what a peer's pool is read with, for within a GPU there is ten times the bandwidth of NVLink.
+PROGRAMS = 128
 
 
 class Slice(NamedTuple):
-    """Bytes `start` to `stop` of each of `rows` blocks, from the `first` in a transfer's list on."""
+    """Bytes `start` to `stop` of what is copied of each of `rows` blocks, from the `first` in a transfer's list on."""
 
     first: int
     rows: int
@@ -35,89 +39,148 @@ class Slice(NamedTuple):
         return self.rows * (self.stop - self.start)
 
 
-def cut(num_blocks: int, block_bytes: int, slice_bytes: int) -> list[Slice]:
-    """A transfer in slices of at most `slice_bytes`: whole blocks, or parts of one that is larger."""
-    if block_bytes > slice_bytes:
-        starts = range(0, block_bytes, slice_bytes)
-        return [Slice(i, 1, a, min(a + slice_bytes, block_bytes)) for i in range(num_blocks) for a in starts]
-    rows = slice_bytes // block_bytes
-    return [Slice(i, min(rows, num_blocks - i), 0, block_bytes) for i in range(0, num_blocks, rows)]
+def cut(num_blocks: int, row_bytes: int, slice_bytes: int) -> list[Slice]:
+    """A transfer of `row_bytes` of each block, in slices of at most `slice_bytes`: parts of a row that is larger, else
+    whole rows, as equally as they can be shared out."""
+    if row_bytes > slice_bytes:
+        starts = range(0, row_bytes, slice_bytes)
+        return [Slice(i, 1, a, min(a + slice_bytes, row_bytes)) for i in range(num_blocks) for a in starts]
+    count = -(-num_blocks // (slice_bytes // row_bytes))
+    edges = [num_blocks * k // count for k in range(count + 1)]
+    return [Slice(a, b - a, 0, row_bytes) for a, b in itertools.pairwise(edges)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where a transfer is in the pool: bytes `offset` to `offset + row_bytes` of each of `blocks`."""
+
+    blocks: Sequence[int]
+    offset: int
+    row_bytes: int
+    index: torch.Tensor | None
+    """For the kernel: int32 [2, blocks] on the GPU. Rows in the pool, in units of `row_bytes`; and 0, 1, 2, ..."""
 
 
 class BlockPool:
-    """The KV pool as rows of bytes, [num_blocks, block_bytes], and copies between it and staging."""
+    """The KV pool as rows of bytes, [num_blocks, block_bytes]."""
 
-    def __init__(self, region: PoolRegion, copy_bytes: int | None = None) -> None:
-        """Maps the region; its memory stays the caller's. Blocks of `copy_bytes` or more are copied one by one."""
-        self.num_blocks, self.block_bytes = region.num_blocks, region.block_bytes
+    def __init__(self, region: PoolRegion) -> None:
+        """Maps the region; its memory stays the caller's."""
+        self.num_blocks, self.block_bytes, self.address = region.num_blocks, region.block_bytes, region.address
         self.device = torch.device(region.device)
-        self._rows = _mapped(region).view(region.num_blocks, region.block_bytes)
-        if copy_bytes is None:
-            copy_bytes = 0 if self.device.type == "cpu" else COPY_BYTES
-        self._by_index = region.block_bytes < copy_bytes
-        # Kernels move elements: the wider the better.
-        self._element = torch.int64 if region.block_bytes % 8 == 0 and region.address % 8 == 0 else torch.uint8
+        self.rows = _mapped(region).view(region.num_blocks, region.block_bytes)
         # A torch stream is one of 32, given out in turn; were it also one on which a pair receives, copies would wait
         # for that pair's peer.
         self._spare_streams: list[torch.cuda.Stream] = []
 
     @contextlib.contextmanager
-    def lane(self) -> Iterator[None]:
+    def lane(self) -> Iterator[Lane]:
         """This thread copies here from now on, on a stream of its own."""
         if self.device.type == "cpu":
-            yield
+            yield Lane(self, None)
             return
         torch.cuda.set_device(self.device)
         spare = self._spare_streams
         # 0 is the lowest priority there is.
         stream = spare.pop() if spare else torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield
-        spare.append(stream)
+        lane = Lane(self, stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield lane
+        finally:
+            stream.synchronize()
+            spare.append(stream)
+
+    def compile(self) -> None:
+        """What `lane` needs, which may take seconds: block 0 is the null block, which nobody reads, onto itself."""
+        with self.lane() as lane:
+            places = lane.places([0])
+            if places.index is not None:
+                lane.run_kernel(self.address, self.address, places.index[0], places.index[0], self.block_bytes)
+
+
+class Lane:
+    """Copies of one thread between the pool and staging, in order. `settled` may be called from any thread."""
+
+    def __init__(self, pool: BlockPool, stream: torch.cuda.Stream | None, kernel: Any = None) -> None:
+        """For BlockPool.lane, with that stream as the current one. `kernel`: the module, for tests."""
+        self._pool = pool
+        self._stream = stream
+        self._kernel = kernel
+        if stream is not None:
+            from kernels import gather_blocks
+
+            self._kernel = gather_blocks
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         """Memory on the pool's device, [num_bytes] uint8. Raises TransferError if there is none."""
+        device = self._pool.device
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
-            raise TransferError(f"no {num_bytes} bytes of staging memory on {self.device}: {error}") from error
+            raise TransferError(f"no {num_bytes} bytes of staging memory on {device}: {error}") from error
 
-    def gather(self, blocks: Sequence[int], piece: Slice, staging: torch.Tensor) -> None:
-        """Pool -> staging, in the order of the current stream."""
-        if self._by_index and piece.stop - piece.start == self.block_bytes:
-            torch.index_select(
-                self._rows.view(self._element), 0, self._index(blocks, piece), out=self._packed(piece, staging)
+    def places(self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None) -> Places:
+        """Get ready to copy these bytes of these blocks, which are inside the pool; by default all of each."""
+        pool = self._pool
+        size = pool.block_bytes if row_bytes is None else row_bytes
+        index = None
+        # The kernel takes rows that lie on a grid of their size.
+        if (
+            self._kernel is not None
+            and size
+            and not any(
+                number % unit
+                for number, unit in (
+                    (size, self._kernel.VECTOR_BYTES),
+                    (pool.address, self._kernel.VECTOR_BYTES),
+                    (pool.block_bytes, size),
+                    (offset, size),
+                )
             )
+        ):
+            in_block, first = pool.block_bytes // size, offset // size
+            rows = torch.tensor([[block * in_block + first for block in blocks], range(len(blocks))], dtype=torch.int32)
+            # From pageable memory: the driver has copied it when the call returns.
+            index = rows.to(pool.device, non_blocking=True)
+        return Places(blocks, offset, size, index)
+
+    def gather(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
+        """Pool -> staging, in the order of the current stream."""
+        if places.index is not None and piece.stop - piece.start == places.row_bytes:
+            there, here = places.index[0, piece.first : piece.first + piece.rows], places.index[1, : piece.rows]
+            self.run_kernel(self._pool.address, staging.data_ptr(), there, here, places.row_bytes)
         else:
-            for row, part in self._runs(blocks, piece, staging):
-                part.copy_(row)
+            for row, part in self._runs(places, piece, staging):
+                part.copy_(row, non_blocking=True)
 
-    def scatter(self, blocks: Sequence[int], piece: Slice, staging: torch.Tensor) -> None:
-        """Staging -> pool. Returns when the bytes are in the pool."""
-        if self._by_index and piece.stop - piece.start == self.block_bytes:
-            self._rows.view(self._element).index_copy_(0, self._index(blocks, piece), self._packed(piece, staging))
+    def scatter(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
+        """Staging -> pool, in the order of the current stream: the bytes are there when all is `settled`."""
+        if places.index is not None and piece.stop - piece.start == places.row_bytes:
+            there, here = places.index[0, piece.first : piece.first + piece.rows], places.index[1, : piece.rows]
+            self.run_kernel(staging.data_ptr(), self._pool.address, here, there, places.row_bytes)
         else:
-            for row, part in self._runs(blocks, piece, staging):
-                row.copy_(part)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+            for row, part in self._runs(places, piece, staging):
+                row.copy_(part, non_blocking=True)
 
-    def _packed(self, piece: Slice, staging: torch.Tensor) -> torch.Tensor:
-        return staging[: piece.num_bytes].view(self._element).view(piece.rows, -1)
+    def settled(self) -> bool:
+        """Whether all copies have ended."""
+        return self._stream is None or self._stream.query()
 
-    def _index(self, blocks: Sequence[int], piece: Slice) -> torch.Tensor:
-        return torch.tensor(blocks[piece.first : piece.first + piece.rows], dtype=torch.int64, device=self.device)
+    def run_kernel(self, source: int, target: int, rows: torch.Tensor, onto: torch.Tensor, row_bytes: int) -> None:
+        """Copy row rows[i] from one address on to row onto[i] from another one on."""
+        tiles = range(self._kernel.tiles_in(rows.numel(), row_bytes))
+        self._kernel.gather_blocks(source, target, rows, onto, block_bytes=row_bytes, tiles=tiles, programs=PROGRAMS)
 
-    def _runs(
-        self, blocks: Sequence[int], piece: Slice, staging: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _runs(self, places: Places, piece: Slice, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal shape, [blocks that are neighbours, bytes]: in the pool, in staging."""
         packed = staging[: piece.num_bytes].view(piece.rows, -1)
-        ids = blocks[piece.first : piece.first + piece.rows]
+        ids = places.blocks[piece.first : piece.first + piece.rows]
+        start, stop = places.offset + piece.start, places.offset + piece.stop
         begin = 0
         for end in range(1, len(ids) + 1):
             if end == len(ids) or ids[end] != ids[end - 1] + 1:
-                yield self._rows[ids[begin] : ids[end - 1] + 1, piece.start : piece.stop], packed[begin:end]
+                yield self._pool.rows[ids[begin] : ids[end - 1] + 1, start:stop], packed[begin:end]
                 begin = end
 
 

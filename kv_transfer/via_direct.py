@@ -17,8 +17,9 @@ import msgspec
 
 from kernels.pool_memory import PoolMemory, nonce_offset, pool_memory
 from kv_transfer.connector import PoolRegion
+from kv_transfer.host_files import HostFile
 from kv_transfer.mapped_gpu import GpuPiece, GpuSide
-from kv_transfer.mapped_host import HostFile, HostSide
+from kv_transfer.mapped_host import HostSide
 from kv_transfer.planes import Source
 from wire.errors import ConfigError, TransferError
 
@@ -35,7 +36,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    num_blocks: int
+    source: Source
     pool: Any
     """As its side has mapped it."""
 
@@ -55,8 +56,8 @@ class Side(Protocol):
     def unmap(self, pool: Any) -> None:
         """Give a mapping back, once nothing reads it."""
 
-    def start(self, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Any:
-        """Begin to copy. Returns a handle."""
+    def start(self, source: Source, pool: Any, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Any:
+        """Begin to copy the source's part of these blocks. Returns a handle."""
 
     def poll(self, handle: Any) -> bool:
         """Go on copying; True when all bytes are in. Called until then."""
@@ -109,18 +110,19 @@ class DirectPlane:
         except TransferError:
             self._side.unmap(pool)
             raise
-        self._remotes[source.generation] = _Remote(source.region.num_blocks, pool)
+        self._remotes[source.generation] = _Remote(source, pool)
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
         """Begin to copy; `poll` goes on with it."""
         remote = self._remotes.get(generation)
         if remote is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
-        limits = ("remote", remote_blocks, remote.num_blocks), ("local", local_blocks, self._region.num_blocks)
+        num_blocks = remote.source.region.num_blocks
+        limits = ("remote", remote_blocks, num_blocks), ("local", local_blocks, self._region.num_blocks)
         for whose, blocks, limit in limits:
             if not all(0 <= block < limit for block in blocks):
                 raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
-        return self._side.start(remote.pool, remote_blocks, local_blocks)
+        return self._side.start(remote.source, remote.pool, remote_blocks, local_blocks)
 
     def poll(self, handle: object) -> bool:
         """Raises nothing but what ends the process: a GPU that has failed fails for good."""

@@ -16,20 +16,22 @@ import msgspec
 
 from kv_transfer.communicators import Backend, GlooBackend, NcclBackend
 from kv_transfer.connector import PoolRegion
+from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_control import PairControl
 from kv_transfer.pair_messages import Address, Ask, encode
-from kv_transfer.pairs import Budget, Terms, Transfer
+from kv_transfer.pairs import Terms, Transfer
 from kv_transfer.planes import Source
 from kv_transfer.staging import BlockPool
 from wire.errors import ConfigError, PeerLost, TransferError
 
 __all__ = ["NcclPlane"]
 
-# A pair has two slices of staging. On a GPU 32 MiB take 90 us over NVLink, to which an operation of NCCL adds a few.
-GPU_SLICE_BYTES, CPU_SLICE_BYTES = 32 << 20, 4 << 20
+# A pair has three slices of staging. On a GPU 64 MiB take 190 us over NVLink, about twice what the host needs to launch
+# an operation of NCCL.
+GPU_SLICE_BYTES, CPU_SLICE_BYTES = 64 << 20, 4 << 20
 # What a communicator of NCCL takes beside: about 100 MB with 16 channels.
 NCCL_BYTES = 96 << 20
-# All pairs of a node together: 12 on a GPU.
+# All pairs of a node together: 7 on a GPU.
 MEMORY_CAP_BYTES = 2 << 30
 
 
@@ -55,7 +57,7 @@ class NcclPlane:
         self._kind, self._device = _memory(region.device)
         self._slice_bytes = slice_bytes or (CPU_SLICE_BYTES if self._kind == "cpu" else GPU_SLICE_BYTES)
         self.budget = Budget(memory_cap_bytes)
-        self._num_blocks: dict[str, int] = {}  # of peers, by generation
+        self._sources: dict[str, Source] = {}  # by generation
 
     def open(self) -> bytes:
         """Listen. Returns the metadata. Raises ConfigError without gloo, NCCL or CURVE, or if the address is taken."""
@@ -65,13 +67,14 @@ class NcclPlane:
         else:
             backend, beside = NcclBackend(self._device, self._patience_s), NCCL_BYTES
         pool = BlockPool(self._region)
+        pool.compile()
         terms = Terms(pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s)
         self._control = PairControl(self._host, terms)
         return msgspec.msgpack.encode(self._control.address)
 
     def add_peer(self, source: Source) -> None:
         """Dial a peer's control socket. The pair is made at the first read."""
-        if source.generation in self._num_blocks:
+        if source.generation in self._sources:
             return
         try:
             address = msgspec.msgpack.decode(source.metadata, type=Address)
@@ -82,25 +85,25 @@ class NcclPlane:
                 f"the pool of {source.engine_id} is on {source.region.device}, this one on {self._region.device};"
                 " kv_connector nccl needs both on CPUs or both on GPUs"
             )
-        self._num_blocks[source.generation] = source.region.num_blocks
+        self._sources[source.generation] = source
         self._control.dial(source.generation, address)
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> Transfer:
         """Ask the peer to send, and make the pair first if there is none."""
-        num_blocks = self._num_blocks.get(generation)
-        if num_blocks is None:
+        source = self._sources.get(generation)
+        if source is None:
             raise TransferError(f"peer of generation {generation} is not there any more")
         for whose, blocks, limit in (
-            ("remote", remote_blocks, num_blocks),
+            ("remote", remote_blocks, source.region.num_blocks),
             ("local", local_blocks, self._region.num_blocks),
         ):
             if not all(0 <= block < limit for block in blocks):
                 raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
         try:
-            encode(Ask(bytes(16), list(remote_blocks)))
+            encode(Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes))
         except ValueError as error:
             raise TransferError(f"{len(remote_blocks)} blocks are too many to ask for at once: {error}") from error
-        transfer = Transfer(remote_blocks, local_blocks)
+        transfer = Transfer(remote_blocks, local_blocks, source.part)
         self._control.read(generation, transfer)
         return transfer
 
@@ -113,7 +116,7 @@ class NcclPlane:
 
     def drop_peer(self, generation: str) -> None:
         """Hang up, and end its pair."""
-        if self._num_blocks.pop(generation, None) is not None:
+        if self._sources.pop(generation, None) is not None:
             self._control.hang_up(generation)
 
     def progress(self) -> None:

@@ -24,6 +24,7 @@ class _Remote:
     agent: str
     num_blocks: int
     blocks: Any  # prepared descriptor list, one descriptor per block
+    ours: Any  # the same of our pool
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class NixlPlane:
         self._errors: tuple[type[Exception], ...] = ()
         self._remotes: dict[str, _Remote] = {}
         self._handles: list[_Handle] = []
+        self._prepared: dict[tuple[int, int], Any] = {}
+        """Descriptor lists of our pool, by the part of a block that they stand for: its start and bytes."""
 
     def open(self) -> bytes:
         """Start the agent (up to 3 s) and register the pool. Returns the metadata."""
@@ -78,7 +81,7 @@ class NixlPlane:
             self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
             pool = [(region.address, region.num_blocks * region.block_bytes, self._device, "")]
             self._registered = self._agent.register_memory(pool, self._memory, backends=["UCX"])
-            self._blocks = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._table(region), self._memory)
+            self._ours(0, region.block_bytes)
         except self._errors as error:
             raise ConfigError(f"NIXL cannot take the KV pool ({region}) through UCX: {_named(error)}") from error
         return bytes(self._agent.get_agent_metadata())
@@ -92,10 +95,12 @@ class NixlPlane:
             memory, _ = _memory(region.device)
             name = self._agent.add_remote_agent(source.metadata)
             agent = name.decode() if isinstance(name, bytes) else name
-            blocks = self._agent.prep_xfer_dlist(agent, self._table(region), memory)
+            part = source.part
+            blocks = self._agent.prep_xfer_dlist(agent, self._table(region, part.remote_start, part.num_bytes), memory)
+            ours = self._ours(part.local_start, part.num_bytes)
         except self._errors as error:
             raise TransferError(f"NIXL cannot reach the pool of {source.engine_id}: {_named(error)}") from error
-        self._remotes[source.generation] = _Remote(agent, region.num_blocks, blocks)
+        self._remotes[source.generation] = _Remote(agent, region.num_blocks, blocks, ours)
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> _Handle:
         """Post one READ. NIXL merges descriptors that are neighbours on both sides by itself.
@@ -110,7 +115,7 @@ class NixlPlane:
             )
         indices = [self._np.array(blocks, dtype=self._np.int32) for blocks in (local_blocks, remote_blocks)]
         try:
-            transfer = self._agent.make_prepped_xfer("READ", self._blocks, indices[0], remote.blocks, indices[1])
+            transfer = self._agent.make_prepped_xfer("READ", remote.ours, indices[0], remote.blocks, indices[1])
         except self._errors as error:
             raise TransferError(f"NIXL refused a READ of {len(local_blocks)} blocks: {_named(error)}") from error
         handle = _Handle(transfer, remote.agent)
@@ -156,15 +161,23 @@ class NixlPlane:
             self._forget(handle)
         for generation in list(self._remotes):
             self.drop_peer(generation)
-        self._quietly(self._blocks.release)
+        for prepared in self._prepared.values():
+            self._quietly(prepared.release)
         self._quietly(lambda: self._agent.deregister_memory(self._registered))
         del self._agent
 
-    def _table(self, region: PoolRegion) -> Any:
+    def _ours(self, start: int, size: int) -> Any:
+        """Prepared descriptors of this part of our blocks. They stay: there are as many as ways to cut a block."""
+        if (start, size) not in self._prepared:
+            table = self._table(self._region, start, size)
+            self._prepared[start, size] = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", table, self._memory)
+        return self._prepared[start, size]
+
+    def _table(self, region: PoolRegion, start: int, size: int) -> Any:
         """One row says it all, [1, 5]: address, length, device, stride, count. Raises OverflowError for no address."""
-        size = region.block_bytes
         _, device = _memory(region.device)
-        return self._np.array([[region.address, size, device, size, region.num_blocks]], dtype=self._np.uint64)
+        row = [region.address + start, size, device, region.block_bytes, region.num_blocks]
+        return self._np.array([row], dtype=self._np.uint64)
 
     def _forget(self, handle: _Handle) -> None:
         self._handles.remove(handle)

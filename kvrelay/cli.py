@@ -175,7 +175,8 @@ def _shown(setting: Setting) -> str | bool:
     return {True: "on", False: "off"}[setting.default] if isinstance(setting.default, bool) else str(setting.default)
 
 
-_CLUSTER_SKIP = ("kv_port",)  # each node needs its own
+# Each node needs its own; and all their ranks run on this machine.
+_CLUSTER_SKIP = ("kv_port", "tensor_parallel_address", "tensor_parallel_local")
 _add(
     "up",
     "Start a whole cluster on this machine and keep it alive.",

@@ -6,6 +6,7 @@ Pure: the machine comes in as a value. Owns ClusterConfig, the settings of `kvre
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +45,10 @@ class ClusterConfig:
     """Number of prefill nodes."""
     decode: int = 1
     """Number of decode nodes."""
+    prefill_tensor_parallel: int = 0
+    """Ranks of each prefill node; 0 takes tensor_parallel."""
+    decode_tensor_parallel: int = 0
+    """Ranks of each decode node; 0 takes tensor_parallel."""
     host: str = "127.0.0.1"
     """Address the router listens on; the nodes always listen on 127.0.0.1."""
     port: int = 8000
@@ -78,8 +83,20 @@ class ClusterConfig:
                 raise ConfigError(f"{name} must be positive, got {deadline:g}")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        for name, ranks in (
+            ("prefill_tensor_parallel", self.prefill_tensor_parallel),
+            ("decode_tensor_parallel", self.decode_tensor_parallel),
+        ):
+            if ranks < 0:
+                raise ConfigError(f"{name} must not be negative, got {ranks}; 0 takes tensor_parallel")
         for role in (Role.PREFILL, Role.DECODE):
-            NodeConfig(self.engine, role, self.transfer)  # what a node would refuse is refused before anything starts
+            # What a node would refuse is refused before anything starts.
+            NodeConfig(self.engine_of(role), role, self.transfer)
+
+    def engine_of(self, role: Role) -> EngineConfig:
+        """The engine of the nodes of a role."""
+        own = self.prefill_tensor_parallel if role is Role.PREFILL else self.decode_tensor_parallel
+        return replace(self.engine, tensor_parallel=own or self.engine.tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +114,27 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class NodeGpus:
-    """The GPUs of one node, as a value for CUDA_VISIBLE_DEVICES, and how many nodes share them."""
+    """The GPUs of one node, as a value for CUDA_VISIBLE_DEVICES, and how many nodes share the busiest of them."""
 
     visible: str
     sharers: int
 
 
-def gpus_of_nodes(nodes: int, ranks: int, gpus: Sequence[str]) -> list[NodeGpus]:
-    """`ranks` GPUs for each of the nodes, in turn. Raises ConfigError if there are too few for one node."""
-    sets = [",".join(gpus[first : first + ranks]) for first in range(0, len(gpus) - ranks + 1, ranks)]
-    if not sets:
-        raise ConfigError(
-            f"tensor_parallel {ranks} needs {ranks} GPUs for each node, and this machine shows {len(gpus)}; lower it, "
-            "or start ranks on other hosts with `kvrelay rank`"
-        )
-    taken = [index % len(sets) for index in range(nodes)]
-    return [NodeGpus(sets[index], taken.count(index)) for index in taken]
+def gpus_of_nodes(ranks: Sequence[int], gpus: Sequence[str]) -> list[NodeGpus]:
+    """The next `ranks` GPUs for each of the nodes, in turn. Raises ConfigError if there are too few for one node."""
+    taken: list[list[str]] = []
+    first = 0
+    for count in ranks:
+        if count > len(gpus):
+            raise ConfigError(
+                f"tensor_parallel {count} needs {count} GPUs for each node, and this machine shows {len(gpus)}; lower "
+                "it, or start ranks on other hosts with `kvrelay rank`"
+            )
+        first = first if first + count <= len(gpus) else 0
+        taken.append(list(gpus[first : first + count]))
+        first += count
+    users = Counter(gpu for own in taken for gpu in own)
+    return [NodeGpus(",".join(own), max(users[gpu] for gpu in own)) for own in taken]
 
 
 def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) -> list[ChildSpec]:
@@ -127,15 +149,18 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     for_nodes = base | ({CLUSTER_SECRET: secret} if secret else {})
     urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
     on_gpus = machine.gpus and config.engine.device != "cpu"
-    gpus = gpus_of_nodes(len(roles), config.engine.tensor_parallel, machine.gpus) if on_gpus else None
+    engines = [config.engine_of(role) for role in roles]
+    gpus = gpus_of_nodes([engine.tensor_parallel for engine in engines], machine.gpus) if on_gpus else None
     specs: list[ChildSpec] = []
     for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
-        threads = config.engine.threads or _threads(role, config, machine.cores)
+        threads = config.engine.threads or max(
+            1, _threads(role, config, machine.cores) // engines[index].tensor_parallel
+        )
         # More threads than cores: a waiting one that spins for long steals the core that another process needs, one
         # that never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside
         # another such engine: spinning 0: 105 ms / -; 3,000: 78 / 135; 30,000 (GNU OpenMP's own is 300,000): 63 / 429.
         env = {"GOMP_SPINCOUNT": "3000"} | for_nodes | {"OMP_NUM_THREADS": str(threads)}
-        engine = replace(config.engine, threads=threads)
+        engine = replace(engines[index], threads=threads)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus[index].visible
             engine = _sharing(engine, gpus[index].sharers)
@@ -159,11 +184,11 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
 def waves(nodes: Sequence[ChildSpec], machine: Machine) -> list[list[ChildSpec]]:
     """Nodes that may start at the same time: those that share a GPU measure its memory one after the other."""
     waves: list[list[ChildSpec]] = []
-    seen: list[str | None] = []
+    turns: dict[str, int] = {}  # of the next node on a GPU
     for node in nodes:
-        gpus = node.env.get("CUDA_VISIBLE_DEVICES") if machine.gpus else None
-        turn = seen.count(gpus) if gpus else 0
-        seen.append(gpus)
+        gpus = node.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if machine.gpus else []
+        turn = max((turns.get(gpu, 0) for gpu in gpus), default=0)
+        turns |= dict.fromkeys(gpus, turn + 1)
         waves += [[] for _ in range(turn + 1 - len(waves))]
         waves[turn].append(node)
     return waves

@@ -24,9 +24,11 @@ from starlette.requests import ClientDisconnect
 
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
+from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.leg import Leg
+from openai_api.stages import STAGES, stages_ms
 from openai_api.types import ModelCard, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
@@ -164,6 +166,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
 async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors."""
+    began = time.monotonic()
     _authorize(node.config.api_key, request)
     serving = node.ready()
     body = await _read_body(request, node.config.max_body_bytes)
@@ -188,14 +191,16 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
         if first.status in (429, 503):
             headers["retry-after"] = "1"
         return Response(msgspec.json.encode({"error": first.error}), first.status, headers, "application/json")
+    # A caller that knows frames has the stages of all legs, and puts them into the answer itself.
+    since = began if parsed.include_metrics else None
     if parsed.stream:
-        payloads = _payloads(first, frames, leg)
-        return StreamingResponse(payloads, media_type="text/event-stream", headers=headers | SSE_HEADERS)
-    answer = await _unless_gone(request, _whole(first, frames, leg))
+        events = payloads(first, frames, leg, since)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers | SSE_HEADERS)
+    answer = await _unless_gone(request, whole(first, frames, leg, since))
     if answer is None:
         return Response(status_code=499)
-    status, whole = answer
-    return Response(whole, status, headers, "application/json")
+    status, content = answer
+    return Response(content, status, headers, "application/json")
 
 
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
@@ -247,27 +252,25 @@ def _account(
 ) -> None:
     """Metrics and the one log line of a request."""
     finish = leg.finish or Finish.ABORT
-    timing = last.timing if last is not None else None
+    timing = leg.timing
+    if timing is not None and (last is None or last.finish is None):
+        # It ended here and not in the engine, which has told of its beginning only.
+        decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
+        timing = msgspec.structs.replace(timing, decode_s=decode_s)
     if node.metrics is not None:
         if first_token_s is not None:
             node.metrics.first_token(first_token_s)
-        recomputed = last is not None and last.fetch_error is not None
-        node.metrics.ended(finish, total_s, tokens, timing, recomputed=recomputed)
-    stages = ""
-    if timing is not None:
-        stages = (
-            f" queue={timing.queue_s * 1e3:.1f} prefill={timing.prefill_s * 1e3:.1f}"
-            f" transfer={timing.transfer_s * 1e3:.1f} exposed={timing.exposed_s * 1e3:.1f}"
-            f" decode={timing.decode_s * 1e3:.1f}"
-        )
+        not_fetched = last is not None and last.fetch_error is not None
+        node.metrics.ended(finish, total_s, tokens, timing, not_fetched=not_fetched)
+    stages = {} if timing is None else stages_ms(timing)
     log.info(
-        "%s %s prompt=%d cached=%d out=%d%s total=%.1f ms%s",
+        "%s %s prompt=%d cached=%d out=%d%s total_ms=%.2f%s",
         call.response_id,
         finish,
         len(leg.submit.prompt_token_ids),
         last.cached_tokens if last is not None else 0,
         tokens,
-        stages,
+        "".join(f" {name}_ms={stages[name]:.2f}" for name in STAGES if name in stages),
         total_s * 1e3,
         f" error={error}" if error else "",
     )
@@ -277,33 +280,6 @@ async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:
     async with contextlib.aclosing(frames):
         async for frame in frames:
             yield pack(frame)
-
-
-async def _payloads(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg) -> AsyncIterator[bytes]:
-    """The SSE bytes of a streamed answer for a caller that knows no frames."""
-    async with contextlib.aclosing(frames):
-        yield first.payload + _third_party_end(first, leg)
-        async for frame in frames:
-            yield frame.payload + _third_party_end(frame, leg)
-
-
-def _third_party_end(frame: Frame, leg: Leg) -> bytes:
-    """To a caller that knows no frames a hand-over looks like an answer of one token."""
-    return leg.writer.end(Finish.LENGTH) if frame.kind is FrameKind.HANDOVER else b""
-
-
-async def _whole(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg) -> tuple[int, bytes]:
-    """Status and JSON body of an answer that is not streamed."""
-    async with contextlib.aclosing(frames):
-        frame = first
-        while frame.kind in (FrameKind.TOKENS, FrameKind.TICKET):
-            frame = await anext(frames)
-    if frame.kind is FrameKind.ERROR:
-        return frame.status, msgspec.json.encode({"error": frame.error})
-    if frame.kind is FrameKind.HANDOVER and frame.params is not None:
-        # A third-party proxy delivers nothing itself: the decode node emits the first token too.
-        return 200, leg.writer.end(Finish.LENGTH, msgspec.structs.replace(frame.params, sent_text=None))
-    return 200, frame.payload
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:

@@ -1,7 +1,7 @@
 """The HTTP side of the engine process: starts it, sends it requests, hands its updates to whoever waits for them.
 
-One asyncio task reads the zmq pair; each live request has a queue. When the engine process ends, every waiting request
-gets EngineDead, once.
+One asyncio task reads the zmq pair; each live request has a queue. When the engine process ends, or says that it does,
+every waiting request gets EngineDead, once.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class EngineClient:
         self.heard_at = time.monotonic()
         self.ended = asyncio.Event()
         self._ready = asyncio.Event()
+        self._failed = asyncio.Event()
 
     async def start(self) -> None:
         """Start the engine process; returns before it is ready."""
@@ -182,7 +183,10 @@ class EngineClient:
             except TimeoutError:
                 log.warning("the engine process did not end within %g s, killing it", STOP_DEADLINE_S)
                 self._process.kill()
-                await self._process.wait()
+                try:
+                    await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
+                except TimeoutError:
+                    log.error("the engine process %d cannot be killed: its driver holds it", self._process.pid)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -220,12 +224,20 @@ class EngineClient:
                     self._ready.set()
                 case EngineFailed(message):
                     self.failure = message
+                    self._failed.set()
 
     async def _watch(self) -> None:
         assert self._process is not None
-        code = await self._process.wait()
-        await asyncio.sleep(0.05)  # its last words may still be in the socket
-        self.failure = self.failure or f"the engine process ended with code {code}"
+        ended, failed = asyncio.create_task(self._process.wait()), asyncio.create_task(self._failed.wait())
+        try:
+            # Whichever is first: a process whose GPU has failed may be slow to end, or never do.
+            await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            failed.cancel()
+        if self.failure is None:
+            await asyncio.sleep(0.05)  # its last words may still be in the socket
+        self.failure = self.failure or f"the engine process ended with code {self._process.returncode}"
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)

@@ -17,12 +17,14 @@ import uuid
 import msgspec
 import zmq
 
-from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
+from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
-from node.ranks import join_as_rank_0
+from node.ranks import join_as_rank_0, meet_ranks, region_of
 from paged_engine.engine import Engine
+from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.scheduler import Fetch
 from wire.config import NodeConfig
@@ -41,11 +43,11 @@ from wire.engine_messages import (
     Submit,
     ToEngine,
 )
-from wire.errors import KvrelayError
+from wire.errors import KvNotLoaded, KvrelayError
 from wire.outputs import Finish
 from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
 
-__all__ = ["EngineProcess", "main"]
+__all__ = ["EngineProcess", "connected", "main"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -55,18 +57,15 @@ BLOCKED_WAIT_S = 0.02
 
 
 class EngineProcess:
-    """Everything behind the zmq pair. `serve` is the whole life after start."""
+    """Everything behind the zmq pair, whose end here is `socket`. `serve` is the whole life after start."""
 
-    def __init__(self, config: NodeConfig, endpoint: str) -> None:
+    def __init__(self, config: NodeConfig, socket: zmq.Socket[bytes]) -> None:
         began = time.monotonic()
         self._config = config
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.set_hwm(0)
-        self._socket.connect(endpoint)
+        self._socket = socket
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -78,15 +77,17 @@ class EngineProcess:
         self._pulse_due = 0.0
         self._reported: EngineStats | None = None
 
-        self.engine = Engine(config.engine, join_as_rank_0(config.engine))
-        self.connector = self._open_connector()
-        self._probes = Probes(self.engine, self.connector, self._send)
+        ranks = join_as_rank_0(config.engine)
+        self.engine = Engine(config.engine, ranks)
+        self.connector = self._open_connector(ranks)
+        self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._announce(time.monotonic() - began)
 
-    def _open_connector(self) -> Connector:
+    def _open_connector(self, ranks: Ranks) -> Connector:
         engine, model = self.engine, self.engine.model
+        engine_id = f"{self._config.role}-{uuid.uuid4().hex[:12]}"
         return open_connector(
-            engine_id=f"{self._config.role}-{uuid.uuid4().hex[:12]}",
+            engine_id=engine_id,
             fingerprint=Fingerprint(
                 protocol=PROTOCOL_VERSION,
                 model=model.name,
@@ -99,13 +100,15 @@ class EngineProcess:
                 tp_size=self._config.engine.tensor_parallel,
                 rope=engine.rope_variant,
             ),
-            region=PoolRegion(engine.pool.address, engine.pool.num_blocks, engine.pool.block_bytes, str(engine.device)),
+            region=region_of(engine.pool),
             config=self._config.transfer,
             wake=self.wake,
+            link=meet_ranks(ranks, self._config, model.num_kv_heads, engine_id),
         )
 
     def _announce(self, load_s: float) -> None:
         engine, (host, port) = self.engine, self.connector.address
+        ranks = self._config.engine.tensor_parallel
         self._send(
             EngineReady(
                 engine_id=self.connector.engine_id,
@@ -115,7 +118,7 @@ class EngineProcess:
                 max_model_len=engine.max_model_len,
                 block_tokens=engine.pool.block_tokens,
                 num_blocks=engine.scheduler.pool.total,
-                kv_bytes_per_token=engine.pool.block_bytes // engine.pool.block_tokens,
+                kv_bytes_per_token=engine.pool.block_bytes * ranks // engine.pool.block_tokens,
                 eos_token_ids=list(engine.model.eos_token_ids),
                 transfer_host=host,
                 transfer_port=port,
@@ -190,8 +193,6 @@ class EngineProcess:
         vocab_size, fetch = self.engine.model.vocab_size, submit.fetch
         if not 0 < len(tokens) <= self.engine.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
-        if (submit.hold or fetch is not None) and self._config.engine.tensor_parallel > 1:
-            raise ValueError("hand-over between tensor-parallel nodes is not built yet")
         if submit.hold and submit.params.max_tokens != 1:
             raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
         if fetch is not None:
@@ -219,11 +220,9 @@ class EngineProcess:
                         scheduler.settled(event.request_id)  # aborted after the last byte was in
                     else:
                         self._fetched(request, event)
-                case FetchFailed(request_id, reason):
+                case FetchFailed():
                     if request is not None:
-                        log.warning("request %s: KV not fetched, computing the prompt here: %s", request_id, reason)
-                        request.fetched_s = time.monotonic()
-                        scheduler.fetch_failed(request_id, reason)
+                        self._not_fetched(request, event)
                 case Settled(request_id):
                     scheduler.settled(request_id)
                 case Released(request_id, expired):
@@ -235,6 +234,7 @@ class EngineProcess:
         """A request goes on here; if the source has sent its first tokens with the KV, they are this node's too."""
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
+        request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
         completion = fetched.completion or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
@@ -242,6 +242,23 @@ class EngineProcess:
         if request.new_tokens:
             request.first_token_s = request.fetched_s
             self._updates.append(self._update(request))
+
+    def _not_fetched(self, request: Request, failed: FetchFailed) -> None:
+        """A request's KV does not come: what is missing is computed here, or it ends."""
+        request.fetched_s = time.monotonic()
+        if self._config.transfer.kv_load_failure_policy == "fail":
+            log.warning("request %s: KV not fetched, ending it with an error: %s", request.request_id, failed.reason)
+            self.engine.scheduler.give_up(request.request_id, failed.reason)
+            self._updates.append(self._update(request, error=KvNotLoaded.because(failed.cause).message))
+            return
+        self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.proven)
+        log.warning(
+            "request %s: KV not fetched, computing here from token %d of %d on: %s",
+            request.request_id,
+            request.num_computed,
+            len(request.token_ids),
+            failed.reason,
+        )
 
     # The engine's Handover.
 
@@ -268,7 +285,9 @@ class EngineProcess:
             self._updates.append(self._update(request))
         return self.engine.counters.steps != before or self.engine.in_flight
 
-    def _update(self, request: Request) -> RequestUpdate:
+    def _update(self, request: Request, error: str | None = None) -> RequestUpdate:
+        early = bool(request.new_tokens) and request.timings_told < 2
+        request.timings_told += early
         update = RequestUpdate(
             request.request_id,
             request.new_tokens,
@@ -276,8 +295,9 @@ class EngineProcess:
             finish=request.finish,
             cached_tokens=request.cached_tokens or 0,
             held=self._completed(request) if request.finish is not None and request.offered else None,
-            timing=request.timing(time.monotonic()) if request.finish else None,
+            timing=request.timing(time.monotonic()) if request.finish or early else None,
             fetch_error=request.fetch_error,
+            error=error,
         )
         request.new_tokens, request.new_logprobs = [], []
         return update
@@ -323,6 +343,7 @@ class EngineProcess:
             fetches=transfers.fetches,
             fetch_failures=dict(transfers.failures),
             fetch_retries=transfers.retries,
+            fetch_kept_blocks=scheduler.kept_blocks,
             fetched_bytes=transfers.fetched_bytes,
             fetch_s=transfers.fetch_s,
             leases_granted=transfers.leases_granted,
@@ -335,28 +356,32 @@ class EngineProcess:
 
 
 def main() -> int:
-    """Entry point of the process. The exit code is 0 after an orderly end."""
+    """Entry point of the process. Returns 0 after an orderly end; after an error it does not return."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
-    endpoint = sys.argv[1]
+    socket = connected(sys.argv[1])
     try:
-        EngineProcess(config, endpoint).serve()
+        EngineProcess(config, socket).serve()
     except Exception as why:
+        last = sentence(why)
         if not isinstance(why, KvrelayError):
-            log.exception("the engine process ends")
-        _say_last_words(endpoint, str(why) or type(why).__name__)
-        return 2 if isinstance(why, KvrelayError) else 1
+            log.exception("%s", last)
+        socket.send(msgspec.msgpack.encode(EngineFailed(last)))
+        socket.context.destroy()  # waits until it is told, as long as the socket lingers
+        leave(2 if isinstance(why, KvrelayError) else 1)
+    socket.context.destroy()
     return 0
 
 
-def _say_last_words(endpoint: str, message: str) -> None:
-    zmq.Context.instance().destroy(linger=200)  # frees the pair for this last message
-    with zmq.Context() as last, last.socket(zmq.PAIR) as socket:
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(endpoint)
-        socket.send(msgspec.msgpack.encode(EngineFailed(message)))
+def connected(endpoint: str) -> zmq.Socket[bytes]:
+    """This process's end of the pair. It outlives an EngineProcess, so that what has ended that can still be told."""
+    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.PAIR)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.set_hwm(0)
+    socket.connect(endpoint)
+    return socket
 
 
 if __name__ == "__main__":

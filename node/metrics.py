@@ -14,24 +14,8 @@ from wire.outputs import Finish
 __all__ = ["NodeMetrics"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
-_HAND_OVER_SECONDS = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)
+# Of a stage: from 100 us on.
+_STAGE_SECONDS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 
 
 class _EngineCollector(Collector):
@@ -71,6 +55,10 @@ class _EngineCollector(Collector):
             "kvrelay_engine_step_seconds": ("Time inside engine steps", stats.step_s),
             "kvrelay_fetches": ("KV fetches started", stats.fetches),
             "kvrelay_fetch_retries": ("Reads of a KV fetch that broke and were tried again", stats.fetch_retries),
+            "kvrelay_fetch_kept_blocks": (
+                "KV blocks of failed fetches that need not be computed again",
+                stats.fetch_kept_blocks,
+            ),
             "kvrelay_fetched_bytes": ("KV bytes fetched from prefill nodes", stats.fetched_bytes),
             "kvrelay_fetch_seconds": ("Time in which fetched KV was waited for, prompts computed", stats.fetch_s),
             "kvrelay_leases_granted": ("Leases given to decode nodes", stats.leases_granted),
@@ -87,7 +75,7 @@ class _EngineCollector(Collector):
             counter.add_metric(values, value)
             yield counter
         failed = CounterMetricFamily(
-            "kvrelay_fetches_failed", "KV fetches that failed; the prompt was computed here", labels=[*names, "cause"]
+            "kvrelay_fetches_failed", "KV fetches that failed, by cause", labels=[*names, "cause"]
         )
         for cause in sorted({*_CAUSES, *stats.fetch_failures}):
             failed.add_metric([*values, cause], stats.fetch_failures.get(cause, 0))
@@ -113,15 +101,19 @@ class NodeMetrics:
         self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival here to the first token")
         self._tpot = histogram("vllm:time_per_output_token_seconds", "Mean time per token after the first")
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival here to the end")
-        self._queue = histogram("vllm:request_queue_time_seconds", "Waiting for a seat or for blocks")
-        self._prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt")
-        self._decode = histogram("vllm:request_decode_time_seconds", "From the first to the last token")
-        self._transfer = histogram(
-            "kvrelay_transfer_seconds", "From a request's first wait for its KV to the last byte", _HAND_OVER_SECONDS
+
+        def stage(name: str, text: str) -> Histogram:
+            return histogram(name, text, _STAGE_SECONDS)
+
+        self._queue = stage("vllm:request_queue_time_seconds", "Waiting for a seat or for blocks")
+        self._prefill = stage("vllm:request_prefill_time_seconds", "Computing the prompt")
+        self._decode = stage("vllm:request_decode_time_seconds", "From the first to the last token")
+        self._transfer = stage("kvrelay_transfer_seconds", "From a request's first wait for its KV to the last byte")
+        self._exposed = stage("kvrelay_transfer_exposed_seconds", "Of that, after the prompt was computed")
+        self._decode_queue = stage(
+            "kvrelay_decode_queue_seconds", "With KV from elsewhere: waiting for a seat and blocks, and for a step"
         )
-        self._exposed = histogram(
-            "kvrelay_transfer_exposed_seconds", "Of that, after the prompt was computed", _HAND_OVER_SECONDS
-        )
+        self._first_step = stage("kvrelay_first_step_seconds", "The first decode step, from its launch to its token")
         self._success = Counter(
             "vllm:request_success",
             "Requests by how they ended",
@@ -130,22 +122,30 @@ class NodeMetrics:
         )
         self._recomputed = Counter(
             "kvrelay_recomputed_prompts",
-            "Prompts computed on this decode node after a failed fetch",
+            "Prompts computed on this decode node after a failed fetch, from the first missing block on",
             names,
             registry=self._registry,
         )
         self._recomputed.labels(*self._values)
+        self._not_loaded = Counter(
+            "kvrelay_requests_not_loaded",
+            "Requests ended with an error after a failed fetch (kv_load_failure_policy fail)",
+            names,
+            registry=self._registry,
+        )
+        self._not_loaded.labels(*self._values)
 
     def first_token(self, seconds: float) -> None:
         """A request's first token left the engine."""
         self._ttft.labels(*self._values).observe(seconds)
 
-    def ended(self, finish: Finish, total_s: float, tokens: int, timing: Timing | None, *, recomputed: bool) -> None:
+    def ended(self, finish: Finish, total_s: float, tokens: int, timing: Timing | None, *, not_fetched: bool) -> None:
         """A request ended here."""
         self._success.labels(*self._values, finish.value).inc()
         self._e2e.labels(*self._values).observe(total_s)
-        if recomputed:
-            self._recomputed.labels(*self._values).inc()
+        if not_fetched:
+            counter = self._not_loaded if finish is Finish.ERROR else self._recomputed
+            counter.labels(*self._values).inc()
         if timing is None:
             return
         self._queue.labels(*self._values).observe(timing.queue_s)
@@ -154,6 +154,10 @@ class NodeMetrics:
         if timing.transfer_bytes:
             self._transfer.labels(*self._values).observe(timing.transfer_s)
             self._exposed.labels(*self._values).observe(timing.exposed_s)
+        if timing.transfer_s:
+            self._decode_queue.labels(*self._values).observe(timing.decode_queue_s)
+        if timing.first_step_s:
+            self._first_step.labels(*self._values).observe(timing.first_step_s)
         if tokens > 1:
             self._tpot.labels(*self._values).observe(timing.decode_s / (tokens - 1))
 

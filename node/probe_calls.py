@@ -54,8 +54,6 @@ async def fetch_probe(config: NodeConfig, engine: EngineClient, body: bytes) -> 
 def _check_role(config: NodeConfig, never: Role, part: str) -> None:
     if config.role is never:
         raise RequestError(f"this node's role is {config.role}: it is never the {part} of a hand-over")
-    if config.engine.tensor_parallel > 1:
-        raise RequestError("hand-over between tensor-parallel nodes is not built yet, so there is nothing to probe")
 
 
 def _fresh_id() -> str:

@@ -1,11 +1,8 @@
 """Probes of the hand-over, the engine process's half: a few free blocks with a known pattern go from node to node.
 
 A probe goes the way of any KV: a signed ticket, a lease, a fetch with its deadline, a quarantine if that fails. So
-nothing stays taken, whoever dies between. Owns the pattern and one probe at a time in each direction; no request is
-delayed for it but by filling and comparing. Runs in the step loop and returns at once.
-
-The pattern is made of seed and position, so a piece that is missing, old or in the wrong place does not compare equal.
-Its bytes are 0 to 63: finite in every dtype of KV, because masked attention multiplies what is in free blocks by zero.
+nothing stays taken, whoever dies between. Owns one probe at a time in each direction; no request is delayed for it but
+by filling and comparing, which all ranks do at the same time. Runs in the step loop and returns at once.
 """
 
 from __future__ import annotations
@@ -19,11 +16,15 @@ from pathlib import Path
 import torch
 
 from kv_transfer.connector import Connector, Event, Fetched, FetchFailed, Released, Settled
-from paged_engine.engine import Engine
+from node import rank_asides
+from node.probe_pattern import ProbePattern
+from node.rank_asides import Aside, FillBlocks, VerifyBlocks
+from paged_engine.engine import Engine, aside
+from paged_engine.ranks import Alone, Ranks
 from wire.engine_messages import PROBE_PREFIX, FetchProbe, OfferProbe, ProbeFetched, ProbeOffered, ProbeRefused
 from wire.transfer import KvTransferParams
 
-__all__ = ["Probes", "pattern"]
+__all__ = ["Probes"]
 
 # The step loop fills and compares them: a CPU does 1 to 2 GB/s.
 MAX_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -43,9 +44,17 @@ class Probes:
     """One node's probes. `send` takes what the HTTP process is told."""
 
     def __init__(
-        self, engine: Engine, connector: Connector, send: Callable[[ProbeOffered | ProbeFetched | ProbeRefused], None]
+        self,
+        engine: Engine,
+        connector: Connector,
+        send: Callable[[ProbeOffered | ProbeFetched | ProbeRefused], None],
+        ranks: Ranks | None = None,
     ) -> None:
+        """`ranks`: those of the engine, which have a share of each block."""
         self._engine, self._connector, self._send = engine, connector, send
+        self._ranks = ranks or Alone()
+        self._num_kv_heads = engine.model.num_kv_heads
+        self._pattern = ProbePattern(engine.pool, self._num_kv_heads, 0, self._ranks.size)
         self._offered: str | None = None
         self._running: _Running | None = None
         self._host = ""
@@ -61,10 +70,10 @@ class Probes:
         if blocks is None:
             return None
         seed = random.getrandbits(31)
-        words = self._words
-        for index, block in enumerate(blocks):
-            words[block] = pattern(seed, index, words.shape[1], words.device)
-        self._settle_device()
+        self._settle_device()  # a step that is running may still write to what has just become free, on any rank
+        self._tell_ranks(FillBlocks(seed, blocks, self._num_kv_heads))
+        self._pattern.fill(seed, blocks)
+        self._ranks.least(1)
         self._offered = ask.probe_id
         ticket = self._connector.offer(ask.probe_id, blocks, len(blocks) * self._engine.pool.block_tokens)
         return self._send(ProbeOffered(ask.probe_id, ticket, seed, spare, self._host))
@@ -109,11 +118,9 @@ class Probes:
         return True
 
     def _compared(self, running: _Running, fetched: Fetched) -> ProbeFetched:
-        words, seed = self._words, running.ask.seed
-        verified = all(
-            torch.equal(words[block], pattern(seed, index, words.shape[1], words.device))
-            for index, block in enumerate(running.blocks)
-        )
+        seed, blocks = running.ask.seed, running.blocks
+        self._tell_ranks(VerifyBlocks(seed, blocks, self._num_kv_heads))
+        verified = self._ranks.least(int(self._pattern.holds(seed, blocks))) == 1
         way = self._connector.way(running.ask.ticket)
         return ProbeFetched(
             fetched.request_id,
@@ -143,23 +150,14 @@ class Probes:
         most = MAX_BYTES[self._engine.device.type] // self._engine.pool.block_bytes
         return min(self._engine.scheduler.spare_blocks, max(1, most))
 
-    @property
-    def _words(self) -> torch.Tensor:
-        """The pool as int32, [num_blocks, words of a block]."""
-        return self._engine.pool.bytes.view(self._engine.pool.num_blocks, -1).view(torch.int32)
+    def _tell_ranks(self, message: Aside) -> None:
+        if self._ranks.size > 1:
+            aside(self._ranks, rank_asides.encode(message))
 
     def _settle_device(self) -> None:
         """Wait until the device has done all that it was told: a GPU's step at most."""
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
-
-
-def pattern(seed: int, index: int, words: int, device: torch.device) -> torch.Tensor:
-    """What block `index` of a probe holds: int32 [words], each byte 0 to 63."""
-    first = (seed + index * words) % (1 << 31)
-    # A multiplication that wraps, by 2**32 over the golden ratio as int32; its high bits are the good ones.
-    mixed = torch.arange(words, dtype=torch.int32, device=device).add_(first).mul_(-1640531535)
-    return mixed.bitwise_xor_(mixed >> 15).bitwise_and_(0x3F3F3F3F)
 
 
 def _is_probe(ticket: KvTransferParams) -> bool:

@@ -1,6 +1,7 @@
 """The ranks of a tensor-parallel engine as processes: starts those of this host, and ends this process if one is lost.
 
-Rank 0 is the engine process; every other rank is `python -m node.ranks` with its place as JSON on stdin.
+Rank 0 is the engine process; every other rank is `python -m node.ranks` with its place as JSON on stdin. Beside the
+steps a rank opens its data planes (led by rank 0's desk) and does its share of probes.
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ from dataclasses import replace
 import msgspec
 import torch
 
+from kv_transfer.connector import PoolRegion
+from kv_transfer.led_planes import LedPlanes
+from kv_transfer.open import join_connector, terms_of
+from kv_transfer.rank_link import RankLink
+from node import rank_asides
+from node.last_words import leave
 from node.parent import PARENT_PID, die_with_parent
+from node.probe_pattern import ProbePattern
+from node.rank_asides import FillBlocks, Meet, VerifyBlocks
 from paged_engine.before_loading import check_engine, choose_device
-from paged_engine.engine import follow
-from paged_engine.rank_address import check_rank_0
+from paged_engine.engine import aside, follow
+from paged_engine.kv_pool import KVPool
+from paged_engine.rank_address import address_towards, check_rank_0, is_of_this_host
 from paged_engine.ranks import Alone, Ranks, TorchRanks
-from wire.config import EngineConfig, RanksConfig
+from paged_engine.sharding import kv_heads_of
+from wire.config import EngineConfig, NodeConfig, RanksConfig
 from wire.errors import KvrelayError
 
-__all__ = ["join_as_rank_0", "run_ranks"]
+__all__ = ["join_as_rank_0", "meet_ranks", "region_of", "run_ranks"]
 
 log = logging.getLogger("kvrelay.ranks")
 
@@ -54,6 +65,23 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
     for rank in range(1, config.tensor_parallel_local or size):
         _end_with(_start(_Place(config, rank, device_index=rank)), rank)
     return TorchRanks(address, 0, size, choose_device(config.device, 0))
+
+
+def meet_ranks(ranks: Ranks, config: NodeConfig, num_kv_heads: int, engine_id: str) -> RankLink | None:
+    """Rank 0: let the other ranks open their data planes; the link to them, if there are any. Raises ConfigError."""
+    if ranks.size == 1:
+        return None
+    heads = [kv_heads_of(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]
+    address = config.engine.tensor_parallel_address
+    host = address.rpartition(":")[0] if address else "127.0.0.1"
+    link = RankLink(host, heads, engine_id, terms_of(config.transfer))
+    aside(ranks, rank_asides.encode(Meet(link.meeting)))
+    return link
+
+
+def region_of(pool: KVPool) -> PoolRegion:
+    """A rank's pool, as data planes know it."""
+    return PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(pool.bytes.device))
 
 
 def run_ranks(config: RanksConfig) -> int:
@@ -112,6 +140,40 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class _Beside:
+    """What a rank other than 0 does beside the steps."""
+
+    def __init__(self, ranks: TorchRanks) -> None:
+        self._ranks = ranks
+        self._planes: LedPlanes | None = None
+
+    def heard(self, pool: KVPool, message: bytes) -> None:
+        """Rank 0 has said something that is not about a step."""
+        match rank_asides.decode(message):
+            case Meet(meeting):
+                kv_host = meeting.terms.host
+                host = kv_host if is_of_this_host(kv_host) else address_towards(f"{meeting.host}:{meeting.port}")
+                self._planes = join_connector(self._ranks.rank, region_of(pool), meeting, host, _end_at_once)
+            case FillBlocks(seed, blocks, num_kv_heads):
+                ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).fill(seed, blocks)
+                self._ranks.least(1)
+            case VerifyBlocks(seed, blocks, num_kv_heads):
+                held = ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).holds(seed, blocks)
+                self._ranks.least(int(held))
+
+    def close(self) -> None:
+        """End the planes."""
+        if self._planes is not None:
+            self._planes.close()
+
+
+def _end_at_once(why: str) -> None:
+    """The main thread may be waiting for rank 0, on the GPU for ever."""
+    log.error("this rank ends: %s", why)
+    logging.shutdown()
+    os._exit(1)
+
+
 def main() -> int:
     """Entry point of a rank other than 0."""
     die_with_parent()
@@ -124,16 +186,18 @@ def main() -> int:
     try:
         device = choose_device(config.device, place.device_index)
         ranks = TorchRanks(config.tensor_parallel_address, place.rank, config.tensor_parallel, device)
-        follow(config, ranks, device)
+        beside = _Beside(ranks)
+        follow(config, ranks, device, beside.heard)
     except KvrelayError as why:
         log.error("rank %d: %s", place.rank, why)
         return 2
     except (RuntimeError, torch.distributed.DistError):
         log.exception("rank %d lost the others", place.rank)
         return 1
-    ranks.close()
+    beside.close()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if code := main():
+        leave(code)

@@ -76,7 +76,7 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         return
     name = config.served_model_name or info.model_name
     node.metrics = NodeMetrics(lambda: node.engine.stats, model_name=name, role=config.role)
-    node.serving = Serving(config.role, name, template, tokenizer, info, config.engine.tensor_parallel)
+    node.serving = Serving(config.role, name, template, tokenizer, info)
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,

@@ -50,10 +50,8 @@ class Serving:
         chat_template: str | None,
         tokenizer: Tokenizer,
         info: EngineReady,
-        tensor_parallel: int = 1,
     ) -> None:
         self.role, self.model_name, self.info = role, model_name, info
-        self._tensor_parallel = tensor_parallel
         self._tokenizer = tokenizer
         self._chat_template = chat_template or tokenizer.chat_template
 
@@ -105,12 +103,6 @@ class Serving:
         if transfer.do_remote_decode and transfer.do_remote_prefill:
             raise RequestError(
                 "do_remote_decode and do_remote_prefill exclude each other; a leg is one or the other",
-                param="kv_transfer_params",
-            )
-        if self._tensor_parallel > 1 and (transfer.do_remote_decode or transfer.do_remote_prefill):
-            raise RequestError(
-                f"this node shares its model among {self._tensor_parallel} ranks, and hand-over between such nodes is "
-                "not built yet; send whole requests",
                 param="kv_transfer_params",
             )
         refused = {Role.DECODE: transfer.do_remote_decode, Role.PREFILL: transfer.do_remote_prefill}

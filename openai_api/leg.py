@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from openai_api.stages import stages_ms
 from openai_api.writer import AnswerWriter
-from wire.engine_messages import RequestUpdate, Submit
-from wire.errors import KvrelayError, NodeFailed
+from wire.engine_messages import RequestUpdate, Submit, Timing
+from wire.errors import KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 
@@ -24,15 +25,19 @@ class Leg:
         self.writer = writer
         self.done = False
         self.finish: Finish | None = None
+        self.timing: Timing | None = None
+        """The newest from the engine."""
 
     def opening_frame(self) -> Frame | None:
         """What can be said before the engine is asked. If it ends the leg, the engine never is."""
         return None
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """The frames of one engine update. Raises NodeFailed if the engine lost the request."""
+        """The frames of one engine update. Raises NodeFailed if the engine lost the request, or KvNotLoaded."""
         if update.finish is Finish.ERROR:
-            raise NodeFailed(update.error or "the engine gave the request up")
+            why = update.error or "the engine gave the request up"
+            raise KvNotLoaded(why) if update.fetch_error is not None else NodeFailed(why)
+        self.timing = update.timing or self.timing
         if not self.submit.generated and self.submit.fetch is None:
             self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
         payload = self.writer.tokens(update.token_ids, update.logprobs)
@@ -67,20 +72,14 @@ class Leg:
             token_ids=update.token_ids,
             sent_text=self.writer.sent_text,
             load=load,
-            timing=stages(update),
+            timing=self.stages(update),
         )
 
-
-def stages(update: RequestUpdate) -> dict[str, float] | None:
-    """Milliseconds of each stage inside the engine, for the router's log line."""
-    if update.timing is None:
-        return None
-    timing = update.timing
-    stages_s = {
-        "queue": timing.queue_s,
-        "prefill": timing.prefill_s,
-        "transfer": timing.transfer_s,
-        "exposed": timing.exposed_s,
-        "decode": timing.decode_s,
-    }
-    return {name: round(seconds * 1e3, 3) for name, seconds in stages_s.items()}
+    def stages(self, update: RequestUpdate) -> dict[str, float] | None:
+        """Milliseconds of each stage inside the engine, at the last update."""
+        if self.timing is None:
+            return None
+        stages = stages_ms(self.timing)
+        if update.timing is None:
+            stages.pop("decode", None)  # a stop string has ended it: the engine has not said how long it took
+        return stages

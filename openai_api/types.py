@@ -77,6 +77,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     kv_transfer_params: KvTransferParams | None = None
+    # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.
+    include_metrics: bool | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ fits into a GPU's memory is gpu_memory.py's business. Takes no memory of a GPU, 
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from paged_engine.kv_pool import CPU_POOL_BYTES, FP8, blocks_in, default_block_tokens, longest_context
@@ -26,6 +28,9 @@ def check_engine(config: EngineConfig) -> None:
 
 def choose_device(wanted: str, index: int | None = None) -> torch.device:
     """The device that `auto`, `cpu` or `cuda` stands for; `index` chooses among the GPUs. Raises ConfigError."""
+    # Streams share a GPU's 8 work queues, and one that waits for a peer would hold up another's steps. CUDA reads this
+    # when it begins.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device cuda was asked for, but torch sees no GPU; use --device cpu or install a CUDA build of torch"

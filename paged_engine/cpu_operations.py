@@ -143,6 +143,10 @@ class CpuOperations:
     def sampled(self, step: CpuStep, x: torch.Tensor) -> torch.Tensor:
         return x[step.sampled_rows]
 
+    def meet(self, x: torch.Tensor) -> None:
+        if self._ranks.size > 1:
+            self._ranks.all_reduce(x.new_zeros(1))
+
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         logits = self._ranks.gather_columns(linear(x), self._config.vocab_size).float()
         cap = self._config.logit_softcap

@@ -222,6 +222,7 @@ class Decoder:
                 # Nobody reads the other rows any more: of a prompt, only the last token goes on.
                 hidden, mixed = ops.sampled(step, hidden), ops.sampled(step, mixed)
                 if not len(hidden):
+                    ops.meet(qkv)  # see "What the end of a step means", paged_engine/ranks.py
                     return hidden.new_empty(0, self.config.vocab_size)
             hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
             hidden = self._add_mlp(hidden, layer)

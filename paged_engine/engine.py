@@ -16,6 +16,7 @@ import torch
 from paged_engine.before_loading import checked_model, choose_device
 from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
+from paged_engine.kv_pool import KVPool
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_tensors
 from paged_engine.quantization import dequantized
@@ -26,7 +27,10 @@ from paged_engine.scheduler import Chunk, Fetch, Scheduler, StepPlan
 from paged_engine.sharding import shard_config, shard_weights
 from wire.config import EngineConfig
 
-__all__ = ["Counters", "Engine", "Handover", "follow"]
+__all__ = ["Counters", "Engine", "Handover", "aside", "follow"]
+
+# Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
+_ASIDE = b"\xc1"
 
 # What all ranks of an engine must be told alike, beside the model.
 _ALIKE = (
@@ -130,6 +134,7 @@ class Engine:
             self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks)
             for chunk in plan.chunks:
                 self._count(chunk)
+                chunk.request.launched(chunk.start, began)
                 self.scheduler.launched(chunk)
         updated = self._take_tokens(before, handover) if before is not None else []
         if before is not None:
@@ -179,11 +184,24 @@ class Engine:
             request.num_counted = end
 
 
-def follow(config: EngineConfig, ranks: TorchRanks, device: torch.device) -> None:
-    """A rank other than 0: compute what rank 0 computes, until it ends. Raises RuntimeError if it is lost."""
+def aside(ranks: Ranks, message: bytes) -> None:
+    """Rank 0: tell the others something that is not about a step, in the order of the steps."""
+    ranks.tell(_ASIDE + message)
+
+
+def follow(
+    config: EngineConfig, ranks: TorchRanks, device: torch.device, heard: Callable[[KVPool, bytes], None]
+) -> None:
+    """A rank other than 0: compute what rank 0 computes, until it ends; `heard` is called for each `aside`.
+
+    Raises RuntimeError if it is lost."""
     runner = _open_runner(config, checked_model(config, device), device, ranks)
     while message := ranks.hear():
-        runner.follow(message)
+        if message.startswith(_ASIDE):
+            heard(runner.pool, message[len(_ASIDE) :])
+        else:
+            runner.follow(message)
+    runner.close()
 
 
 def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:

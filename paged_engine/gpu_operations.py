@@ -254,6 +254,10 @@ class GpuOperations:
     def sampled(self, step: GpuStep, x: torch.Tensor) -> torch.Tensor:
         return x if step.sampled_rows is None else x[step.sampled_rows]
 
+    def meet(self, x: torch.Tensor) -> None:
+        if self._ranks.size > 1:
+            self._ranks.all_reduce(x.new_zeros(1))
+
     def logits(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
         vocab_size = self._config.vocab_size
         if self._logits is None:  # one for all graphs

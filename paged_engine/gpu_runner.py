@@ -110,6 +110,8 @@ class GpuRunner:
         Raises ConfigError when the configuration cannot work on this GPU.
         """
         torch.cuda.set_device(device)
+        # Above the streams that move KV to and fro beside the steps, for which 0 is the lowest.
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         _refuse_unserved(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
         budget.check_weights(least_weight_bytes(model, ranks.size, quantize=config.quantization == "fp8"))
@@ -197,8 +199,12 @@ class GpuRunner:
         self._execute(values, [self._followed[slot] for slot in values.sampled_slots.tolist()])
 
     def close(self) -> None:
-        """End the other ranks."""
-        self._ranks.tell(b"")
+        """Leave the group; rank 0 ends the others."""
+        if self._ranks.rank == 0:
+            self._ranks.tell(b"")
+        # A NCCL group does not end before the last graph that holds its calls.
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
         self._ranks.close()
 
     @torch.inference_mode()
@@ -355,7 +361,7 @@ class GpuRunner:
             self._decode_pass(step)  # compiles what is not compiled yet
             torch.cuda.synchronize()
             forward = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward, pool=memory, capture_error_mode=_CAPTURE):
+            with torch.cuda.graph(forward, memory, torch.cuda.current_stream(), _CAPTURE):
                 logits = self._decode_pass(step)
             self._graphs[rows] = _Graphs(
                 forward, logits, {cut: self._capture_sampler(logits, rows, cut, memory) for cut in (False, True)}
@@ -368,7 +374,7 @@ class GpuRunner:
         self._sampler.draw(logits, slots, plan)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode=_CAPTURE):
+        with torch.cuda.graph(graph, memory, torch.cuda.current_stream(), _CAPTURE):
             tokens = self._sampler.draw(logits, slots, plan)
         return graph, tokens
 

@@ -112,5 +112,8 @@ class Operations(Protocol[Step]):
     def sampled(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """The rows of x that are sampled, [S, features]."""
 
+    def meet(self, x: torch.Tensor) -> None:
+        """No rank gets past this before all have come so far; `x` is on the device."""
+
     def logits(self, x: torch.Tensor, linear: Any) -> torch.Tensor:
         """The output layer and its soft cap, [S, vocab], in the dtype that this device's sampler reads."""

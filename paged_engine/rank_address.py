@@ -12,7 +12,7 @@ import struct
 
 from wire.errors import ConfigError
 
-__all__ = ["check_rank_0", "interface_towards"]
+__all__ = ["address_towards", "check_rank_0", "interface_towards", "is_of_this_host"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -41,6 +41,29 @@ def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
         probe.bind((host, port))
+
+
+def is_of_this_host(host: str) -> bool:
+    """Whether servers can listen at `host` here."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def address_towards(address: str) -> str:
+    """This host's own address on the way to `host:port`. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as why:
+        raise ConfigError(f"rank 0 at {address} cannot be reached from this host: {why}") from why
 
 
 def interface_towards(address: str) -> str:

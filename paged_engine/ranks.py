@@ -2,6 +2,12 @@
 
 One process per rank. Rank 0 runs the engine and tells the others each step; all of them compute it, and sum up what
 their parts add to the hidden state. Collectives are torch.distributed's: gloo between CPUs, NCCL between GPUs.
+
+What the end of a step means. When rank 0 has seen a step end, all ranks are through with its KV: each writes and reads
+KV before it takes part in the step's last collective (the gathering of the logits, or `Operations.meet` where no row is
+sampled), and rank 0's step cannot end before that collective has had all ranks' parts. On a CPU a rank enters it when
+it has computed what comes before; on a GPU it is a kernel behind the others in the order of the stream. So it is rank
+0 alone that says when blocks can be read by other nodes (their KV is there) or written to (nobody reads them).
 """
 
 from __future__ import annotations

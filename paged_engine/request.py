@@ -54,6 +54,11 @@ class Request:
     fetched_s: float | None = None
     fetched_bytes: int = 0
     exposed_s: float = 0.0
+    told_at_s: float | None = None  # when the news came that its KV was complete elsewhere
+    first_step: int | None = None  # the position that its first decode step computes
+    first_step_s: float | None = None  # when that was launched
+    stepped_s: float | None = None  # and when its token was there
+    timings_told: int = 0
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> Request:
@@ -84,21 +89,43 @@ class Request:
         extend(self.hashes, self.token_ids, block_tokens, self.root)
         return self.hashes
 
+    def launched(self, start: int, now: float) -> None:
+        """A step was launched that computes this request from position `start` on."""
+        handed_over = self.fetched_s is not None and self.fetch_error is None
+        if self.first_step is None and (handed_over or start >= self.prompt_tokens):
+            self.first_step, self.first_step_s = start, now
+
+    def appended(self, now: float) -> None:
+        """Its newest token is known."""
+        if self.first_token_s is None:
+            self.first_token_s = now
+        if self.stepped_s is None and self.first_step is not None and len(self.token_ids) >= self.first_step + 2:
+            self.stepped_s = now
+
     def timing(self, now: float) -> Timing:
         """Seconds per stage. A stage that never happened is 0."""
         scheduled = now if self.first_scheduled_s is None else self.first_scheduled_s
         computed = now if self.first_token_s is None else self.first_token_s
-        transfer = 0.0
+        transfer = decode_queue = told = 0.0
+        prefill = computed - scheduled
         if self.fetch_started_s is not None:
             fetched = now if self.fetched_s is None else self.fetched_s
-            transfer = fetched - self.fetch_started_s
+            transfer, decode_queue = fetched - self.fetch_started_s, self.fetch_started_s - self.arrival_s
+            prefill -= transfer
             if self.fetch_error is None:
-                computed = fetched  # nothing was computed before it: all that follows is decoding
+                # Nothing was computed before it: all that follows is decoding.
+                computed, prefill = fetched, 0.0
+                decode_queue += 0.0 if self.first_step_s is None else self.first_step_s - fetched
+                if self.stepped_s is not None and self.told_at_s is not None:
+                    told = self.stepped_s - self.told_at_s
         return Timing(
             queue_s=scheduled - self.arrival_s,
-            prefill_s=max(0.0, computed - scheduled - transfer),
+            prefill_s=max(0.0, prefill),
             transfer_s=transfer,
             decode_s=now - computed,
             transfer_bytes=self.fetched_bytes,
             exposed_s=self.exposed_s,
+            decode_queue_s=decode_queue,
+            first_step_s=0.0 if self.first_step_s is None else (self.stepped_s or now) - self.first_step_s,
+            told_s=told,
         )

@@ -64,7 +64,7 @@ class Runner(Protocol):
         """A rank other than 0: do the step that rank 0 has launched."""
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Leave the group of ranks; rank 0 ends the others."""
 
 
 class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
@@ -162,8 +162,9 @@ class CpuRunner:
         self._compute(msgspec.msgpack.decode(message, type=list[ChunkValues]))
 
     def close(self) -> None:
-        """End the other ranks."""
-        self._ranks.tell(b"")
+        """Leave the group; rank 0 ends the others."""
+        if self._ranks.rank == 0:
+            self._ranks.tell(b"")
         self._ranks.close()
 
     def _compute(self, chunks: Sequence[ChunkValues]) -> torch.Tensor:

@@ -83,6 +83,8 @@ class Scheduler:
         self._held: dict[str, list[int]] = {}
         self._unsettled: dict[str, list[int]] = {}
         self.preemptions = 0
+        self.kept_blocks = 0
+        """Of fetches that failed, blocks that need not be computed again."""
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -120,15 +122,39 @@ class Scheduler:
         if generated and (over := self._over(request)) is not None:
             self._end(request, over)
 
-    def fetch_failed(self, request_id: str, reason: str) -> None:
-        """The KV will not come: compute it here, in other blocks."""
+    def fetch_failed(self, request_id: str, reason: str, proven: int = 0) -> None:
+        """The rest of the KV will not come: compute it here, in other blocks.
+
+        `proven`: of the blocks that were fetched, so many first ones are right, and nothing writes to them any more."""
         request = self._requests[request_id]
         if request_id in self._fetching:
-            self._set_aside(self._fetching.pop(request_id))
-            request.state = State.WAITING
-            self._waiting.appendleft(request)
+            self._keep_proven(self._fetching.pop(request_id), proven)
         request.fetch = None
         request.fetch_error = reason
+
+    def give_up(self, request_id: str, reason: str) -> None:
+        """End a fetching request whose KV will not come. Its blocks stay untouchable until `settled`."""
+        request = self._requests[request_id]
+        request.fetch_error = reason
+        self._end(request, Finish.ERROR)
+
+    def _keep_proven(self, request: Request, proven: int) -> None:
+        """Compute from the first block on that is missing; at least one token, because its logits are wanted."""
+        assert request.fetch is not None
+        known, cached = len(request.token_ids), request.num_published
+        kept = min(cached + proven, min(request.fetch.num_tokens, known - 1) // self._block_tokens)
+        self._set_aside(request, kept)
+        if kept > cached:
+            self.kept_blocks += kept - cached
+            request.num_computed = kept * self._block_tokens
+            self._publish(request)
+        if kept and self._blocks_for(known) - kept <= self.pool.free:
+            request.state = State.RUNNING
+            self._running.append(request)
+            return
+        self._drop_blocks(request)
+        request.state = State.WAITING
+        self._waiting.appendleft(request)
 
     def settled(self, request_id: str) -> None:
         """No transfer can touch the blocks of a failed or aborted fetch any more."""
@@ -306,8 +332,7 @@ class Scheduler:
             return request.finish
         request.token_ids.append(token_id)
         request.new_tokens.append(token_id)
-        if request.first_token_s is None:
-            request.first_token_s = now
+        request.appended(now)
         if (over := self._over(request)) is not None:
             self._end(request, over)
         return request.finish
@@ -338,11 +363,13 @@ class Scheduler:
             self._drop_blocks(request)
         request.state = State.DONE
 
-    def _set_aside(self, request: Request) -> None:
-        """Keep the blocks of a fetch that may still write to them."""
-        self._unsettled[request.request_id] = request.blocks
-        self.pool.quarantine(request.blocks[request.num_published :])
-        request.blocks, request.num_published, request.num_computed = [], 0, 0
+    def _set_aside(self, request: Request, kept: int = 0) -> None:
+        """Take the blocks of a fetch that may still write to them away from its request, all but the first `kept`."""
+        self._unsettled[request.request_id] = request.blocks[kept:]
+        self.pool.quarantine(request.blocks[max(kept, request.num_published) :])
+        request.blocks = request.blocks[:kept]
+        request.num_published = min(kept, request.num_published)
+        request.num_computed = request.num_published * self._block_tokens
 
     def _drop_blocks(self, request: Request) -> None:
         self.pool.give_back(request.blocks)

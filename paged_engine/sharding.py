@@ -14,7 +14,7 @@ import torch
 from paged_engine.model_config import ModelConfig
 from wire.errors import ConfigError
 
-__all__ = ["shard_config", "shard_weights", "vocab_shard"]
+__all__ = ["kv_heads_of", "shard_config", "shard_weights", "vocab_shard"]
 
 # Linear layers whose outputs are cut, and those whose inputs are; the biases of the latter are added once, by rank 0.
 _KEY_ROWS = (".k_proj", ".v_proj")
@@ -56,6 +56,12 @@ def shard_weights(
         yield name, _shard(name, weight, config, rank, size) if size > 1 else weight
 
 
+def kv_heads_of(num_kv_heads: int, rank: int, size: int) -> tuple[int, int]:
+    """The KV heads of a rank: the first, and the one behind the last."""
+    first = rank * num_kv_heads // size
+    return first, first + max(1, num_kv_heads // size)
+
+
 def vocab_shard(vocab_size: int, rank: int, size: int) -> slice:
     """The rows of the output layer that a rank computes; all ranks but the last have equally many."""
     rows = -(-vocab_size // size)
@@ -68,9 +74,8 @@ def _shard(name: str, weight: torch.Tensor, config: ModelConfig, rank: int, size
         return weight.chunk(size, dim=0)[rank]
     if layer.endswith(_KEY_ROWS):
         heads = weight.reshape(config.num_kv_heads, config.head_dim, *weight.shape[1:])
-        if config.num_kv_heads >= size:
-            return heads.chunk(size, dim=0)[rank].flatten(0, 1)
-        return heads[rank * config.num_kv_heads // size]
+        first, end = kv_heads_of(config.num_kv_heads, rank, size)
+        return heads[first:end].flatten(0, 1)
     if layer.endswith(_COLUMNS) and kind == "weight":
         return weight.chunk(size, dim=1)[rank]
     if layer.endswith(_COLUMNS) and kind == "bias" and rank:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from openai_api.leg import Leg, stages
+from openai_api.leg import Leg
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit
 from wire.frames import Frame, FrameKind
@@ -70,7 +70,7 @@ class PrefillLeg(Leg):
             sent_text=self.writer.sent_text,
             params=self._params(update),
             load=load,
-            timing=stages(update),
+            timing=self.stages(update),
         )
 
     def _params(self, update: RequestUpdate) -> KvTransferParams:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
+from openai_api.stages import with_stages
 from router.chores import Chores
 from router.job import Job, decode_body, prefill_body
 from router.legs import LegFailed, Legs, Refused
@@ -121,11 +122,12 @@ class Walk:
         tried: list[Node] = []
         while True:
             with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens) as lease:
-                self.prefill_node = lease.node
+                self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
                     ended = await self._leg(lease, body, Place())
-                    self.timeline.handed_over = time.monotonic()
+                    if ended is FrameKind.HANDOVER:
+                        self.timeline.handed_over = time.monotonic()
                     return ended is FrameKind.HANDOVER
                 except asyncio.CancelledError:
                     self._prefill_cut = True
@@ -170,20 +172,29 @@ class Walk:
 
         async def take(frames: Sequence[Frame]) -> None:
             for frame in frames:
+                now = time.monotonic()
+                if frame.timing is not None:
+                    self.timeline.inside(frame.timing, decoding)
                 if self.progress.take(frame, place):
-                    self.reply.put(frame.payload)
                     if frame.token_ids:
-                        self.timeline.tokens(time.monotonic(), decoding)
+                        self.timeline.tokens(now)
+                    self.reply.put(self._timed(frame, now))
+                if frame.token_ids:
+                    self.timeline.told(place.at, now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
-                if frame.timing is not None:
-                    self.timeline.inside(lease.node.role.value, frame.timing)
             await self.reply.room()
 
         ended = await self._legs.run(lease, self.job.path, body, self._headers, take)
         if decoding and ended is FrameKind.HANDOVER:
             raise LegFailed("the node handed a decode leg over")
         return ended
+
+    def _timed(self, frame: Frame, now: float) -> bytes:
+        """A frame's bytes for the client, at the end of the answer with the stages if it asked for them."""
+        if frame.kind is not FrameKind.END or not self.job.wants_stages:
+            return frame.payload
+        return with_stages(frame.payload, {name: took * 1e3 for name, took in self.timeline.stages_s(now).items()})
 
     def _blame(self, node: Node, why: LegFailed, tried: list[Node]) -> None:
         _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, node.role, node.url, why.detail)

@@ -40,6 +40,7 @@ class _Asked(msgspec.Struct):
     seed: int | None = None
     n: int | None = None
     logprobs: bool | int | None = None
+    include_metrics: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Job:
     prompt_tokens: int
     resumable: bool
     """Can be continued from its token ids alone: no log-probabilities of lost frames, no second choice."""
+    wants_stages: bool
+    """The client asks for the break-down at the end of its answer."""
     fields: dict[str, msgspec.Raw]
 
     @property
@@ -98,6 +101,7 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         min_tokens=asked.min_tokens,
         prompt_tokens=len(prompt) // _BYTES_PER_TOKEN,
         resumable=not (several or wants_logprobs or (asked.n or 1) > 1),
+        wants_stages=bool(asked.include_metrics),
         fields=fields,
     )
 

@@ -12,7 +12,7 @@ import msgspec
 from router.chores import Chores
 from router.pool import HealthReport, Lease, Node
 from wire.config import RouterConfig
-from wire.errors import ErrorBody, KvrelayError, NodeFailed
+from wire.errors import ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
 from wire.outputs import Load
 
@@ -37,7 +37,7 @@ class _ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class Refused(KvrelayError):
-    """A node's 4xx: the client's to see as it is, and no fault of the node."""
+    """A node's 4xx, or its KvNotLoaded: the client's to see as it is; no fault of the node."""
 
     def __init__(self, status: int, error: ErrorBody, retry_after_s: int | None) -> None:
         super().__init__(error.message, param=error.param)
@@ -176,7 +176,7 @@ def _ending(frame: Frame) -> FrameKind:
     """The kind of a frame that ends a leg well; raises Refused or LegFailed for one that does not."""
     if frame.kind is FrameKind.ERROR:
         error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
-        if 400 <= frame.status < 500:
+        if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
             raise Refused(frame.status, error, 1 if frame.status == 429 else None)
         raise LegFailed(error.message, max(frame.status, 500), 1 if frame.status == 503 else None)
     if frame.kind is FrameKind.HANDOVER and frame.params is None:

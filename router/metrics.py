@@ -6,12 +6,14 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from openai_api.stages import STAGES
 from router.pool import Node, Pool
 from router.timeline import Timeline
 
 __all__ = ["Metrics"]
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+_STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 
 
@@ -43,12 +45,15 @@ class Metrics:
             registry=registry,
         )
         self.stage = Histogram(
-            "kvrelay_router_leg_seconds",
-            "Time in each stage of the walk.",
-            ["leg"],
-            buckets=_LATENCY_S,
+            "kvrelay_router_stage_seconds",
+            "Time in each stage of a request, as openai_api/stages.py names them.",
+            ["stage"],
+            buckets=_STAGE_S,
             registry=registry,
         )
+        for name in STAGES:
+            if name != "total":
+                self.stage.labels(name)
         self.output_tokens = Counter("kvrelay_router_output_tokens", "Tokens seen from the nodes.", registry=registry)
         self.failovers = Counter(
             "kvrelay_failovers", "Legs continued on another node after theirs broke.", ["leg"], registry=registry
@@ -68,7 +73,7 @@ class Metrics:
         if timeline is None:
             return
         self.output_tokens.inc(tokens)
-        stages = timeline.stages_s()
+        stages = timeline.stages_s(timeline.arrived if timeline.ended is None else timeline.ended)
         self.e2e.observe(stages.pop("total", 0.0))
         for name, seconds in stages.items():
             self.stage.labels(name).observe(seconds)

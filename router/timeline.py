@@ -1,57 +1,82 @@
-"""When each stage of a request happened, for its log line and the histograms. Times are monotonic seconds."""
+"""When each stage of a request happened, for its log line, the histograms and the answer. Times are monotonic seconds.
+
+The stages are those of openai_api/stages.py. The nodes tell of what happened inside them, each by its own clock; what
+lies between is seen from here, by one clock.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from openai_api.stages import STAGES, TOLD
 
 __all__ = ["Timeline"]
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One request. A stage that was not reached stays None; `first_token` and `last_token` are for any leg."""
+    """One request. A point that was not reached stays None; `first_token` and `last_token` are for any leg."""
 
     arrived: float
     sent: float | None = None
     """The prefill leg was sent."""
+    prefilled: float | None = None
+    """The prefill leg told of the first token."""
     handed_over: float | None = None
-    """The prefill leg ended."""
-    decoding: float | None = None
-    """The first tokens of a decode leg came."""
+    """The prefill leg ended with a hand-over."""
+    stepped: float | None = None
+    """A decode leg told of a token that is not the first of the answer."""
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
-    inside_ms: dict[str, float] = field(default_factory=dict)
-    """What the nodes say of the stages inside their engines, each by its own clock."""
+    prefill_ms: dict[str, float] = field(default_factory=dict)
+    decode_ms: dict[str, float] = field(default_factory=dict)
+    """What the nodes of the last legs say of the stages inside their engines."""
 
-    def tokens(self, now: float, decoding: bool) -> None:
+    def tokens(self, now: float) -> None:
         """Tokens came from a leg."""
         if self.first_token is None:
             self.first_token = now
-        if decoding and self.decoding is None:
-            self.decoding = now
         self.last_token = now
 
-    def inside(self, leg: str, timing_ms: dict[str, float]) -> None:
-        """A node told how its leg was spent; stages that took no time are left out."""
-        self.inside_ms |= {f"{leg}.{name}": took for name, took in timing_ms.items() if took}
+    def told(self, place: int, now: float, decoding: bool) -> None:
+        """A leg is `place` tokens into the answer, whoever was the first to tell of them."""
+        if not decoding and self.prefilled is None:
+            self.prefilled = now
+        elif decoding and place > 1 and self.stepped is None:
+            self.stepped = now
+
+    def inside(self, timing_ms: dict[str, float], decoding: bool) -> None:
+        """A node told how its leg was spent."""
+        if decoding:
+            self.decode_ms = timing_ms
+        else:
+            self.prefill_ms = timing_ms
 
     def line(self) -> str:
         """All stages in milliseconds, for the log."""
-        every = {name: seconds * 1e3 for name, seconds in self.stages_s().items()} | self.inside_ms
-        return " ".join(f"{name}_ms={took:.1f}" for name, took in every.items())
+        stages = self.stages_s(self.arrived if self.ended is None else self.ended)
+        return " ".join(f"{name}_ms={stages[name] * 1e3:.2f}" for name in STAGES if name in stages)
 
-    def stages_s(self) -> dict[str, float]:
-        """Seconds from stage to stage, of the stages that were entered; a broken stage lasts until the end."""
-        points = [self.arrived, self.sent, self.handed_over, self.decoding, self.ended]
-        stages: dict[str, float] = {}
-        for at, name in enumerate(("queue", "prefill", "handover", "decode")):
-            start, end = points[at], next((point for point in points[at + 1 :] if point is not None), None)
-            if start is not None and end is not None:
-                # A decode leg that has begun early may have the first token before the prefill leg is done.
-                stages[name] = max(0.0, end - start)
-        if self.ended is not None:
-            stages["total"] = self.ended - self.arrived
+    def stages_s(self, now: float) -> dict[str, float]:
+        """Seconds in each stage that was entered, if the request ended now. Of a broken leg the time seen from here."""
+        stages = {name: took / 1e3 for name, took in self.decode_ms.items() if name in STAGES}
+        # A decode leg without a ticket has computed the prompt itself, and waited for that.
+        stages["decode_queue"] = stages.get("decode_queue", 0.0) + stages.pop("queue", 0.0)
+        if not self.decode_ms:
+            del stages["decode_queue"]
+        stages["queue"] = (now if self.sent is None else self.sent) - self.arrived
+        if self.prefill_ms:
+            stages["queue"] += self.prefill_ms.get("queue", 0.0) / 1e3
+            stages["prefill"] = stages.get("prefill", 0.0) + self.prefill_ms.get("prefill", 0.0) / 1e3
+        elif self.sent is not None and not self.decode_ms:
+            stages.setdefault("prefill", (now if self.handed_over is None else self.handed_over) - self.sent)
+        if self.prefilled is not None and self.stepped is not None and TOLD in self.decode_ms:
+            # Both ways lead through a node's HTTP process and one connection: they cancel out.
+            stages["announce"] = max(0.0, self.stepped - self.prefilled - self.decode_ms[TOLD] / 1e3)
+        if self.handed_over is not None:
+            stages.setdefault("decode", now - self.handed_over)
+        stages["total"] = now - self.arrived
         return stages
 
     def inter_token_s(self, tokens: int) -> float | None:

@@ -174,6 +174,7 @@ class RanksConfig:
 
 
 _CONNECTORS = ("auto", "direct", "nixl", "nccl")
+_FAILURE_POLICIES = ("recompute", "fail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +200,18 @@ class TransferConfig:
     """A fetch may take this long, plus its size at `transfer_floor_bytes_s`."""
     transfer_floor_bytes_s: float = 100e6
     """The slowest transfer, in bytes per second, that is waited for."""
+    kv_load_failure_policy: str = "recompute"
+    """What a decode node does when KV does not come: recompute (from the first missing block on) or fail (end the
+    request with an error)."""
 
     def __post_init__(self) -> None:
         _require(
             self.kv_connector in _CONNECTORS,
             f"kv_connector {self.kv_connector!r} is not one of {', '.join(_CONNECTORS)}",
+        )
+        _require(
+            self.kv_load_failure_policy in _FAILURE_POLICIES,
+            f"kv_load_failure_policy {self.kv_load_failure_policy!r} is not one of {', '.join(_FAILURE_POLICIES)}",
         )
         # Never the secret itself in an error: it would end in a log.
         _require(
@@ -252,11 +260,6 @@ class NodeConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
-        _require(
-            self.role is Role.AGGREGATED or self.engine.tensor_parallel == 1,
-            f"a {self.role} node cannot have tensor_parallel {self.engine.tensor_parallel}: use `kvrelay serve`; "
-            "hand-over between tensor-parallel nodes is not built yet",
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,13 +99,21 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     transfer_bytes: int = 0
     exposed_s: float = 0.0
     """Of transfer_s, what came after the last of the prompt was computed."""
+    decode_queue_s: float = 0.0
+    """With a transfer: waiting for a seat and blocks before it, and for the first step after it."""
+    first_step_s: float = 0.0
+    """From the launch of the first decode step to its token."""
+    told_s: float = 0.0
+    """With a transfer: from the news that the KV was complete to the token of the first step."""
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order. The last update of a request carries `finish`.
 
+    The last one has a `timing`, and so have the first two with tokens: the caller may end a request by itself.
     `held` is set when a request that holds its KV begins to be computed, and again when it has ended and its KV is kept
-    under a lease; `fetch_error` when its KV could not be fetched and the prompt was computed here instead.
+    under a lease; `fetch_error` when its KV could not be fetched: then the prompt is computed here instead, or the
+    request ends with ERROR.
     """
 
     request_id: str
@@ -159,6 +167,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0
+    fetch_kept_blocks: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
     leases_granted: int = 0

@@ -12,8 +12,9 @@ KvrelayError 500
 |   +-- EngineDead 503          the engine process of this node has ended
 |   +-- Overloaded 429          a queue is full
 +-- NodeFailed 502              a node broke after it had been chosen
++-- KvNotLoaded 502             a decode node could not get the KV, and its operator wants no recomputation
 +-- DeadlineExceeded 504
-+-- TransferError 500           a hand-over failed; the decode node recomputes
++-- TransferError 500           a hand-over failed; by default the decode node recomputes
     +-- Incompatible            the two nodes may not exchange KV, and why
     +-- PeerLost                the other side is gone or was restarted
     +-- LeaseLost               the blocks are no longer held for us
@@ -31,6 +32,7 @@ __all__ = [
     "EngineDead",
     "ErrorBody",
     "Incompatible",
+    "KvNotLoaded",
     "KvrelayError",
     "LeaseLost",
     "NoNode",
@@ -149,6 +151,31 @@ class NodeFailed(KvrelayError):
     type = "node_failed"
 
 
+_CAUSES = {
+    "Incompatible": "the two nodes may not exchange KV",
+    "PeerLost": "its prefill node is gone or was restarted",
+    "LeaseLost": "its prefill node no longer held it",
+    "TransferTimeout": "the transfer did not end within its deadline",
+}
+
+
+class KvNotLoaded(KvrelayError):
+    """KV did not come, and the decode node's kv_load_failure_policy is fail: nobody runs the request again unasked."""
+
+    status = 502
+    type = "kv_not_loaded"
+    code = "kv_not_loaded"
+
+    @classmethod
+    def because(cls, cause: str) -> KvNotLoaded:
+        """`cause`: the name of a TransferError, whose own sentence may name addresses: no business of a client."""
+        words = _CAUSES.get(cause, "the transfer broke")
+        return cls(
+            f"the KV of this request could not be loaded: {words} ({cause}); send the request again, or start the "
+            "decode nodes with --kv-load-failure-policy recompute"
+        )
+
+
 class DeadlineExceeded(KvrelayError):
     """The request did not finish within its deadline."""
 
@@ -157,7 +184,7 @@ class DeadlineExceeded(KvrelayError):
 
 
 class TransferError(KvrelayError):
-    """A hand-over failed. The decode node recomputes the prompt and counts it."""
+    """A hand-over failed. It is counted, and the decode node computes what is missing (see KvNotLoaded)."""
 
     type = "transfer_error"
 

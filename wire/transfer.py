@@ -62,7 +62,9 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What must be equal on both ends of a transfer, compared at the handshake: refuse, never corrupt."""
+    """What must be equal on both ends of a transfer, compared at the handshake: refuse, never corrupt.
+
+    `tp_size` alone may differ: `kv_heads` are those of all ranks, and a rank reads the heads that it holds."""
 
     protocol: int
     model: str
@@ -80,6 +82,6 @@ class Fingerprint(msgspec.Struct, frozen=True):
         """None if KV may be exchanged, else one clause naming the first field that differs and both values."""
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            if mine != theirs and name != "tp_size":
                 return f"{name} is {mine!r} here and {theirs!r} there"
         return None

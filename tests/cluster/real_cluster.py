@@ -126,10 +126,13 @@ class Cluster:
     def of(self, role: str) -> list[Process]:
         return [node for node in self.nodes if node.role == role]
 
-    def start(self, role: str, flags: list[str], port: int | None = None) -> Process:
+    def start(self, role: str, flags: list[str], port: int | None = None, env: dict[str, str] | None = None) -> Process:
+        """`env`: variables for this process beside ours. The ranks of another host have a port that nobody uses."""
         port = port or free_port()
+        if role == "rank":
+            return self._launch(role, port, [sys.executable, "-m", "kvrelay.cli", role, *flags], env)
         argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
-        return self._launch(role, port, argv)
+        return self._launch(role, port, argv, env)
 
     def restart(self, process: Process) -> Process:
         """Start a killed process again on its port."""
@@ -138,7 +141,7 @@ class Cluster:
         self.nodes[self.nodes.index(process)] = fresh
         return fresh
 
-    def _launch(self, role: str, port: int, argv: list[str]) -> Process:
+    def _launch(self, role: str, port: int, argv: list[str], env: dict[str, str] | None = None) -> Process:
         log = self.folder / f"{role}-{port}.log"
         root = Path(__file__).parents[2]
         environment = {
@@ -150,18 +153,19 @@ class Cluster:
         environment.pop("KVRELAY_CLUSTER_SECRET", None)
         if role != "router":
             environment["KVRELAY_CLUSTER_SECRET"] = self.secret
+        environment |= env or {}
         with log.open("ab") as out:
             popen = subprocess.Popen(argv, stdout=out, stderr=out, env=environment, cwd=self.folder)
         return Process(role, port, popen, log, argv)
 
-    def wait_ready(self, *processes: Process) -> None:
+    def wait_ready(self, *processes: Process, within_s: float = START_DEADLINE_S) -> None:
         for process in processes:
 
             def healthy(process: Process = process) -> Any:
                 assert process.popen.poll() is None, f"{process.role} ended at start: {process.tail()}"
                 return process.health()
 
-            wait_until(healthy, START_DEADLINE_S, f"{process.role} on port {process.port} ready", 0.1)
+            wait_until(healthy, within_s, f"{process.role} on port {process.port} ready", 0.1)
 
     def all_blocks_free(self, within_s: float) -> None:
         """Every block of every live node is free within the time."""
@@ -191,13 +195,20 @@ class Cluster:
 
 @contextmanager
 def running(
-    folder: Path, *, prefill: int, decode: int, flags: list[str], router_flags: Sequence[str] = ()
+    folder: Path,
+    *,
+    prefill: int,
+    decode: int,
+    flags: list[str],
+    router_flags: Sequence[str] = (),
+    prefill_flags: Sequence[str] = (),
+    decode_flags: Sequence[str] = (),
 ) -> Iterator[Cluster]:
     """A cluster that is ready; ended, whatever happens."""
     cluster = Cluster(folder, flags)
     try:
-        cluster.nodes = [cluster.start("prefill", flags) for _ in range(prefill)]
-        cluster.nodes += [cluster.start("decode", flags) for _ in range(decode)]
+        cluster.nodes = [cluster.start("prefill", [*flags, *prefill_flags]) for _ in range(prefill)]
+        cluster.nodes += [cluster.start("decode", [*flags, *decode_flags]) for _ in range(decode)]
         cluster.wait_ready(*cluster.nodes)
         peers = [f"--{node.role}={node.url}" for node in cluster.nodes]
         cluster.router = cluster.start("router", [*peers, *router_flags])

@@ -1,5 +1,6 @@
 """Hand-overs that begin before the prompt is computed, among real processes: long prompts in many small chunks."""
 
+import json
 import signal
 import threading
 import time
@@ -95,6 +96,34 @@ def test_nearly_all_of_a_transfer_is_hidden_behind_the_prompt(cluster):
     assert total(cluster, "decode", "kvrelay_recomputed_prompts_total") == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stages_of_a_hand_over_come_with_the_answer_that_asks_for_them(cluster, stream):
+    """They are those of one request, so they add up: what follows the prefill is announce, exposed, queue, step."""
+    prompt = [2 + (31 * i * i) % 300 for i in range(TOKENS // 2)]
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": LAST, "temperature": 0, "ignore_eos": True, "seed": 1}
+    body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    plain = httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    assert "kvrelay" not in plain.text
+    answer = httpx2.post(f"{cluster.url}/v1/completions", json={**body, "include_metrics": True}, timeout=60)
+    last = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text)
+    assert last["usage"]["completion_tokens"] == LAST
+    ms = last["kvrelay"]
+    stages = ["queue", "prefill", "announce", "transfer", "exposed", "decode_queue", "first_step", "decode", "total"]
+    assert list(ms) == [f"{name}_ms" for name in stages]
+    assert all(took >= 0 for took in ms.values())
+    assert min(ms[f"{name}_ms"] for name in ("prefill", "transfer", "first_step", "decode", "total")) > 0
+    assert ms["exposed_ms"] < ms["transfer_ms"] < ms["total_ms"]
+    assert ms["queue_ms"] + ms["prefill_ms"] + ms["decode_ms"] < ms["total_ms"]
+    assert ms["first_step_ms"] < ms["decode_ms"]
+    router = cluster.router
+    assert router is not None
+    (line,) = [line for line in router.tail().splitlines() if f"id={last['id'].removeprefix('cmpl-')} " in line]
+    assert f" prefill_ms={ms['prefill_ms']:.2f} announce_ms={ms['announce_ms']:.2f} " in line
+    assert router.metric("kvrelay_router_stage_seconds_count") > 9
+    assert total(cluster, "decode", "kvrelay_first_step_seconds_count") > 0
+    assert total(cluster, "decode", "kvrelay_decode_queue_seconds_count") > 0
+
+
 def test_a_prefill_node_that_dies_at_its_work_costs_time_only(cluster):
     expected = Answer(cluster, 2).text()
     answer = Answer(cluster, 2)
@@ -104,6 +133,30 @@ def test_a_prefill_node_that_dies_at_its_work_costs_time_only(cluster):
     try:
         assert answer.text() == expected
         assert total(cluster, "decode", "kvrelay_recomputed_prompts_total") == 1
+    finally:
+        restored(cluster, victim)
+
+
+def test_what_has_come_of_a_prompt_is_not_computed_again_when_its_source_dies(cluster):
+    expected = Answer(cluster, 5).text()
+    names = "kvrelay_fetch_kept_blocks_total", "vllm:prompt_tokens_total", "kvrelay_fetches_failed_total"
+    kept, computed, failed = (total(cluster, "decode", name) for name in names)
+    there = {node.port: node.metric("vllm:prompt_tokens_total") for node in cluster.of("prefill")}
+    answer = Answer(cluster, 5)
+    victim = with_blocks(cluster, "prefill")
+
+    def is_under_way() -> bool:
+        return victim.metric("vllm:prompt_tokens_total") > there[victim.port] + TOKENS / 10
+
+    wait_until(is_under_way, 20, "a tenth of the prompt is computed")
+    victim.kill(signal.SIGKILL)
+    try:
+        assert answer.text() == expected
+        wait_until(lambda: total(cluster, "decode", names[1]) > computed, 5, "the count of what was computed")
+        kept = total(cluster, "decode", names[0]) - kept
+        assert kept * 16 > TOKENS / 20
+        assert total(cluster, "decode", names[1]) - computed == TOKENS - kept * 16
+        assert total(cluster, "decode", names[2]) - failed == 1
     finally:
         restored(cluster, victim)
 

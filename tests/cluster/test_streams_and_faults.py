@@ -100,6 +100,23 @@ def test_a_third_party_proxy_can_drive_the_nodes(cluster, stream):
     assert decode.metric("kvrelay_fetches_total") == before + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_node_tells_the_stages_that_it_has_to_who_asks_it_itself(cluster, stream):
+    """Also if a stop string ends the request, of which the engine does not hear in time."""
+    decode = cluster.of("decode")[0]
+    wish = body("stages", include_metrics=True, stream=stream)
+
+    def stages(**fields) -> set[str]:
+        text = httpx2.post(f"{decode.url}/v1/completions", json=wish | fields).text
+        last = text.split("\n\n")[-3].removeprefix("data: ") if stream else text
+        return set(json.loads(last)["kvrelay"])
+
+    assert stages() == {"queue_ms", "prefill_ms", "first_step_ms", "decode_ms", "total_ms"}
+    assert stages(max_tokens=1) == {"queue_ms", "prefill_ms", "total_ms"}
+    text = httpx2.post(f"{decode.url}/v1/completions", json=body("stages")).json()["choices"][0]["text"]
+    assert {"queue_ms", "prefill_ms", "total_ms"} <= stages(stop=text[len(text) // 2 :])
+
+
 def test_one_token_never_reaches_a_decode_node(cluster):
     before = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
     answer = post(cluster, body(max_tokens=1)).json()

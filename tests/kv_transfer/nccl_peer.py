@@ -126,7 +126,8 @@ def main(num_blocks: str, block_bytes: str, slice_bytes: str, device: str) -> No
             node.plane.add_peer(Source("peer", generation, region, base64.b64decode(metadata)))
         elif method == "read":
             try:
-                answer = node.ended(node.plane.post_read(*rest))
+                # Longer than a pair may take to be given up, if this process is stopped while it is being made.
+                answer = node.ended(node.plane.post_read(*rest), 2 * MEET_S)
             except TransferError as error:
                 answer = f"{type(error).__name__}: {error.message}"
         elif method == "used":

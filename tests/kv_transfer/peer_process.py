@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from child_process import ChildProcess
 
+import kv_transfer.desk
 from wire.config import TransferConfig
+from wire.errors import TransferError
 from wire.transfer import Fingerprint, KvTransferParams
 
 FINGERPRINT = Fingerprint(1, "tiny", "float32", 16, 2, 8, 2, 0, 1)
@@ -42,6 +45,15 @@ class PeerProcess(ChildProcess):
             got += self.ask("events")
             time.sleep(0.01)
         return got
+
+
+def of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers of this process cannot look into their sources' tables of leases: they have to ask."""
+
+    def unseen(*_: object) -> None:
+        raise TransferError("of another host")
+
+    monkeypatch.setattr(kv_transfer.desk, "HeldWords", unseen)
 
 
 @contextlib.contextmanager

@@ -23,22 +23,22 @@ class SharedPlane:
 
     helps_readers = True
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.write_bytes(bytes(BLOCKS * BLOCK_BYTES))
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
+        self.path, self.block_bytes = path, block_bytes
+        path.write_bytes(bytes(BLOCKS * block_bytes))
         self.pool = _map(path)
         self.gate = threading.Event()
         self.gate.set()
         self.error: TransferError | None = None
         self.posted = threading.Event()
-        self.peers: dict[str, mmap.mmap] = {}
+        self.peers: dict[str, tuple[Source, mmap.mmap]] = {}
         self.closed = False
 
     def open(self) -> bytes:
         return str(self.path).encode()
 
     def add_peer(self, source: Source) -> None:
-        self.peers[source.generation] = _map(Path(source.metadata.decode()))
+        self.peers[source.generation] = source, _map(Path(source.metadata.decode()))
 
     def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
         if generation not in self.peers:
@@ -53,8 +53,12 @@ class SharedPlane:
             raise self.error
         if not self.gate.is_set():
             return False
+        source, pool = self.peers[generation]
+        part = source.part
         for remote, local in pairs:
-            self.write(local, block(self.peers[generation], remote))
+            theirs = remote * source.region.block_bytes + part.remote_start
+            ours = local * self.block_bytes + part.local_start
+            self.pool[ours : ours + part.num_bytes] = pool[theirs : theirs + part.num_bytes]
         return True
 
     def drop_peer(self, generation: str) -> None:
@@ -68,15 +72,11 @@ class SharedPlane:
 
     def write(self, index: int, content: bytes) -> None:
         """Fill one block."""
-        self.pool[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES] = content
+        self.pool[index * self.block_bytes : (index + 1) * self.block_bytes] = content
 
     def read(self, index: int) -> bytes:
         """One block."""
-        return block(self.pool, index)
-
-
-def block(pool: mmap.mmap, index: int) -> bytes:
-    return pool[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+        return self.pool[index * self.block_bytes : (index + 1) * self.block_bytes]
 
 
 def pattern(index: int) -> bytes:

@@ -82,7 +82,8 @@ class Schedule:
         self.rng = rng = world.rng
         world.trace = [] if told else None
         world.blind_reads = rng.random() < 0.4
-        world.slowest_read_s = rng.choice([0.02, 0.02, 0.3, 1.0, 3.0])
+        world.shares_words = rng.random() < 0.4
+        world.slowest_read_s = rng.choice([0.02, 0.3, 1.0, 3.0, 3.0])
         self.seen: Counter[tuple[str, str]] = Counter()  # faults by kind and state
         self.ends: Counter[str] = Counter()  # how requests and fetches have ended
         self.router = Router(world, rng)
@@ -105,7 +106,8 @@ class Schedule:
     def run(self) -> None:
         """Raises Violation."""
         world, rng = self.world, self.rng
-        with simulation(world):
+        with simulation(world), contextlib.ExitStack() as stack:
+            stack.callback(lambda: [node.desk._words.close() for node in world.nodes])
             for role, count in (("prefill", rng.choice([1, 1, 2])), ("decode", rng.choice([1, 2, 2]))):
                 for index in range(count):
                     name = f"{role}{index}"
@@ -137,6 +139,9 @@ class Schedule:
     def _over(self) -> bool:
         """Nothing is left to happen, or it is too late for it."""
         world = self.world
+        if not self._all_ended():
+            world.disturbed_until(world.now)
+            return False
         alive = [node for node in world.nodes if node.alive]
         if any(node.plane.transfers for node in alive):
             world.disturbed_until(world.now)  # a READ that takes long is a fault, too
@@ -205,6 +210,7 @@ class Schedule:
             victim.stop(fault.lasts_s)
             self.router.node_stopped(victim)
             world.disturbed_until(world.now + fault.lasts_s + TRANSFER.lease_s * (fault.kind == "long stop") + SEEN_S)
+            self._crowd(fault.lasts_s)
         elif fault.kind == "refusal":
             for front in self.router.fronts["decode"]:
                 front.refuses += front.node is scene.reader
@@ -232,12 +238,21 @@ class Schedule:
             world.dark[frozenset((source.host, reader.host))] = until
             # What was on its way arrives then; a lease that was renewed by it runs out after that.
             world.disturbed_until(until + TRANSFER.lease_s + SEEN_S)
+            self._crowd(fault.lasts_s)
             return
         for link in world.links:
             if link.reader is reader and link.source is source and link.up and not link.hung_up:
                 link.reset()
         # The source is not told: what it held for this reader is free when the lease has run out.
         world.disturbed_until(world.now + TRANSFER.lease_s + SEEN_S)
+
+    def _crowd(self, lasts_s: float) -> None:
+        """Others come, who take the blocks of whoever has lost them meanwhile."""
+        if self.rng.random() < 0.5:
+            for _ in range(3):
+                self.calls += 1
+                call = random_call(self.rng, f"c{self.calls}x")
+                self.world.after(lasts_s * self.rng.random(), lambda call=call: self.router.begin(call))
 
     def _come_again(self, call: Call) -> None:
         """Another request under the same name, at once: whatever is still under way is of the other one."""

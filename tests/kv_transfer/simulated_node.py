@@ -27,7 +27,7 @@ from wire.config import EngineConfig, NodeConfig, TransferConfig
 from wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
 from wire.transfer import Fingerprint, KvTransferParams
 
-TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=2.0)
+TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5)
 FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1)
 STEP_S = 0.02
 # How late anything may be that is due: the way of a message, a turn of a thread, a step.
@@ -141,6 +141,8 @@ class SimulatedNode(EngineProcess):
             )
             self.connector = SimulatedDesk(name, FINGERPRINT, region, config, self.wake, {"simulated": self.plane})
             self.connector.node, self.connector.given_up = self, set()
+        if not world.shares_words:
+            self.desk._words.close()
         self._watch_expiry()
         world.nodes.append(self)
 

@@ -13,6 +13,7 @@ from kv_transfer.messages import (
     Ended,
     Hello,
     Message,
+    RankCard,
     Refused,
     Renew,
     Renewed,
@@ -30,7 +31,9 @@ LEASE = LeaseId("r", 7)
     "message",
     [
         Hello("e", FINGERPRINT),
-        Welcome("e", "g", FINGERPRINT, PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0opaque"}),
+        Welcome(
+            "e", "g", FINGERPRINT, [RankCard((0, 3), PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0opaque"})]
+        ),
         Refused("why"),
         Renew(1.5, [LEASE]),
         Renewed(1.5, [LEASE], []),

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from desk_node import Node, node, reason
-from peer_process import CONFIG, PeerProcess, peer_process
+from peer_process import CONFIG, PeerProcess, of_another_host, peer_process
 from real_node import RealNode
 from shared_plane import BLOCK_BYTES, BLOCKS
 
-from kv_transfer.connector import Released, Settled
+from kv_transfer.connector import Fetched, Released, Settled
 
 
 @pytest.fixture(params=["shared", "direct"])
@@ -104,7 +104,10 @@ def test_killed_source_fails_the_fetch_within_a_second(here: Node | RealNode, ch
     assert here.wait(1) == [Settled("r")]
 
 
-def test_stopped_source_cannot_confirm_and_its_fetch_times_out(here: Node | RealNode, child: PeerProcess) -> None:
+def test_stopped_source_cannot_confirm_and_its_fetch_times_out(
+    here: Node | RealNode, child: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_another_host(monkeypatch)
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
@@ -114,6 +117,31 @@ def test_stopped_source_cannot_confirm_and_its_fetch_times_out(here: Node | Real
     failed, settled = here.wait(2)
     assert reason(failed).startswith("TransferTimeout: ")
     assert reason(failed).count("unconfirmed") == 1
+    assert settled == Settled("r")
+
+
+def test_stopped_source_on_this_host_need_not_confirm(here: Node | RealNode, child: PeerProcess) -> None:
+    here.plane.gate.clear()
+    here.desk.watch("r", child.offer("r", [1, 2]))
+    here.desk.fetch("r", [1, 2], [3, 4])
+    assert here.plane.posted.wait(5.0)
+    child.stop()
+    here.plane.gate.set()
+    (fetched,) = here.wait(1)
+    assert isinstance(fetched, Fetched), fetched
+    child.go_on()
+    assert [event[:2] for event in child.events(1, within_s=2.0)] == [["Released", "r"]]
+
+
+def test_a_lease_that_ended_is_not_seen_as_held(here: Node | RealNode, child: PeerProcess) -> None:
+    here.plane.gate.clear()
+    here.desk.watch("r", child.offer("r", [1, 2]))
+    here.desk.fetch("r", [1, 2], [3, 4])
+    assert here.plane.posted.wait(5.0)
+    child.ask("release", "r")
+    here.plane.gate.set()
+    failed, settled = here.wait(2)
+    assert reason(failed).startswith("LeaseLost: ")
     assert settled == Settled("r")
 
 

@@ -339,6 +339,7 @@ def test_gpu_source_that_cuda_hides_from_the_reader(gpu_reader: RealNode) -> Non
         (fetched,) = gpu_reader.wait(1, within_s=30.0)
         assert isinstance(fetched, Fetched), fetched
         check_all(gpu_reader)
+        assert [event[:2] for event in source.events(1, within_s=10.0)] == [["Released", "r"]]
         # The other way round the peer's GPU 0 is one that this process does not see.
         gpu_reader.fill()
         source.ask("watch", "back", msgspec.to_builtins(gpu_reader.desk.offer("back", [7], 1)), timeout_s=60.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from peer_process import CONFIG, PeerProcess, peer_process
+from peer_process import CONFIG, PeerProcess, of_another_host, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
 from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
@@ -71,6 +71,7 @@ def test_scattered_blocks_are_equal_and_idle_connectors_cost_no_cpu(node: RealNo
 def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over TCP a READ needs the source's help: stopping it holds the transfer in flight. A direct one needs none."""
     monkeypatch.setenv("UCX_TLS", "tcp")
+    of_another_host(monkeypatch)
     reader = RealNode("reader", kind)
     try:
         with peer_process(kind, str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:

@@ -22,7 +22,6 @@ from kv_transfer import pairs
 from kv_transfer.connector import Fetched, PoolRegion, Released
 from kv_transfer.open import open_connector
 from kv_transfer.pair_messages import Address, Ask, Meet, PairMessage, Part, decode, encode
-from kv_transfer.staging import BlockPool, cut
 from kv_transfer.via_nccl import NcclPlane
 from wire.config import TransferConfig
 from wire.errors import ConfigError, PeerLost, TransferError
@@ -69,53 +68,6 @@ def meet(reader: PlaneNode, source: PeerPlane) -> str:
     return welcome.generation
 
 
-# Pure parts.
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "block_bytes", "slice_bytes"), [(7, 10, 30), (7, 10, 100), (3, 10, 4), (1, 5, 5)]
-)
-def test_slices_cover_every_byte_once_and_in_order(num_blocks: int, block_bytes: int, slice_bytes: int) -> None:
-    slices = cut(num_blocks, block_bytes, slice_bytes)
-    assert all(0 < piece.num_bytes <= slice_bytes for piece in slices)
-    covered = [
-        (piece.first + row, at)
-        for piece in slices
-        for row in range(piece.rows)
-        for at in range(piece.start, piece.stop)
-    ]
-    assert covered == [(block, at) for block in range(num_blocks) for at in range(block_bytes)]
-
-
-@pytest.mark.parametrize("block_bytes", [24, 25])
-@pytest.mark.parametrize("copy_bytes", [0, 1 << 20], ids=["runs", "by index"])
-def test_what_is_gathered_is_scattered(block_bytes: int, copy_bytes: int) -> None:
-    pool = torch.randint(0, 256, (16, block_bytes), dtype=torch.uint8)
-    before = pool.clone()
-    blocks = BlockPool(PoolRegion(pool.data_ptr(), 16, block_bytes, "cpu"), copy_bytes)
-    staging = blocks.staging(100)
-    there, here = [3, 4, 5, 9, 1], [0, 2, 10, 11, 12]
-    for piece in cut(5, block_bytes, 100):
-        blocks.gather(there, piece, staging)
-        blocks.scatter(here, piece, staging)
-    assert torch.equal(pool[here], before[there])
-    untouched = [i for i in range(16) if i not in here]
-    assert torch.equal(pool[untouched], before[untouched])
-
-
-def test_budget_names_the_cap_when_there_is_no_room() -> None:
-    budget = pairs.Budget(100)
-    with budget.share(60, time.monotonic(), lambda: False):
-        with (
-            pytest.raises(PeerLost, match=r"60 bytes: pairs in use hold 60 of 100"),
-            budget.share(60, time.monotonic() + 0.05, lambda: False),
-        ):
-            pass
-        with budget.share(40, time.monotonic(), lambda: False):
-            assert budget.used_bytes == budget.peak_bytes == 100
-    assert budget.used_bytes == 0
-
-
 # Reading.
 
 
@@ -127,7 +79,7 @@ def test_scattered_blocks_are_equal(sizes: tuple[int, int, int]) -> None:
             remote, local = scattered(count, sizes[0], seed), scattered(count, sizes[0], seed + 100)
             assert reader.ended(reader.plane.post_read(generation, remote, local))
             assert reader.digest(local) == source.ask("digest", remote)
-        assert reader.plane.budget.used_bytes == 2 * sizes[2]
+        assert reader.plane.budget.used_bytes == pairs.STAGES * sizes[2]
 
 
 def test_many_transfers_two_readers_and_both_directions_at_once() -> None:
@@ -224,7 +176,7 @@ def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobod
             for blocks in ([64], [-1], [1 << 40], []):
                 name = os.urandom(16)
                 hostile.send(encode(Meet(name, 1000, b"")))
-                hostile.send(encode(Ask(name, blocks)))
+                hostile.send(encode(Ask(name, blocks, 0, 1)))
                 assert _parted(hostile, name)
         assert reader.ask("read", source.generation, [5], [6]) is True
         assert reader.ask("digest", [3, 4, 6]) == source.digest([1, 2, 5])
@@ -398,7 +350,7 @@ def test_idle_pairs_are_closed_and_made_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room() -> None:
-    pair_bytes = 2 * SMALL[2]
+    pair_bytes = pairs.STAGES * SMALL[2]
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(plane_node(*SMALL, memory_cap_bytes=2 * pair_bytes))
         source.fill(4)
@@ -416,7 +368,7 @@ def test_memory_cap_holds_over_all_pairs_and_idle_ones_make_room() -> None:
 def test_a_pair_that_finds_no_room_says_so() -> None:
     with plane_node(*SMALL) as source, plane_node(*SMALL, memory_cap_bytes=1000, meet_s=0.2) as reader:
         reader.plane.add_peer(source.welcome)
-        with pytest.raises(PeerLost, match="no room for another pair of 60000 bytes: pairs in use hold 0 of 1000"):
+        with pytest.raises(PeerLost, match="no room for another pair of 90000 bytes: pairs in use hold 0 of 1000"):
             reader.ended(reader.plane.post_read(source.generation, [1], [2]))
 
 
@@ -426,7 +378,7 @@ def test_a_pair_that_finds_no_room_says_so() -> None:
 class Node(Woken):
     """A connector over a pool of its own."""
 
-    def __init__(self, name: str, num_blocks: int = 64, block_bytes: int = 10_001) -> None:
+    def __init__(self, name: str, num_blocks: int = 64, block_bytes: int = 10_002) -> None:
         self.pool = np.zeros((num_blocks, block_bytes), np.uint8)
         super().__init__()
         region = PoolRegion(self.pool.ctypes.data, num_blocks, block_bytes, "cpu")

@@ -110,8 +110,8 @@ def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, reposit
     ("words", "said"),
     [
         (["serve", "--port=99999"], "port must be between 0 and 65535"),
-        (["prefill", "--tensor-parallel=2"], "hand-over between tensor-parallel nodes is not built yet"),
-        (["up", "--tensor-parallel=2"], "hand-over between tensor-parallel nodes is not built yet"),
+        (["prefill", "--tensor-parallel=0"], "tensor_parallel must be positive"),
+        (["up", "--decode-tensor-parallel=-1"], "decode_tensor_parallel must not be negative"),
         (["serve", "--kv-cache-dtype=fp4"], "kv_cache_dtype 'fp4' is not one of auto, fp8"),
     ],
 )

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from node import engine_process
-from node.engine_process import EngineProcess
+from node.engine_process import EngineProcess, connected
 from wire.config import EngineConfig, NodeConfig
 from wire.transfer import Fingerprint
 
@@ -39,8 +40,9 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             str(tmp_path), load_format="dummy", device="cpu", max_model_len=max_model_len, threads=1,
             kv_cache_memory=4 << 20,
         )  # fmt: skip
-        process = EngineProcess(NodeConfig(engine), f"ipc://{tmp_path / 'nobody'}")
-        process._socket.close(linger=0)
+        socket = connected(f"ipc://{tmp_path / 'nobody'}")
+        EngineProcess(NodeConfig(engine), socket)
+        socket.context.destroy(linger=0)
         return offered.pop()
 
     return fingerprint
@@ -52,3 +54,10 @@ def test_nodes_of_one_limit_agree_and_those_with_other_rotary_frequencies_do_not
     assert short.difference(middle) is None
     assert short.difference(long) == "rope is '' here and 'longrope, long' there"
     assert (long.kv_heads, long.block_tokens, long.tp_size, long.kv_dtype) == (2, 16, 1, "float32")
+
+
+def test_the_number_of_ranks_may_differ_and_nothing_else() -> None:
+    one = Fingerprint(1, "m", "bfloat16", 64, 8, 128, 32, 0, 1)
+    assert one.difference(replace(one, tp_size=4)) is None
+    assert one.difference(replace(one, tp_size=4, block_tokens=16)) == "block_tokens is 64 here and 16 there"
+    assert one.difference(replace(one, kv_dtype="fp8")) == "kv_dtype is 'bfloat16' here and 'fp8' there"

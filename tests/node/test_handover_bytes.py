@@ -158,7 +158,9 @@ def test_kv_moves_while_the_prompt_is_computed(sides):
     prompt = [random.Random(1).randrange(300) for _ in range(333)]
     held = new_request("early-p", prompt, max_tokens=1, hold=True)
     p.engine.scheduler.add(held)
-    p.engine.step(p)
+    # Where steps are launched ahead, the first one's end is known when the second one is under way.
+    for _ in range(1 if p.engine.device.type == "cpu" else 2):
+        p.engine.step(p)
     req = new_request("early-d", prompt, max_tokens=20, fetch=p.ticket)
     d.connector.watch("early-d", p.ticket)
     d.engine.scheduler.add(req)

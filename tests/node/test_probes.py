@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kv_transfer.connector import Connector, Fetched, FetchFailed, Released, Settled, Way
-from node.probes import MAX_BYTES, Probes, pattern
+from node.probe_pattern import pattern
+from node.probes import MAX_BYTES, Probes
 from paged_engine.blocks import BlockPool
 from paged_engine.engine import Engine
 from paged_engine.scheduler import Scheduler
@@ -50,7 +51,8 @@ class Node:
             BlockPool(BLOCKS), block_tokens=16, max_batched_tokens=64, max_running=4, max_model_len=99, eos_token_ids=()
         )
         self.connector, self.said = FakeConnector(), list[Any]()
-        engine = SimpleNamespace(scheduler=self.scheduler, pool=pool, device=CPU)
+        model = SimpleNamespace(num_kv_heads=2)
+        engine = SimpleNamespace(scheduler=self.scheduler, pool=pool, device=CPU, model=model)
         self.probes = Probes(cast(Engine, engine), cast(Connector, self.connector), self.said.append)
 
     def words(self, block: int) -> torch.Tensor:
@@ -86,7 +88,7 @@ def test_the_pattern_is_finite_in_every_dtype_of_kv(dtype: torch.dtype) -> None:
 
 
 def test_no_two_blocks_or_seeds_or_positions_are_alike() -> None:
-    blocks = [pattern(seed, index, WORDS, CPU) for seed in (0, 10**6, 2**31 - 1) for index in range(8)]
+    blocks = [pattern(seed, index * WORDS, WORDS, CPU) for seed in (0, 10**6, 2**31 - 1) for index in range(8)]
     for i, one in enumerate(blocks):
         assert not any(torch.equal(one, other) for other in blocks[:i])
         assert not torch.equal(one, one.roll(WORDS // 2))

@@ -244,7 +244,7 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
             return ["ip", "netns", "exec", f"{name}{which}", sys.executable, *command]
 
         first = start(inside("a", str(SCRIPT)), config | {"tensor_parallel_local": 1}, repository)
-        second = start(inside("b", "-m", "kvrelay.cli", "rank", *flags(config, tiny)), {}, repository)
+        second = start(inside("b", "-m", "kvrelay.cli", "rank", *flags(config)), {}, repository)
         assert equal(result(first), alone)
         second.communicate(timeout=20)
         assert second.returncode == 0

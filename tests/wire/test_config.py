@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wire.config import EngineConfig, NodeConfig, RanksConfig, Role, TransferConfig, is_loopback
+from wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig, is_loopback
 from wire.errors import ConfigError
 
 
@@ -60,16 +60,6 @@ def test_a_secret_opens_every_address_and_none_is_needed_on_the_loopback() -> No
     for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1"):
         assert TransferConfig(kv_host=host).cluster_secret == ""
     assert not any(map(is_loopback, ("", "::", "10.0.0.1", "127.0.0.1.example.org", "2130706433")))
-
-
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_tensor_parallel_node_serves_alone(role: Role) -> None:
-    engine = EngineConfig("m", tensor_parallel=2)
-    assert NodeConfig(engine).engine is engine
-    with pytest.raises(
-        ConfigError, match=f"a {role} node cannot have tensor_parallel 2: use `kvrelay serve`; hand-over"
-    ):
-        NodeConfig(engine, role)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""The data planes of a rank other than 0: opened over its own pool, and led by rank 0's desk.
+
+Owns the planes' threads of this process; decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from kv_transfer.connector import PoolRegion
+from kv_transfer.fetches import PeerKey
+from kv_transfer.planes import DataPlane, PlaneThread
+from kv_transfer.rank_link import LinkEnd
+from kv_transfer.rank_messages import (
+    AddPeer,
+    Broke,
+    Close,
+    DropPeer,
+    Joined,
+    Meeting,
+    Opened,
+    PeerGone,
+    Post,
+    ReadEnded,
+    ReadFailed,
+    Serve,
+    ToRank,
+)
+from wire.errors import ConfigError, KvrelayError
+
+__all__ = ["LedPlanes"]
+
+log = logging.getLogger(__name__)
+
+JOIN_S = 0.4
+
+
+class LedPlanes:
+    """See the module."""
+
+    def __init__(
+        self,
+        rank: int,
+        region: PoolRegion,
+        planes: Mapping[str, DataPlane],
+        meeting: Meeting,
+        lost: Callable[[str], None],
+    ) -> None:
+        """Opens the planes and tells rank 0. `lost` is called, from another thread, if rank 0 is."""
+        self._threads: dict[str, PlaneThread] = {}
+        self.serving = False
+        """Whether peers may be reading from this engine."""
+        cards, missing = {}, {}
+        for kind, plane in planes.items():
+            thread = PlaneThread(plane, _Voice(self, kind))
+            try:
+                cards[kind] = thread.open()
+            except ConfigError as error:
+                log.info("no KV by %s on rank %d: %s", kind, rank, error.message)
+                missing[kind] = error.message
+            else:
+                self._threads[kind] = thread
+        self.link = LinkEnd(meeting, self._hear, lost)
+        self.link.say(Opened(rank, region, cards, missing))
+
+    def close(self) -> None:
+        """End all threads."""
+        self.link.close(JOIN_S)
+        self._end()
+
+    def _end(self) -> None:
+        for thread in self._threads.values():
+            thread.stop()
+        for thread in self._threads.values():
+            thread.close(JOIN_S)
+
+    def _hear(self, message: ToRank) -> None:
+        match message:
+            case Post(kind, read):
+                self._threads[kind].read(read)
+            case AddPeer(kind, peer, source):
+                self._threads[kind].add_peer(peer, source)
+            case PeerGone(kind, peer):
+                self._threads[kind].peer_gone(peer)
+            case DropPeer(kind, peer):
+                self._threads[kind].drop_peer(peer)
+            case Serve(on):
+                self.serving = on
+                for thread in self._threads.values():
+                    thread.nudge()
+            case Close():
+                self._end()
+
+
+class _Voice:
+    """What a plane's thread tells, on its way to rank 0."""
+
+    def __init__(self, planes: LedPlanes, kind: str) -> None:
+        self._planes, self._kind = planes, kind
+
+    def joined(self, peer: PeerKey, error: KvrelayError | None) -> None:
+        said = None if error is None else _said(error)
+        self._planes.link.say(Joined(self._kind, peer, said))
+
+    def read_ended(self, peer: PeerKey, read_id: int) -> None:
+        self._planes.link.say(ReadEnded(self._kind, peer, read_id))
+
+    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+        self._planes.link.say(ReadFailed(self._kind, peer, read_id, _said(error), in_flight))
+
+    def serving(self) -> bool:
+        return self._planes.serving
+
+    def broke(self, error: Exception) -> None:
+        self._planes.link.say(Broke(f"{type(error).__name__}: {error}"))
+
+
+def _said(error: KvrelayError) -> tuple[str, str]:
+    return type(error).__name__, error.message

@@ -1,0 +1,148 @@
+"""What rank 0 and the other ranks of an engine say to each other about data planes: typed msgpack, size-limited.
+
+Owns the words, and the `Meeting` that leads a rank to the socket; not the talk. A plane is named by its kind.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kv_transfer.connector import PoolRegion
+from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.planes import Source
+from wire import errors
+from wire.errors import KvrelayError, TransferError
+
+__all__ = [
+    "MAX_RANK_MESSAGE_BYTES",
+    "AddPeer",
+    "Broke",
+    "Close",
+    "DropPeer",
+    "FromRank",
+    "Joined",
+    "Meeting",
+    "Opened",
+    "PeerGone",
+    "PlaneTerms",
+    "Post",
+    "ReadEnded",
+    "ReadFailed",
+    "Serve",
+    "ToRank",
+    "error_of",
+]
+
+# A Post names up to 100,000 blocks on either side.
+MAX_RANK_MESSAGE_BYTES = 1 << 20
+
+
+class PlaneTerms(msgspec.Struct, frozen=True):
+    """Which planes are wanted, the best first, and what they must know of the configuration."""
+
+    kinds: tuple[str, ...]
+    host: str
+    """Address at which peers reach this process."""
+    meet_s: float
+    patience_s: float
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where rank 0 awaits the others, and the CURVE key without which nobody gets a word in."""
+
+    host: str
+    port: int
+    key: bytes
+    engine_id: str
+    terms: PlaneTerms
+
+
+class AddPeer(msgspec.Struct, tag="add", frozen=True):
+    """Get ready to read from a rank of a source. Joined follows."""
+
+    kind: str
+    peer: PeerKey
+    source: Source
+
+
+class Post(msgspec.Struct, tag="post", frozen=True):
+    """Read. ReadEnded or ReadFailed follows."""
+
+    kind: str
+    read: Read
+
+
+class PeerGone(msgspec.Struct, tag="gone", frozen=True):
+    """The source does not answer any more."""
+
+    kind: str
+    peer: PeerKey
+
+
+class DropPeer(msgspec.Struct, tag="drop", frozen=True):
+    """Nothing is read from this peer any more."""
+
+    kind: str
+    peer: PeerKey
+
+
+class Serve(msgspec.Struct, tag="serve", frozen=True):
+    """Whether peers may be reading from the engine."""
+
+    on: bool
+
+
+class Close(msgspec.Struct, tag="close", frozen=True):
+    """The engine ends."""
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    """Rank -> 0, first: its pool, and of each plane what peers need, or why it cannot be had."""
+
+    rank: int
+    region: PoolRegion
+    cards: dict[str, bytes]
+    missing: dict[str, str]
+
+
+class Joined(msgspec.Struct, tag="joined", frozen=True):
+    """Reads from this peer may be posted; or never will be, by an error of this kind with this message."""
+
+    kind: str
+    peer: PeerKey
+    error: tuple[str, str] | None
+
+
+class ReadEnded(msgspec.Struct, tag="ended", frozen=True):
+    """All bytes of this rank's part are in."""
+
+    kind: str
+    peer: PeerKey
+    read_id: int
+
+
+class ReadFailed(msgspec.Struct, tag="failed", frozen=True):
+    """This rank's part broke."""
+
+    kind: str
+    peer: PeerKey
+    read_id: int
+    error: tuple[str, str]
+    in_flight: bool
+
+
+class Broke(msgspec.Struct, tag="broke", frozen=True):
+    """A plane's thread has ended by an error of ours."""
+
+    reason: str
+
+
+ToRank = AddPeer | Post | PeerGone | DropPeer | Serve | Close
+FromRank = Opened | Joined | ReadEnded | ReadFailed | Broke
+
+
+def error_of(error: tuple[str, str]) -> KvrelayError:
+    """The error of that name in wire/errors.py, with that message."""
+    name, message = error
+    kind = getattr(errors, name, None)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, TransferError) else TransferError(message)

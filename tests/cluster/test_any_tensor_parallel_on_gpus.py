@@ -1,0 +1,118 @@
+"""Nodes of 1, 2 and 4 ranks on two GPUs: KV of every pair is equal to the byte, by the direct and the NIXL plane.
+
+Tokens are compared loosely: sums of bf16 depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import TINY, Cluster, Process, free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.gpu]
+
+PREFILL, DECODE = (1, 2), (1, 2, 4)
+COLD_S = 400.0  # every rank compiles every kernel
+MODEL = TINY | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture(scope="module", params=["direct", "nixl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    if request.param == "nixl":
+        pytest.importorskip("nixl")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster(kind, tmp_path_factory):
+    """Nodes of one rank have the second GPU. They start one after the other, because each measures what is free."""
+    folder = tmp_path_factory.mktemp(f"tp-{kind}")
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "config.json").write_text(json.dumps(MODEL))
+    engine = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cuda"]
+    engine += ["--kv-cache-memory", str(64 << 20), "--max-running", "8", "--max-batched-tokens", "256"]
+    engine += ["--gpu-memory-utilization", "0.1"]
+    ours = Cluster(folder, engine)
+    others: list[Process] = []
+    try:
+        for role, sizes in (("prefill", PREFILL), ("decode", DECODE)):
+            for size in sizes:
+                flags = [*engine, "--tensor-parallel", str(size)]
+                if size == 4:
+                    flags += ["--tensor-parallel-local", "1", "--tensor-parallel-address", f"127.0.0.1:{free_port()}"]
+                    others = [ours.start("rank", [*flags, "--first-rank", str(r)], env=host(r)) for r in (1, 2, 3)]
+                env = {1: {"CUDA_VISIBLE_DEVICES": "1"}, 2: {"CUDA_VISIBLE_DEVICES": "0,1"}, 4: host(0)}[size]
+                more = ["--served-model-name", "tiny", "--kv-connector", kind]
+                ours.nodes.append(ours.start(role, [*flags, *more], env=env))
+                ours.wait_ready(ours.nodes[-1], within_s=COLD_S)
+        yield ours
+    finally:
+        ours.stop()
+        for rank in others:
+            rank.popen.wait(20)
+
+
+def host(rank: int) -> dict[str, str]:
+    """NCCL refuses two ranks on one GPU of a host, so that each says that it is a host of its own."""
+    variables = {"NCCL_HOSTID": f"host-{rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    return variables | {"CUDA_VISIBLE_DEVICES": str(rank % 2)}
+
+
+def complete(node: Process, request: dict[str, Any]) -> dict[str, Any]:
+    answer = httpx2.post(f"{node.url}/v1/completions", json=request, timeout=60)
+    assert answer.status_code == 200, answer.text + node.tail()
+    return answer.json()
+
+
+def test_the_bytes_of_every_pair_are_those_that_were_filled_in(cluster, kind):
+    urls = [f"--{each.role}={each.url}" for each in cluster.nodes]
+    argv = [sys.executable, "-m", "kvrelay.cli", "doctor", *urls, "--json"]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.stdout, done.stderr
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["failures"]) == (0, []), done.stderr
+    assert len(report["pairs"]) == len(PREFILL) * len(DECODE)
+    assert all(sample["verified"] for pair in report["pairs"] for sample in pair["samples"])
+    assert {pair["plane"] for pair in report["pairs"]} == {kind}
+    cluster.all_blocks_free(within_s=6)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(p, d) for p in range(len(PREFILL)) for d in range(len(DECODE))])
+def test_tokens_are_near_those_of_one_rank_alone(cluster, prefill, decode):
+    source, reader = cluster.of("prefill")[prefill], cluster.of("decode")[decode]
+    fetches = reader.metric("kvrelay_fetches_total")
+    equal = 0
+    for seed in range(8):
+        prompt = [2 + (seed * 7919 + i * i) % 300 for i in range(300)]  # several chunks, some of which sample nothing
+        request = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        request |= {"logprobs": 0}
+        alone = complete(cluster.of("prefill")[0], request)["choices"][0]["logprobs"]
+        first = complete(source, request | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}})
+        ours = complete(reader, request | {"kv_transfer_params": first["kv_transfer_params"]})["choices"][0]["logprobs"]
+        if ours["tokens"][:2] == alone["tokens"][:2]:  # else a near-tie
+            equal += 1
+            assert ours["token_logprobs"][:2] == pytest.approx(alone["token_logprobs"][:2], abs=0.1)
+    assert equal >= 5
+    assert reader.metric("kvrelay_fetches_total") == fetches + 8
+    assert reader.metric("kvrelay_fetches_failed_total") == 0
+    cluster.all_blocks_free(within_s=6)

@@ -1,0 +1,80 @@
+"""Decode nodes whose operator wants an error and no prompt computed where it should not be, as real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+
+import httpx2
+import pytest
+from real_cluster import Cluster, running, tiny_model, wait_until
+
+pytestmark = pytest.mark.cluster
+
+TOKENS = 6000
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    flags = tiny_model(folder, max_position_embeddings=8192)
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20), "--max-batched-tokens", "16"]
+    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--kv-load-failure-policy", "fail"]
+    with running(folder, prefill=1, decode=2, flags=flags) as ours:
+        yield ours
+
+
+def test_a_fetch_that_fails_ends_the_request_and_is_counted(cluster: Cluster) -> None:
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    ask = httpx2.post(f"{cluster.url}/v1/completions", json={**body, "prompt": [5] * 40}, timeout=60)
+    assert ask.status_code == 200
+    # As a third party's proxy: a ticket of a node that dies before it is followed.
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    (prefill,), decodes = cluster.of("prefill"), cluster.of("decode")
+    long = {**body, "prompt": [7] * 500}
+    given = httpx2.post(
+        f"{prefill.url}/v1/completions", json={**long, "max_tokens": 1, "kv_transfer_params": asked}, timeout=60
+    ).json()["kv_transfer_params"]
+    prefill.kill(signal.SIGKILL)
+    follow = {**long, "kv_transfer_params": given}
+    answer = httpx2.post(f"{decodes[0].url}/v1/completions", json=follow, timeout=60)
+    assert answer.status_code == 502
+    error = answer.json()["error"]
+    assert error["code"] == "kv_not_loaded"
+    assert "is gone or was restarted (PeerLost)" in error["message"]
+    assert "127.0.0.1" not in error["message"]
+    # A stream has begun with the first token, which came with the ticket.
+    answer = httpx2.post(f"{decodes[0].url}/v1/completions", json={**follow, "stream": True}, timeout=60)
+    *_, last, done = (line for line in answer.text.splitlines() if line)
+    assert (answer.status_code, done) == (200, "data: [DONE]")
+    assert json.loads(last.removeprefix("data: "))["error"] == error
+    assert decodes[0].metric("kvrelay_requests_not_loaded_total") == 2
+    assert decodes[0].metric("kvrelay_recomputed_prompts_total") == 0
+    wait_until(lambda: decodes[0].metric("kvrelay_fetches_failed_total") == 2, 5, "both causes are counted")
+    cluster.all_blocks_free(within_s=4)
+    cluster.wait_ready(cluster.restart(prefill))
+
+
+def test_the_router_asks_no_other_decode_node(cluster: Cluster) -> None:
+    (prefill,), decodes, router = cluster.of("prefill"), cluster.of("decode"), cluster.router
+    assert router is not None
+    wait_until(router.health, 20, "the router sees the prefill node again")
+    counted = "vllm:prompt_tokens_total", "kvrelay_requests_not_loaded_total"
+    before = [sum(node.metric(name) for node in decodes) for name in counted]
+    answers: list[httpx2.Response] = []
+    body = {"model": "tiny", "max_tokens": 4, "prompt": [2 + i * i % 300 for i in range(TOKENS)]}
+
+    def ask() -> None:
+        answers.append(httpx2.post(f"{cluster.url}/v1/completions", json=body, timeout=60))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    wait_until(lambda: any(len(set(node.free_blocks())) > 1 for node in decodes), 10, "a decode node waits", 0.005)
+    prefill.kill(signal.SIGKILL)
+    thread.join(30)
+    (answer,) = answers
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "kv_not_loaded")
+    after = [sum(node.metric(name) for node in decodes) for name in counted]
+    assert after == [before[0], before[1] + 1]
+    cluster.all_blocks_free(within_s=4)

@@ -1,0 +1,101 @@
+"""Peers and reads in parts, in random orders of events, against a twin that knows everything."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.parts import Failed, Finished, Joined, Part, PartTable
+from wire.errors import KvrelayError, PeerLost, TransferError
+
+PEER = PeerKey("h", 1, "g")
+OWN, OTHER, FAR = Part(0, PEER), Part(1, PEER), Part(1, PeerKey("h", 1, "g/1"))
+ERROR, LOST = TransferError("broke"), PeerLost("gone")
+
+
+def table(*parts: Part) -> PartTable:
+    it = PartTable()
+    it.add_peer(PEER, parts)
+    return it
+
+
+def read(number: int = 7) -> Read:
+    return Read(number, PEER, (1, 2), (3, 4))
+
+
+def test_a_peer_is_joined_when_all_parts_are() -> None:
+    it = table(OWN, OTHER, FAR)
+    assert it.joined(FAR, None) is None
+    assert it.joined(OWN, None) is None
+    assert it.joined(OTHER, None) == Joined(PEER, None)
+
+
+def test_a_peer_that_one_part_cannot_join_is_told_of_once_and_others_answer_in_vain() -> None:
+    it = table(OWN, OTHER, FAR)
+    assert it.joined(OTHER, None) is None
+    assert it.joined(FAR, ERROR) == Joined(PEER, ERROR)
+    assert it.drop_peer(PEER) == (OWN, OTHER, FAR)
+    assert it.joined(OWN, ERROR) is None
+    assert len(it) == 0
+
+
+def test_a_late_answer_to_an_earlier_attempt_is_not_taken_for_one_to_the_next() -> None:
+    it = table(OWN, OTHER)
+    it.joined(OWN, ERROR)
+    it.drop_peer(PEER)
+    it.add_peer(PEER, [OWN, OTHER])
+    assert it.joined(OWN, None) is None
+    assert it.joined(OTHER, ERROR) is None  # the first attempt's
+    assert it.joined(OTHER, None) == Joined(PEER, None)
+
+
+def test_each_part_is_told_the_same_blocks_of_its_own_source() -> None:
+    it = table(OWN, FAR)
+    (own, its), (far, theirs) = it.read(read())
+    assert (own, its, far) == (OWN, read(), FAR)
+    assert theirs == Read(7, FAR.source, (1, 2), (3, 4))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_orders_give_what_the_twin_says(seed: int) -> None:
+    """Of each part's script the events come in order; over all parts in any order."""
+    rng = random.Random(seed)
+    parts = [Part(rank, PeerKey("h", 1, f"g/{source}")) for rank in range(3) for source in range(rng.randrange(1, 3))]
+    it = table(*parts)
+    for part in parts:
+        it.joined(part, None)
+    scripts: list[tuple[int, Part, list[KvrelayError | str]]] = []
+    for number in (1, 2):
+        it.read(read(number))
+        for part in parts:
+            broken: list[KvrelayError | str] = [ERROR] * rng.randrange(2)
+            scripts.append((number, part, [*broken, rng.choice(["ended", "ended", LOST])]))
+    first: dict[int, KvrelayError] = {}
+    running = {number: set(parts) for number in (1, 2)}
+    while scripts:
+        number, part, script = scripts[index := rng.randrange(len(scripts))]
+        event = script.pop(0)
+        if not script:
+            scripts.pop(index)
+            running[number].discard(part)
+        if event == "ended":
+            outcome = it.read_ended(part, number)
+        else:
+            assert isinstance(event, KvrelayError)
+            outcome = it.read_failed(part, number, event, in_flight=bool(script))
+        news = event != "ended" and number not in first
+        if event != "ended":
+            assert isinstance(event, KvrelayError)
+            first.setdefault(number, event)
+        if not running[number] and number in first:
+            assert outcome == Failed(PEER, number, first[number], in_flight=False)
+        elif not running[number]:
+            assert outcome == Finished(PEER, number)
+        elif news:
+            assert outcome == Failed(PEER, number, first[number], in_flight=True)
+        else:
+            assert outcome is None
+    it.drop_peer(PEER)
+    assert len(it) == 0

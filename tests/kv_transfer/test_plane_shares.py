@@ -1,0 +1,95 @@
+"""Every data plane reads a share of each block: between pools whose blocks hold different heads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.pool_memory import zeros
+from kv_transfer import mapped_host
+from kv_transfer.connector import PoolRegion
+from kv_transfer.planes import DataPlane, Source
+from kv_transfer.shares import Heads, shares
+from kv_transfer.via_direct import DirectPlane
+from kv_transfer.via_nccl import NcclPlane
+from kv_transfer.via_nixl import NixlPlane
+
+BLOCKS, HEADS, HEAD_BYTES = 12, 4, 4096
+
+
+class Rank:
+    """A pool of some heads, and a plane over it. `pool` is uint8 [blocks, heads, HEAD_BYTES]."""
+
+    def __init__(self, name: str, kind: str, heads: Heads, device: str) -> None:
+        self.name, self.heads = name, heads
+        size = heads[1] - heads[0]
+        self.memory = zeros(BLOCKS * size * HEAD_BYTES, torch.device(device))
+        self.pool = self.memory.view(BLOCKS, size, HEAD_BYTES)
+        self.region = PoolRegion(self.memory.data_ptr(), BLOCKS, size * HEAD_BYTES, device)
+        self.plane: DataPlane = {
+            "direct": lambda: DirectPlane(self.region),
+            "nixl": lambda: NixlPlane(f"{name}-{time.monotonic_ns()}", self.region),
+            "nccl": lambda: NcclPlane(self.region, "127.0.0.1", 20.0, 5.0, slice_bytes=HEAD_BYTES + 1000),
+        }[kind]()
+        self.metadata = self.plane.open()
+
+
+def engine(name: str, kind: str, size: int, device: str) -> list[Rank]:
+    each = HEADS // size
+    return [Rank(f"{name}{rank}", kind, (rank * each, rank * each + each), device) for rank in range(size)]
+
+
+@pytest.fixture(params=["direct", "nixl", "nccl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "nixl":
+        pytest.importorskip("nixl")
+    return str(request.param)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, kind: str) -> str:
+    if request.param != "cpu" and kind in ("direct", "nccl"):
+        pytest.skip("one process cannot map its own memory by CUDA IPC, nor be two ranks of NCCL on one GPU")
+    return str(request.param)
+
+
+@pytest.fixture
+def engines(kind: str, device: str, request: pytest.FixtureRequest) -> Iterator[tuple[list[Rank], list[Rank]]]:
+    here, there = (
+        engine(name, kind, size, device) for name, size in zip(("reader", "source"), request.param, strict=True)
+    )
+    yield here, there
+    for rank in (*here, *there):
+        rank.plane.close()
+
+
+@pytest.mark.parametrize("engines", [(1, 2), (2, 1), (4, 2), (1, 4)], indirect=True)
+@pytest.mark.parametrize("step_bytes", [mapped_host.STEP_BYTES, 3000])
+def test_every_rank_gets_its_heads_and_nothing_else(engines, step_bytes, monkeypatch):
+    monkeypatch.setattr(mapped_host, "STEP_BYTES", step_bytes)
+    here, there = engines
+    whole = torch.randint(0, 256, (BLOCKS, HEADS, HEAD_BYTES), dtype=torch.uint8)
+    for rank in there:
+        rank.pool.copy_(whole[:, slice(*rank.heads)])
+    remote, local = [3, 4, 5, 0, 11], [1, 2, 3, 9, 7]
+    expected = torch.zeros_like(whole)
+    expected[local] = whole[remote]
+    running = []
+    for index, reader in enumerate(here):
+        found = shares(index, [rank.heads for rank in here], [rank.heads for rank in there], HEAD_BYTES)
+        for source, share in found:
+            peer = there[source]
+            generation = f"g/{source}"
+            reader.plane.add_peer(Source(peer.name, generation, peer.region, peer.metadata, share))
+            running.append((reader, reader.plane.post_read(generation, remote, local)))
+    deadline = time.monotonic() + 20
+    while running:
+        assert time.monotonic() < deadline
+        running = [(reader, handle) for reader, handle in running if not reader.plane.poll(handle)]
+        for rank in there:
+            rank.plane.progress()
+    for reader in here:
+        assert torch.equal(reader.pool.cpu(), expected[:, slice(*reader.heads)])

@@ -1,0 +1,228 @@
+"""A desk whose planes are on several ranks: their threads and sockets are real, their processes are this one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from peer_process import CONFIG, FINGERPRINT
+from shared_plane import BLOCK_BYTES, BLOCKS, SharedPlane, pattern
+from woken import Woken
+
+from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.desk import Desk
+from kv_transfer.led_planes import LedPlanes
+from kv_transfer.open import terms_of
+from kv_transfer.planes import Source
+from kv_transfer.rank_link import LinkEnd, RankLink
+from kv_transfer.rank_messages import Meeting
+from kv_transfer.shares import Heads
+from wire.errors import ConfigError, PeerLost, TransferError
+
+KINDS = ("a", "b")
+
+
+class RefusingPlane(SharedPlane):
+    """Cannot reach anybody."""
+
+    def add_peer(self, source: Source) -> None:
+        raise TransferError("another host")
+
+
+class MissingPlane(SharedPlane):
+    """Cannot be had."""
+
+    def open(self) -> bytes:
+        raise ConfigError("not installed")
+
+
+def heads_of(size: int) -> list[Heads]:
+    """Two KV heads; four ranks hold each of them twice."""
+    return {1: [(0, 2)], 2: [(0, 1), (1, 2)], 4: [(0, 1), (0, 1), (1, 2), (1, 2)]}[size]
+
+
+class Node(Woken):
+    """An engine of `size` ranks, whose planes of both kinds are over pools of their own."""
+
+    def __init__(self, name: str, folder: Path, size: int = 1, **kinds: type[SharedPlane]) -> None:
+        """`kinds`: a plane of another class on the last rank."""
+        super().__init__()
+        self.heads = heads_of(size)
+        self.planes: list[dict[str, SharedPlane]] = []
+        self.lost: list[str] = []
+        regions = []
+        for rank, (first, end) in enumerate(self.heads):
+            block_bytes = BLOCK_BYTES // 2 * (end - first)
+            regions.append(PoolRegion(0, BLOCKS, block_bytes, "cpu"))
+            last = rank == size - 1
+            self.planes.append(
+                {
+                    kind: (kinds.get(kind, SharedPlane) if last else SharedPlane)(
+                        folder / f"{name}-{rank}-{kind}-{time.monotonic_ns()}", block_bytes
+                    )
+                    for kind in KINDS
+                }
+            )
+        self.link = RankLink("127.0.0.1", self.heads, name, terms_of(CONFIG)) if size > 1 else None
+        self.led = [
+            LedPlanes(rank, regions[rank], self.planes[rank], self.link.meeting, self.lost.append)
+            for rank in range(1, size)
+            if self.link is not None
+        ]
+        self.desk = self.watching = Desk(
+            name, FINGERPRINT, regions[0], CONFIG, self.woken.set, self.planes[0], self.link
+        )
+
+    def fill(self) -> None:
+        """Every block of every plane with its pattern."""
+        for kind in KINDS:
+            for planes, (first, end) in zip(self.planes, self.heads, strict=True):
+                for block in range(BLOCKS):
+                    planes[kind].write(block, pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2])
+
+    def read(self, kind: str, block: int) -> list[bytes]:
+        """A block, of each rank."""
+        return [planes[kind].read(block) for planes in self.planes]
+
+    def close(self) -> None:
+        self.desk.close()
+        for led in self.led:
+            led.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[object]:
+    nodes: list[Node] = []
+
+    def made(name: str, size: int, **kinds: type[SharedPlane]) -> Node:
+        nodes.append(Node(name, tmp_path, size, **kinds))
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+        assert node.lost == []
+
+
+def halves(node: Node, block: int) -> list[bytes]:
+    return [pattern(block)[first * BLOCK_BYTES // 2 : end * BLOCK_BYTES // 2] for first, end in node.heads]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("source_size", [1, 2, 4])
+def test_every_rank_gets_its_part_of_every_block(make, size, source_size):
+    source, reader = make("source", source_size), make("reader", size)
+    source.fill()
+    reader.desk.watch("r", source.desk.offer("p", [3, 4, 9], 40))
+    reader.desk.fetch("r", [4, 9], [1, 7])
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched), fetched
+    ranks_bytes = sum(end - first for first, end in reader.heads) * BLOCK_BYTES // 2
+    assert fetched.num_bytes == 2 * ranks_bytes
+    assert [reader.read("a", block) for block in (1, 7)] == [halves(reader, block) for block in (4, 9)]
+    assert not any(any(part) for part in reader.read("a", 2))
+    assert source.wait(1) == [Released("p", expired=False)]
+
+
+def test_a_read_lasts_until_its_last_part_does(make):
+    source, reader = make("source", 1), make("reader", 2)
+    source.fill()
+    slow = reader.planes[1]["a"]
+    slow.gate.clear()
+    reader.desk.watch("r", source.desk.offer("p", [3], 16))
+    reader.desk.fetch("r", [3], [1])
+    assert slow.posted.wait(5)
+    reader.quiet(0.2)
+    slow.gate.set()
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+
+
+def test_blocks_of_a_read_that_broke_on_one_rank_are_settled_when_no_other_reads(make):
+    source, reader = make("source", 2), make("reader", 2)
+    slow, broken = (planes["a"] for planes in reader.planes)
+    slow.gate.clear()
+    broken.error = PeerLost("gone")
+    reader.desk.watch("r", source.desk.offer("p", [3], 16))
+    reader.desk.fetch("r", [3], [1])
+    (failed,) = reader.wait(1)
+    assert isinstance(failed, FetchFailed)
+    assert failed.reason == "PeerLost: gone"
+    reader.woken.wait(0.2)
+    assert reader.desk.events() == []
+    reader.woken.clear()
+    slow.gate.set()
+    assert reader.wait(1) == [Settled("r")]
+
+
+def test_what_one_rank_cannot_reach_none_reads_through(make):
+    source, reader = make("source", 1), make("reader", 2, a=RefusingPlane)
+    source.fill()
+    ticket = source.desk.offer("p", [3], 16)
+    reader.desk.watch("r", ticket)
+    reader.desk.fetch("r", [3], [1])
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert reader.read("b", 1) == halves(reader, 3)
+    way = reader.desk.way(ticket)
+    assert way is not None
+    assert (way.plane, way.missed) == ("b", {"a": "another host"})
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [({"a": MissingPlane}, {}), ({}, {"a": MissingPlane})])
+def test_what_one_rank_does_not_have_the_engine_does_not_have(make, mine, theirs):
+    source, reader = make("source", 2, **theirs), make("reader", 2, **mine)
+    source.fill()
+    reader.desk.watch("r", source.desk.offer("p", [3], 16))
+    reader.desk.fetch("r", [3], [1])
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert reader.read("b", 1) == halves(reader, 3)
+
+
+def test_a_plane_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
+    reader = make("reader", 2)
+
+    def broken() -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(reader.planes[1]["a"], "progress", broken)
+    assert reader.woken.wait(5)
+    with pytest.raises(RuntimeError, match="rank 1: RuntimeError: a fault of ours"):
+        reader.desk.events()
+
+
+def test_ranks_help_readers_as_long_as_there_are_any(make):
+    source = make("source", 2)
+    assert source.led[0].serving is False
+    source.desk.offer("p", [3], 16)
+    until = time.monotonic() + 5
+    while not source.led[0].serving:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    source.desk.release("p")
+    while source.led[0].serving:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_rank_without_the_key_is_not_heard_and_ends():
+    link = RankLink("127.0.0.1", heads_of(2), "e", terms_of(CONFIG))
+    lost: list[str] = []
+    done = threading.Event()
+
+    def say(why: str) -> None:
+        lost.append(why)
+        done.set()
+
+    meeting = link.meeting
+    stranger = Meeting(meeting.host, meeting.port, zmq.curve_keypair()[0], "e", meeting.terms)
+    end = LinkEnd(stranger, lambda _message: None, say)
+    assert done.wait(10)
+    assert "the connection to rank 0 has ended or was refused" in lost[0]
+    end.close(1)
+    link.close(1)

@@ -1,0 +1,102 @@
+"""Slices of transfers, and copies between the pool and staging: torch's, and the kernel's in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from kv_transfer.connector import PoolRegion
+from kv_transfer.staging import BlockPool, Lane, cut
+
+# Triton reads it when it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+BLOCKS, BLOCK_BYTES = 16, 96
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "row_bytes", "slice_bytes"), [(7, 10, 30), (7, 10, 100), (3, 10, 4), (1, 5, 5), (64, 8, 67)]
+)
+def test_slices_cover_every_byte_once_and_in_order(num_blocks: int, row_bytes: int, slice_bytes: int) -> None:
+    slices = cut(num_blocks, row_bytes, slice_bytes)
+    assert all(0 < piece.num_bytes <= slice_bytes for piece in slices)
+    covered = [
+        (piece.first + row, at)
+        for piece in slices
+        for row in range(piece.rows)
+        for at in range(piece.start, piece.stop)
+    ]
+    assert covered == [(block, at) for block in range(num_blocks) for at in range(row_bytes)]
+
+
+def test_slices_of_whole_rows_are_as_few_and_as_equal_as_can_be() -> None:
+    assert [piece.rows for piece in cut(9, 8, 64)] == [4, 5]
+    assert [piece.rows for piece in cut(64, 8, 64)] == [8] * 8
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def kernel(request: pytest.FixtureRequest) -> Any:
+    return None if request.param == "torch" else pytest.importorskip("kernels.gather_blocks")
+
+
+@pytest.mark.parametrize("slice_bytes", [40, 300])
+@pytest.mark.parametrize(("offset", "row_bytes"), [(0, 96), (32, 32), (80, 16), (95, 1), (8, 24)])
+def test_what_is_gathered_is_scattered(kernel: Any, offset: int, row_bytes: int, slice_bytes: int) -> None:
+    pool, expected, region = some_pool()
+    there, here = [3, 4, 5, 9, 1], [0, 2, 10, 11, 12]
+    part = slice(offset, offset + row_bytes)
+    expected[here, part] = expected[there, part]
+    lane = Lane(BlockPool(region), None, kernel)
+    staging = lane.staging(slice_bytes)
+    sources, targets = (lane.places(blocks, offset, row_bytes) for blocks in (there, here))
+    assert (sources.index is not None) == (kernel is not None and row_bytes % 16 == 0)
+    for piece in cut(5, row_bytes, slice_bytes):
+        lane.gather(sources, piece, staging)
+        lane.scatter(targets, piece, staging)
+    assert lane.settled()
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("offset", [0, 48])
+def test_rows_lie_elsewhere_in_the_blocks_of_the_two_ends(kernel: Any, offset: int) -> None:
+    """Heads 0 and 1 of a source with one head are heads 0 or 1 of a reader with two."""
+    pool, expected, region = some_pool()
+    narrow = PoolRegion(region.address, 2 * BLOCKS, BLOCK_BYTES // 2, "cpu")
+    source, reader = Lane(BlockPool(narrow), None, kernel), Lane(BlockPool(region), None, kernel)
+    staging = source.staging(3 * 48)
+    (piece,) = cut(3, 48, 3 * 48)
+    source.gather(source.places([31, 0, 7]), piece, staging)
+    reader.scatter(reader.places([2, 9, 4], offset, 48), piece, staging)
+    expected[[2, 9, 4], offset : offset + 48] = expected.view(-1, 48)[[31, 0, 7]]
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_lane_copies_by_kernel_and_settles() -> None:
+    pool = torch.randint(0, 256, (64, 1 << 20), dtype=torch.uint8, device="cuda:0")
+    expected = pool.clone()
+    blocks = BlockPool(PoolRegion(pool.data_ptr(), 64, 1 << 20, "cuda:0"))
+    torch.cuda.synchronize()
+    blocks.compile()
+    there, here = list(range(32)), list(range(63, 31, -1))
+    with blocks.lane() as lane:
+        staging = lane.staging(10 << 20)
+        sources, targets = lane.places(there), lane.places(here)
+        assert sources.index is not None
+        for piece in cut(32, 1 << 20, 10 << 20):
+            lane.gather(sources, piece, staging)
+            lane.scatter(targets, piece, staging)
+    assert lane.settled()
+    expected[here] = expected[there]
+    assert torch.equal(pool, expected)
+
+
+def some_pool() -> tuple[torch.Tensor, torch.Tensor, PoolRegion]:
+    """A pool on 16 bytes with other bytes everywhere, its copy, and where it is."""
+    pool = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    assert pool.data_ptr() % 16 == 0
+    return pool, pool.clone(), PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")

@@ -1,0 +1,41 @@
+"""Python itself loads this in each process that has the folder in its PYTHONPATH: an engine process whose GPU can fail.
+
+It does when the file named by GPU_FAULT appears, in the place that the file names: `step` or `plane`. From then on the
+end of the interpreter hangs, as CUDA's teardown may; with `stuck` in the file even leaving at once does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+MESSAGE = """CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace might be incorrect."""
+
+if "node.engine_process" in sys.orig_argv:
+    import atexit
+    import time
+    from typing import Any
+
+    import torch
+
+    from kv_transfer.planes import PlaneThread
+    from paged_engine.engine import Engine
+
+    trigger = Path(os.environ["GPU_FAULT"])
+
+    def failing(place: str, real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            if trigger.exists() and place in (asked := trigger.read_text()):
+                atexit.register(time.sleep, 600)
+                if "stuck" in asked:
+                    os._exit = time.sleep  # type: ignore[assignment]
+                trigger.unlink()
+                raise torch.AcceleratorError(MESSAGE)
+            return real(*arguments)
+
+        return call
+
+    Engine.step = failing("step", Engine.step)  # type: ignore[method-assign]
+    PlaneThread._turn = failing("plane", PlaneThread._turn)  # type: ignore[method-assign]

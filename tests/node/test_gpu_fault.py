@@ -1,0 +1,139 @@
+"""A GPU that fails for good: requests end once, the process ends with one sentence, its supervisor starts another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from kvrelay.supervisor import Child, ChildSpec, Supervisor
+from node.last_words import sentence
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
+from real_cluster import free_port, tiny_model
+
+WHY = (
+    "the GPU has failed in this process (CUDA error: an illegal memory access was encountered); only a new process can "
+    "use it again, so this one ends"
+)
+DEADLINE_S = 120.0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`",
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+        "CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx",
+    ],
+)
+def test_a_sticky_error_is_known_wherever_it_was_raised(message: str) -> None:
+    try:
+        try:
+            raise RuntimeError(message)
+        except RuntimeError as why:
+            raise RuntimeError("a thread has ended") from why
+    except RuntimeError as why:
+        said = sentence(why)
+    assert said.startswith(f"the GPU has failed in this process ({message.partition(chr(10))[0]})")
+    assert "\n" not in said
+
+
+def test_other_errors_are_said_in_their_first_line() -> None:
+    assert sentence(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")).startswith("CUDA out of memory")
+    assert sentence(ValueError("one\ntwo")) == "one"
+    assert sentence(KeyError()) == "KeyError"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def healthy(url: str) -> bool:
+    async with httpx2.AsyncClient() as http:
+        try:
+            return (await http.get(url, timeout=5)).status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+
+class Watched:
+    """A node under a supervisor, whose engine's GPU fails when it is told to."""
+
+    def __init__(self, folder: Path, repository: Path) -> None:
+        port = free_port()
+        self.url, self.trigger, self.said = f"http://127.0.0.1:{port}", folder / "fault", list[str]()
+        fault = Path(__file__).with_name("gpu_fault")
+        flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(4 << 20)]
+        paths = [str(fault), str(repository), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "GPU_FAULT": str(self.trigger), "PYTHONPATH": os.pathsep.join(paths)}
+        self.spec = ChildSpec(
+            "node",
+            (sys.executable, "-m", "kvrelay.cli", "serve", "--port", str(port), *flags),
+            f"{self.url}/health",
+            folder / "node.log",
+            environment,
+        )
+        self.supervisor = Supervisor(healthy, self.said.append)
+
+    async def ask(self, begun: asyncio.Event, *, stream: bool) -> tuple[int, str]:
+        """Status and whole text of a long answer; `begun` once it has some bytes, if it streams."""
+        body = {"model": "tiny", "prompt": [5] * 30, "max_tokens": 900, "ignore_eos": True, "stream": stream}
+        text = ""
+        async with (
+            httpx2.AsyncClient(timeout=DEADLINE_S) as http,
+            http.stream("POST", f"{self.url}/v1/completions", json=body) as answer,
+        ):
+            async for part in answer.aiter_text():
+                text += part
+                begun.set()
+            return answer.status_code, text
+
+
+async def started(node: Watched, check: Callable[[Child], Awaitable[None]]) -> None:
+    async with node.supervisor:
+        child = node.supervisor.start(node.spec)
+        await asyncio.wait_for(asyncio.shield(child.ready), DEADLINE_S)
+        await check(child)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("fault", ["step", "plane", "step stuck"])
+async def test_a_gpu_that_fails_ends_every_request_once_and_the_node_is_started_again(
+    tmp_path: Path, repository: Path, fault: str
+) -> None:
+    node = Watched(tmp_path, repository)
+
+    async def check(child: Child) -> None:
+        begun, whole = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            streamed = group.create_task(node.ask(begun, stream=True))
+            waited = group.create_task(node.ask(whole, stream=False))
+            await asyncio.wait_for(begun.wait(), DEADLINE_S)
+            node.trigger.write_text(fault)
+        assert not await healthy(node.spec.health_url)
+        status, text = streamed.result()
+        *_, error, done = (line for line in text.splitlines() if line)
+        assert (status, done) == (200, "data: [DONE]")
+        assert json.loads(error.removeprefix("data: "))["error"]["message"] == WHY
+        assert text.count('"error"') == 1
+        status, text = waited.result()
+        assert status == 503
+        assert json.loads(text)["error"]["message"] == WHY
+        await until(lambda: any("ready again" in line for line in node.said))
+        assert any("node ended with exit code 1 after" in line for line in node.said)
+        assert child.running
+        status, text = await node.ask(asyncio.Event(), stream=False)
+        assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 900)
+        assert node.spec.log.read_text().count(f"ERROR kvrelay.engine {WHY}") == 1
+
+    await started(node, check)

@@ -1,0 +1,60 @@
+"""The break-down of a request: what an engine tells of itself, and its place in an answer."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from openai_api import sse
+from openai_api.stages import STAGES, stages_ms, with_stages
+from wire.engine_messages import Timing
+
+
+def test_a_request_that_is_served_whole_has_no_hand_over() -> None:
+    timing = Timing(queue_s=0.001, prefill_s=0.02, decode_s=0.3, first_step_s=0.004)
+    assert stages_ms(timing) == {"queue": 1.0, "prefill": 20.0, "first_step": 4.0, "decode": 300.0}
+
+
+def test_a_request_of_one_token_has_no_decode() -> None:
+    assert stages_ms(Timing(queue_s=0.0, prefill_s=0.02)) == {"queue": 0.0, "prefill": 20.0}
+
+
+def test_a_decode_leg_has_the_stages_of_its_hand_over() -> None:
+    timing = Timing(0.001, 0.0, 0.05, 0.2, 1 << 20, 0.002, 0.0015, 0.004, 0.0072)
+    assert stages_ms(timing) == {
+        "transfer": 50.0,
+        "exposed": 2.0,
+        "decode_queue": 1.5,
+        "first_step": 4.0,
+        "decode": 200.0,
+        "told": 7.2,
+    }
+
+
+def test_a_decode_leg_that_had_to_compute_says_so() -> None:
+    assert stages_ms(Timing(prefill_s=0.03, transfer_s=0.05))["prefill"] == 30.0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_last_object_of_an_answer_gets_a_member_and_nothing_else_changes(stream: bool) -> None:
+    last = {"id": "x", "choices": [], "usage": {"prompt_tokens": 3}}
+    body = msgspec.json.encode(last)
+    end = sse.event(b'{"id":"x"}') + sse.event(body) + sse.DONE if stream else body
+    timed = with_stages(end, {"total": 12.3456, "queue": 0.25, "told": 3.0})
+    begun, _, rest = timed.partition(b',"kvrelay":')
+    kvrelay, _, tail = rest.partition(b"}")
+    assert begun + tail == end
+    assert msgspec.json.decode(kvrelay + b"}") == {"queue_ms": 0.25, "total_ms": 12.346}
+    if not stream:
+        assert msgspec.json.decode(timed) == {**last, "kvrelay": {"queue_ms": 0.25, "total_ms": 12.346}}
+
+
+def test_what_is_no_end_of_an_answer_stays_what_it_is() -> None:
+    assert with_stages(b"", {"total": 1.0}) == b""
+    assert with_stages(sse.event(b"{}"), {"total": 1.0}) == sse.event(b"{}")
+
+
+def test_each_stage_is_described() -> None:
+    import openai_api.stages
+
+    assert all(f"\n    {name} " in (openai_api.stages.__doc__ or "") for name in STAGES)

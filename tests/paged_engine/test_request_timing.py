@@ -1,0 +1,74 @@
+"""What a request tells of its stages, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import pytest
+
+from paged_engine.request import Request
+from wire.engine_messages import Submit, Timing
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+PROMPT = [5] * 20
+
+
+def request(**submit) -> Request:
+    return Request.of(Submit("r", PROMPT, SamplingParams(9, seed=0), **submit), 10.0)
+
+
+def step(req: Request, start: int, launched: float, token_at: float) -> None:
+    """A step whose token is known some time after its launch."""
+    req.launched(start, launched)
+    req.token_ids.append(7)
+    req.appended(token_at)
+
+
+def close(timing: Timing, **fields: float) -> bool:
+    wanted = Timing(**fields)
+    return all(
+        getattr(timing, name) == pytest.approx(getattr(wanted, name), abs=1e-9) for name in Timing.__struct_fields__
+    )
+
+
+def test_a_request_that_is_served_whole() -> None:
+    req = request()
+    req.first_scheduled_s = 10.1
+    step(req, 0, 10.1, 10.5)
+    step(req, 20, 10.52, 10.6)
+    step(req, 21, 10.6, 10.7)
+    assert close(req.timing(10.8), queue_s=0.1, prefill_s=0.4, decode_s=0.3, first_step_s=0.08)
+
+
+def test_a_first_step_that_is_launched_before_token_1_is_known_ends_with_token_2() -> None:
+    req = request()
+    req.first_scheduled_s = 10.0
+    req.launched(0, 10.0)
+    req.launched(20, 10.4)
+    for at in (10.5, 10.6):
+        req.token_ids.append(7)
+        req.appended(at)
+    assert close(req.timing(10.6), prefill_s=0.5, decode_s=0.1, first_step_s=0.2)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_request_whose_kv_comes_from_elsewhere(early: bool) -> None:
+    req = request(fetch=KvTransferParams(), generated=[] if early else [7])
+    req.first_scheduled_s = req.fetch_started_s = 10.2
+    if early:  # token 1 comes with the KV
+        req.token_ids.append(7)
+        req.first_token_s = 10.9
+    req.fetched_s, req.fetched_bytes, req.exposed_s, req.told_at_s = 10.9, 100, 0.3, 10.6
+    step(req, 20, 10.95, 11.0)
+    wanted = {"transfer_s": 0.7, "transfer_bytes": 100, "exposed_s": 0.3, "told_s": 0.4}
+    wanted |= {"queue_s": 0.2, "decode_queue_s": 0.25, "first_step_s": 0.05, "decode_s": 0.3}
+    assert close(req.timing(11.2), **wanted)
+
+
+def test_a_prompt_that_is_computed_after_a_failed_fetch_is_prefill() -> None:
+    req = request(fetch=KvTransferParams())
+    req.first_scheduled_s = req.fetch_started_s = 10.2
+    req.fetched_s, req.fetch_error = 10.5, "PeerLost: gone"
+    step(req, 16, 10.6, 10.8)
+    step(req, 20, 10.8, 10.9)
+    wanted = {"queue_s": 0.2, "transfer_s": 0.3, "prefill_s": 0.3, "decode_queue_s": 0.2}
+    assert close(req.timing(11.0), decode_s=0.2, first_step_s=0.1, **wanted)
