@@ -47,22 +47,28 @@ FREE_WITHIN_S = 1.0 + 0.5
 READY_DEADLINE_S = 90.0
 
 
-def prompt_of(number: int) -> list[int]:
+def prompt_of(number: int, tokens: int = TOKENS) -> list[int]:
     """Unlike any other."""
     drawn = random.Random(number)
-    return [drawn.randrange(2, 300) for _ in range(TOKENS)]
+    return [drawn.randrange(2, 300) for _ in range(tokens)]
 
 
 class Asked(threading.Thread):
     """One streamed request of a client."""
 
-    def __init__(self, port: int, number: int) -> None:
+    def __init__(self, port: int, number: int, tokens: int = TOKENS) -> None:
         super().__init__(daemon=True)
         self.number, self.text, self.end, self.tokens = number, "", "", 0
         self._news = threading.Condition()
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_DEADLINE_S)
         self._left = False
-        fields = {"model": "tiny", "prompt": prompt_of(number), "max_tokens": LAST, "seed": 5, "ignore_eos": True}
+        fields = {
+            "model": "tiny",
+            "prompt": prompt_of(number, tokens),
+            "max_tokens": LAST,
+            "seed": 5,
+            "ignore_eos": True,
+        }
         self._body = json.dumps(fields | {"stream": True}).encode()
         self.start()
 
