@@ -206,8 +206,7 @@ class Desk:
                 self._fetches.doom(request_id, known.lost)
             elif known.welcomed:
                 self._renew(peer, [lease], now)
-                if params.growing:
-                    self._control.say(peer, Follow(lease))
+                self._control.say(peer, Follow(lease))
 
     def fetch(self, request_id: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
         """Reader: see Connector. Raises ValueError for unwatched requests and blocks outside the pool."""
@@ -283,9 +282,10 @@ class Desk:
             if isinstance(message, Follow):
                 return self._growths.follow(message.lease, sender) or Renewed(now, [], [message.lease])
             if isinstance(message, End):
-                # The late farewell of a reader whose place another one has taken ends nothing.
-                held = not self._growths.superseded(message.lease, sender) and self._leases.end(message.lease, now)
-                return Ended(message.token, held)
+                # A reader whose place another one has taken ends nothing; but what it has read counts while it is held.
+                replaced = self._growths.superseded(message.lease, sender)
+                end = self._leases.holds if replaced else self._leases.end
+                return Ended(message.token, end(message.lease, now))
         return Refused(f"a source does not expect {type(message).__name__}")
 
     def hear(self, peer: PeerKey, message: Message) -> None:
@@ -418,9 +418,10 @@ class Desk:
             if welcome.lease_words is not None:
                 with contextlib.suppress(TransferError):  # another host, or another user: we ask
                     known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
-            self._renew(peer, self._fetches.leases(peer), now)
-            for lease in self._fetches.growing(peer):
-                self._control.say(peer, Follow(lease))
+            leases = self._fetches.leases(peer)
+            self._renew(peer, leases, now)
+            for lease in leases:
+                self._control.say(peer, Follow(lease))  # also of complete KV: it may have had another reader
             self._meet(peer, known, welcome)
 
     def _meet(self, peer: PeerKey, known: _Peer, welcome: Welcome) -> None:

@@ -68,15 +68,17 @@ class LeaseTable:
                 self._held[lease.request_id] = (lease.epoch, now + self.lease_s)
         return kept, lost
 
+    def holds(self, lease: LeaseId, now: float) -> bool:
+        """Whether complete KV was held under this lease until now: a reader's proof, or its refusal."""
+        self.expire(now)
+        held, _ = self._split([lease])
+        return bool(held) and lease.request_id not in self._growing
+
     def end(self, lease: LeaseId, now: float) -> bool:
-        """The reader is through with it. Returns whether it was held until now: the reader's proof, or its refusal.
+        """The reader is through with it. Returns whether it was held until now.
 
         While its KV grows a reader that gives up does not end it: there may be another one soon."""
-        self.expire(now)
-        if lease.request_id in self._growing:
-            return False
-        held, _ = self._split([lease])
-        return bool(held) and self.release(lease.request_id)
+        return self.holds(lease, now) and self.release(lease.request_id)
 
     def release(self, request_id: str) -> bool:
         """End the lease of a request, whatever its epoch. False if there is none."""

@@ -96,7 +96,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """Reader -> source: say how far the KV of this lease is, now and whenever it has grown."""
+    """Reader -> source: we read under this lease now; say how far its KV is, now and whenever it has grown."""
 
     lease: LeaseId
 

@@ -45,8 +45,13 @@ def reader(folder: Path) -> Iterator[Node]:
 
 def start(source: Node, reader: Node, name: str = "r") -> None:
     """Get a READ of request `name` in flight that does not end."""
+    start_with(reader, source.desk.offer(name, [1, 2], 32), name)
+
+
+def start_with(reader: Node, ticket: KvTransferParams, name: str = "r") -> None:
+    """The same with a ticket."""
     reader.plane.gate.clear()
-    reader.desk.watch(name, source.desk.offer(name, [1, 2], 32))
+    reader.desk.watch(name, ticket)
     reader.desk.fetch(name, [1, 2], [3, 4])
     assert reader.plane.posted.wait(5.0)
 
@@ -362,6 +367,50 @@ def test_a_second_reader_takes_over_a_growing_ticket(source: Node, reader: Node,
     wait_until(lambda: reader.plane.read(7) == pattern(5))
     source.desk.complete("r", Completion([42]))
     assert isinstance(reader.wait(1)[0], Fetched)
+
+
+def test_a_second_reader_takes_over_with_the_complete_ticket(source: Node, reader: Node, folder: Path) -> None:
+    ticket = source.desk.offer("r", [5, 0], 32, ready=1)
+    with node("first", folder) as first:
+        first.desk.watch("mine", ticket)
+        first.desk.fetch("mine", [5, 0], [1, 2])
+        wait_until(lambda: first.plane.read(1) == pattern(5))
+        first.desk._control.close(1.0)  # without a word, as a killed one
+    complete = source.desk.complete("r", Completion([42]))
+    assert complete is not None
+    reader.desk.watch("mine", complete)
+    reader.desk.fetch("mine", [5, 0], [7, 3])
+    assert isinstance(reader.wait(1)[0], Fetched)
+    assert source.wait(1) == [Released("r", expired=False)]
+
+
+def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(source: Node, reader: Node, folder: Path) -> None:
+    ticket = source.desk.offer("r", [5, 0], 32)
+    with node("first", folder) as first:
+        first.desk.watch("mine", ticket)
+        wait_until(lambda: first.desk.way(ticket) is not None)
+        start_with(reader, ticket)
+        first.desk.cancel("mine")
+    source.quiet()
+    reader.plane.gate.set()
+    assert isinstance(reader.wait(1)[0], Fetched)
+    assert source.wait(1) == [Released("r", expired=False)]
+
+
+def test_a_reader_that_was_replaced_may_admit_what_it_has_read_and_leaves_the_lease_alone(
+    source: Node, reader: Node, folder: Path
+) -> None:
+    ticket = source.desk.offer("r", [1, 2], 32)
+    start_with(reader, ticket)
+    with node("second", folder) as second:
+        second.desk.watch("mine", ticket)
+        wait_until(lambda: second.desk.way(ticket) is not None)
+        reader.plane.gate.set()
+        assert isinstance(reader.wait(1)[0], Fetched)
+        source.quiet()
+        second.desk.fetch("mine", [1, 2], [3, 4])
+        assert isinstance(second.wait(1)[0], Fetched)
+    assert source.wait(1) == [Released("r", expired=False)]
 
 
 def test_a_growing_ticket_that_is_released_fails_its_fetch(source: Node, reader: Node) -> None:

@@ -13,6 +13,8 @@ from real_node import BLOCK_BYTES, BLOCKS, RealNode
 from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.via_direct import DirectPlane
 from kv_transfer.via_nixl import NixlPlane
+from paged_engine.blocks import BlockPool
+from paged_engine.scheduler import Scheduler
 from wire.config import TransferConfig
 from wire.errors import ConfigError
 
@@ -106,6 +108,39 @@ def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -
             assert failed.reason.startswith("PeerLost: ")
             assert settled == Settled("third")
             assert time.monotonic() - killed_at < 1.0
+    finally:
+        reader.desk.close()
+
+
+def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bytes of an abandoned READ come after all. The block pool has given nobody the blocks that they land in."""
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    scheduler = Scheduler(
+        BlockPool(BLOCKS), block_tokens=16, max_batched_tokens=16, max_running=1, max_model_len=16, eos_token_ids=()
+    )
+    reader = RealNode("reader", "nixl")
+    try:
+        with peer_process("nixl", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
+            mine = scheduler.lend("r", scheduler.spare_blocks)
+            assert mine is not None
+            reader.desk.watch("r", source.offer("r", mine))
+            reader.quiet()  # the lease is renewed meanwhile
+            source.stop()
+            reader.desk.fetch("r", mine, mine)
+            assert isinstance(reader.wait(1)[0], FetchFailed)
+            scheduler.set_aside("r")
+            others = scheduler.pool.take(scheduler.pool.free)
+            assert others is not None
+            reader.pool[others] = 255
+            source.go_on()
+            assert reader.wait(1) == [Settled("r")]
+            assert reader.pool[mine].any()
+            assert bool((reader.pool[others] == 255).all())
+            scheduler.settled("r")
+            assert sorted(scheduler.pool.take(scheduler.pool.free) or []) == sorted(mine)
     finally:
         reader.desk.close()
 

@@ -1,0 +1,73 @@
+"""Faults among real processes: 30 random ones, and a decode node that sleeps past its lease.
+
+More of the first: `python tests/cluster/fault_schedules.py --count 300`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from fault_schedules import KINDS, Asked, Faults, cluster_of_faults, prompt_of
+from gates import family
+from real_cluster import Process, wait_until
+
+pytestmark = pytest.mark.cluster
+
+COUNT = 30
+LONG = 4000
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faults]:
+    with cluster_of_faults(tmp_path_factory.mktemp("faults")) as it:
+        yield it
+
+
+def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_foreign_kv(faults: Faults) -> None:
+    undisturbed = Asked(faults.router.port, 0, LONG)
+    undisturbed.join(60)
+    before = {node.port: [node.metric(name) for name in COUNTED[node.role]] for node in faults.cluster.nodes}
+    asked = Asked(faults.router.port, 0, LONG)
+    decode = wait_until(lambda: with_blocks(faults, "decode"), 10, "a decode node takes blocks", 0.002)
+    # Its engine alone: to the router the node is there.
+    (engine,) = family(decode.popen.pid)[1:]
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        prefill = wait_until(lambda: with_more(faults, before), 20, "the lease runs out")
+        for number in range(100, 104):
+            # Others take the blocks that it was reading.
+            body = {"model": "tiny", "prompt": prompt_of(number), "max_tokens": 2, "ignore_eos": True}
+            assert httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=30).status_code == 200
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    asked.join(60)
+    assert (asked.end, asked.text) == (undisturbed.end, undisturbed.text) == ("done", asked.text)
+    after = [decode.metric(name) for name in COUNTED["decode"]]
+    assert after == [count + 1 for count in before[decode.port]]
+    faults.cluster.all_blocks_free(within_s=1.5)
+
+
+def test_30_random_faults_leave_nothing_behind_and_nothing_wrong(faults: Faults) -> None:
+    outcomes = [faults.run(seed) for seed in range(COUNT)]
+    assert {outcome.kind for outcome in outcomes} >= set(KINDS) - {"cut between nodes"}
+
+
+COUNTED = {
+    "prefill": ["kvrelay_leases_expired_total"],
+    "decode": ["kvrelay_fetches_failed_total", "kvrelay_recomputed_prompts_total"],
+}
+
+
+def with_blocks(faults: Faults, role: str) -> Process | None:
+    """The node of this role that has taken blocks, if there is one."""
+    return next((node for node in faults.cluster.of(role) if len(set(node.free_blocks())) > 1), None)
+
+
+def with_more(faults: Faults, before: dict[int, list[float]]) -> Process | None:
+    """The prefill node of which a lease has run out."""
+    nodes = faults.cluster.of("prefill")
+    return next((n for n in nodes if [n.metric(name) for name in COUNTED["prefill"]] != before[n.port]), None)

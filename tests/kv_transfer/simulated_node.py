@@ -1,0 +1,360 @@
+"""A node of the simulated world: the real engine process, engine, scheduler and desk, and what is watched of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import zmq
+from simulated_device import BLOCK_BYTES, BLOCK_TOKENS, EOS, MAX_MODEL_LEN, Device, chain
+from simulated_plane import SimulatedPlane, SimulatedPlaneThread
+from simulated_world import CLOCK, SimulatedControl, Violation, World
+
+from kv_transfer.connector import Completion, Fetched, FetchFailed, PoolRegion, Released, Settled
+from kv_transfer.desk import Desk
+from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.leases import LeaseId
+from kv_transfer.messages import End, Ended, Message
+from node.engine_process import EngineProcess
+from paged_engine.blocks import BlockPool
+from paged_engine.engine import Counters, Engine
+from paged_engine.request import Request
+from paged_engine.scheduler import Fetch, Scheduler
+from wire.config import EngineConfig, NodeConfig, TransferConfig
+from wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
+from wire.transfer import Fingerprint, KvTransferParams
+
+TRANSFER = TransferConfig(lease_s=1.5, heartbeat_s=0.4, transfer_deadline_s=3.5)
+FINGERPRINT = Fingerprint(1, "simulated", "float32", BLOCK_TOKENS, 1, 1, 1, 0, 1)
+STEP_S = 0.02
+# How late anything may be that is due: the way of a message, a turn of a thread, a step.
+LATE_S = 0.25
+LOOK_S = 0.5
+NODE_CONFIG = NodeConfig(EngineConfig(model="simulated"), transfer=TRANSFER)
+
+
+class _Engine(Engine):
+    """The real one without a model."""
+
+    def __init__(self, device: Device) -> None:
+        self._clock = CLOCK.monotonic
+        self._runner = device  # type: ignore[assignment]
+        self.pool = device.pool
+        self.max_model_len = MAX_MODEL_LEN
+        self.model = SimpleNamespace(vocab_size=1000, eos_token_ids=(EOS,))  # type: ignore[assignment]
+        self.scheduler = Scheduler(
+            BlockPool(device.pool.num_blocks),
+            block_tokens=BLOCK_TOKENS,
+            max_batched_tokens=device.max_batched_tokens,
+            max_running=device.max_running,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(EOS,),
+        )
+        self.counters = Counters()
+        self._in_flight = None
+
+
+class _Inbox:
+    """The engine's end of its socket."""
+
+    def __init__(self) -> None:
+        self.messages: deque[ToEngine] = deque()
+
+    def recv(self, _: int) -> ToEngine:
+        if not self.messages:
+            raise zmq.Again
+        return self.messages.popleft()
+
+    def decode(self, message: ToEngine) -> ToEngine:
+        return message
+
+
+class SimulatedDesk(Desk):
+    """The real one, watched."""
+
+    node: SimulatedNode
+    given_up: set[str]
+
+    def answer(self, sender: bytes, message: Message) -> Message | None:
+        if not isinstance(message, End):
+            return super().answer(sender, message)
+        lease = message.lease
+        growth = self._growths._growths.get(lease.request_id)
+        follower = growth.follower if growth is not None and growth.lease == lease else None
+        epoch, _ = self._leases._held.get(lease.request_id, (0, 0.0))
+        answer = super().answer(sender, message)
+        assert isinstance(answer, Ended)
+        if answer.held and epoch != lease.epoch:
+            raise Violation(f"{self.node.name}: {lease} was taken for its successor, {epoch}")
+        if answer.held and follower not in (None, sender):
+            if lease.request_id not in self._leases._held:
+                raise Violation(f"{self.node.name}: a reader that was replaced has ended {lease}")
+            # It stays for the other reader, which may not want it any more.
+            self.node.world.disturbed_until(self.node.world.now + TRANSFER.lease_s + LATE_S)
+        if not answer.held and self._leases._growing.get(lease.request_id) == lease.epoch:
+            self.given_up.add(lease.request_id)
+        return answer
+
+    def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
+        """See Connector. What a reader gave up while it grew is kept for another one, which may never come."""
+        if request_id in self.given_up:
+            self.given_up.discard(request_id)
+            self.node.world.disturbed_until(self.node.world.now + TRANSFER.lease_s + LATE_S)
+        return super().complete(request_id, completion)
+
+
+class SimulatedNode(EngineProcess):
+    """One process. A restarted one is another, at the same address."""
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world, self.name, self.host = world, name, host
+        self.alive, self.stopped_until, self.stopped_at, self.woke_at = True, 0.0, float("inf"), world.now
+        self.offset_s = world.rng.random() * 1e5
+        self.control: SimulatedControl
+        self.plane_thread: SimulatedPlaneThread
+        self.plane = SimulatedPlane(self)
+        self.asked: dict[str, float] = {}  # fetches that are not over: since when
+        self.tickets: dict[str, KvTransferParams] = {}  # of all fetches
+        self.unsettled: set[str] = set()
+        self.expired: set[LeaseId] = set()
+        self.tell: Callable[[StepOutputs], None] = lambda outputs: None
+        self._turn_at = float("inf")
+        self.index = len(world.nodes)
+        self.device = Device(self, world.rng.choice([15, 17, 24]), world.rng)
+        # What EngineProcess has of its own, without sockets.
+        self._config = NODE_CONFIG
+        self._socket = self._decoder = self._inbox = _Inbox()  # type: ignore[assignment]
+        self._updates, self._stopping, self._stats_due, self._pulse_due, self._reported = [], False, 0.0, 0.0, None
+        self.engine = _Engine(self.device)
+        self._probes = SimpleNamespace(heard=lambda event: False)  # type: ignore[assignment]
+        with self.at_work():
+            region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
+            config = TransferConfig(
+                kv_host=host,
+                kv_port=1,
+                lease_s=TRANSFER.lease_s,
+                heartbeat_s=TRANSFER.heartbeat_s,
+                transfer_deadline_s=TRANSFER.transfer_deadline_s,
+            )
+            self.connector = SimulatedDesk(name, FINGERPRINT, region, config, self.wake, {"simulated": self.plane})
+            self.connector.node, self.connector.given_up = self, set()
+        if not world.shares_words:
+            self.desk._words.close()
+        self._watch_expiry()
+        world.nodes.append(self)
+
+    @property
+    def desk(self) -> SimulatedDesk:
+        assert isinstance(self.connector, SimulatedDesk)
+        return self.connector
+
+    @property
+    def running(self) -> bool:
+        return self.alive and self.world.now >= self.stopped_until
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Code of this node runs."""
+        before, self.world.here = self.world.here, self
+        try:
+            yield
+        finally:
+            self.world.here = before
+
+    def _watch_expiry(self) -> None:
+        table = self.desk._leases
+        close = table._close
+
+        def closed(request_id: str, *, expired: bool) -> None:
+            if expired:
+                self.expired.add(LeaseId(request_id, table._held[request_id][0]))
+            close(request_id, expired=expired)
+
+        table._close = closed  # type: ignore[method-assign]
+
+    # What happens to a node.
+
+    def kill(self) -> None:
+        self.alive = False
+        world = self.world
+        if world.listening.get(self.control.address) is self:
+            del world.listening[self.control.address]
+        for link in world.links:
+            if link.source is self and link.up and not link.hung_up:
+                link.end()
+
+    def stop(self, for_s: float) -> None:
+        world = self.world
+        self.stopped_at = min(self.stopped_at, world.now)
+        self.stopped_until = max(self.stopped_until, world.now + for_s)
+        world.after(self.stopped_until - world.now, self.go_on)
+
+    def go_on(self) -> None:
+        if not self.running:
+            return
+        self.stopped_at, self.woke_at, self._turn_at = float("inf"), self.world.now, float("inf")
+        for wake in self.world.rng.sample([self.control.wake, self.plane_thread.wake, self.wake], 3):
+            wake()
+
+    # The loop.
+
+    def give(self, message: ToEngine) -> None:
+        """From the HTTP process of this node."""
+        self._inbox.messages.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        self._turn_in(self.world.rng.random() * 0.002)
+
+    def _turn_in(self, delay_s: float) -> None:
+        at = self.world.now + delay_s
+        if at < self._turn_at:
+            self._turn_at = at
+            self.world.after(delay_s, self.turn)
+
+    def turn(self) -> None:
+        if not self.running or self.world.now < self._turn_at:
+            return
+        self._turn_at = float("inf")
+        with self.at_work():
+            self._take_commands()
+            self._take_transfer_events()
+            progressed = self._step()
+            self._report()
+        self.check()
+        if self.engine.has_work:
+            # A step loop that is blocked looks every 20 ms; what it would see then wakes it here.
+            self._turn_in(STEP_S * (0.5 + self.world.rng.random()) if progressed else 0.1)
+
+    def _stats(self) -> EngineStats:
+        return None  # type: ignore[return-value]
+
+    def _send(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutputs):
+            self.tell(message)
+
+    # What is watched.
+
+    def _take_transfer_events(self) -> None:
+        for event in [*self.desk._leases.events, *self.desk._fetches.events]:
+            self._see(event)
+        super()._take_transfer_events()
+
+    def _see(self, event: object) -> None:
+        self.world.say(f"{self.name} {event}")
+        match event:
+            case Fetched(request_id) | FetchFailed(request_id):
+                if self.asked.pop(request_id, None) is None:
+                    raise Violation(f"{self.name}: {event} of a fetch that is over, or was none")
+                if isinstance(event, FetchFailed):
+                    self.unsettled.add(request_id)
+                    self._forsake(self.tickets[request_id], event.reason)
+            case Settled(request_id):
+                if request_id in self.unsettled:
+                    self.unsettled.discard(request_id)
+                elif self.asked.pop(request_id, None) is None:
+                    raise Violation(f"{self.name}: {event} of a fetch that is over, or was none")
+            case Released():
+                pass
+
+    def _forsake(self, ticket: KvTransferParams, reason: str) -> None:
+        """A source that cannot be told (or is not, as long as a READ hangs) keeps the KV for a lease."""
+        source = self.world.listening.get((ticket.remote_host or "", ticket.remote_port or 0))
+        if source is None or not reason.startswith("PeerLost"):
+            return
+        if ticket.remote_request_id in source.desk._leases._growing:
+            source.desk.given_up.add(ticket.remote_request_id)
+        self.world.disturbed_until(self.world.now + TRANSFER.lease_s + LATE_S)
+
+    def _fetched(self, request: Request, fetched: Fetched) -> None:
+        blocks, count = list(request.blocks), request.fetch.num_tokens if request.fetch else 0
+        self.device.check(request, blocks, chain(request.token_ids), count)
+        super()._fetched(request, fetched)
+
+    def fetch(self, fetch: Fetch) -> None:
+        """See Handover."""
+        self.world.say(f"{self.name} fetches {fetch.request.request_id} into {fetch.local_blocks}")
+        assert fetch.request.fetch is not None
+        self.asked[fetch.request.request_id] = self.world.now
+        self.tickets[fetch.request.request_id] = fetch.request.fetch
+        super().fetch(fetch)
+        self.world.after(LOOK_S, partial(self._look_at, fetch.request.request_id, self.world.now))
+
+    def _look_at(self, request_id: str, since: float) -> None:
+        """No fetch lasts longer than its deadline, counted from when its source was last seen to compute for it."""
+        world = self.world
+        if not self.alive or request_id not in self.asked:
+            return
+        since = max(since, self.stopped_until, self.woke_at)
+        fetch = self.desk._fetches._fetches.get(request_id)
+        limit_s = TRANSFER.transfer_deadline_s + TRANSFER.lease_s
+        if fetch is None or fetch.state.name == "ABANDONED" or self._is_computed(fetch.peer, fetch.lease.request_id):
+            since = world.now  # its end is on its way to the step loop, or nobody waits for it, or for us
+        if world.now > since + limit_s + LATE_S:
+            raise Violation(f"{self.name}: the fetch of {request_id} is not over {world.now - since:.2f} s later")
+        if fetch is None:
+            world.after(LATE_S, partial(self._told, request_id))
+        else:
+            world.after(LOOK_S, partial(self._look_at, request_id, since))
+
+    def _told(self, request_id: str) -> None:
+        if self.running and request_id in self.asked and self.world.now > self.woke_at + LATE_S:
+            raise Violation(f"{self.name}: the step loop was not told that the fetch of {request_id} is over")
+
+    def _is_computed(self, peer: PeerKey, request_id: str) -> bool:
+        source = self.world.listening.get((peer.host, peer.port))
+        if source is None or not source.running or source.connector.generation != peer.generation:
+            return False
+        request = source.engine.scheduler.get(request_id)
+        return request is not None and request.finish is None
+
+    def read_begins(self, read: Read) -> None:
+        """The entry fence: no READ begins towards a source that may have given the blocks to somebody else by time."""
+        world = self.world
+        source = world.listening.get((read.peer.host, read.peer.port))
+        if source is None or source.connector.generation != read.peer.generation:
+            return
+        fetch = next(f for f in self.desk._fetches._fetches.values() if f.read_id == read.read_id)
+        _, expires_at = source.desk._leases._held.get(fetch.lease.request_id, (0, float("inf")))
+        silent_s = world.now - source.stopped_at
+        if expires_at < world.now + source.offset_s or silent_s > TRANSFER.lease_s or fetch.lease in source.expired:
+            raise Violation(f"{self.name}: a READ begins under {fetch.lease}, whose time is over")
+
+    def written_to(self, block: int) -> None:
+        """Bytes of a READ land here now."""
+        if not self.engine.scheduler.pool._references[block]:
+            raise Violation(f"{self.name}: a READ writes to block {block}, which is free")
+
+    def check(self) -> None:
+        """No block that a READ may write to is free; now and then, all of the scheduler's and the tables' own rules."""
+        free = self.engine.scheduler.pool._free
+        for block in self.plane.touches():
+            if block in free:
+                raise Violation(f"{self.name}: a READ may write to block {block}, which is free")
+        if self.world.rng.random() < 0.05:
+            self.check_all()
+
+    def check_all(self) -> None:
+        try:
+            self.engine.scheduler.check()
+            self.desk._leases.check()
+            self.desk._fetches.check()
+        except AssertionError as why:
+            raise Violation(f"{self.name}: an invariant is broken: {why}") from why
+
+    def idle(self) -> str:
+        """What this node still has of requests that are over; nothing is an empty word."""
+        desk, pool = self.desk, self.engine.scheduler.pool
+        what = {
+            "used blocks": pool.total - pool.free,
+            "quarantined blocks": pool.quarantined,
+            "leases": len(desk._leases),
+            "growths": len(desk._growths),
+            "offers": len(desk._offers),
+            "fetches": len(desk._fetches._fetches),
+            "requests": len(self.engine.scheduler._requests),
+        }
+        return ", ".join(f"{count} {name}" for name, count in what.items() if count)
