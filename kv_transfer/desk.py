@@ -280,6 +280,7 @@ class Desk:
                     kept, lost = [], message.leases
                 return Renewed(message.sent_at, kept, lost)
             if isinstance(message, Follow):
+                self._leases.want(message.lease)
                 return self._growths.follow(message.lease, sender) or Renewed(now, [], [message.lease])
             if isinstance(message, End):
                 # A reader whose place another one has taken ends nothing; but what it has read counts while it is held.

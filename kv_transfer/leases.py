@@ -35,6 +35,7 @@ class LeaseTable:
         # so the order is the order of expiry: a sweep costs what it expires, not what is held.
         self._held: dict[str, tuple[int, float]] = {}
         self._growing: dict[str, int] = {}  # request id -> epoch
+        self._unwanted: set[str] = set()  # of these, those whose reader has given up
 
     def __len__(self) -> int:
         """Leases held now."""
@@ -52,7 +53,10 @@ class LeaseTable:
         return LeaseId(request_id, self.granted)
 
     def complete(self, request_id: str, now: float) -> bool:
-        """The KV of a growing lease is all there: its time begins. False if it is not growing, or has ended."""
+        """The KV of a growing lease is all there: its time begins. False if it is not growing, or has ended, which it does
+        now if its reader has given up and no other one has come."""
+        if request_id in self._unwanted:
+            self.release(request_id)
         epoch = self._growing.pop(request_id, None)
         if epoch is None:
             return False
@@ -77,8 +81,15 @@ class LeaseTable:
     def end(self, lease: LeaseId, now: float) -> bool:
         """The reader is through with it. Returns whether it was held until now.
 
-        While its KV grows a reader that gives up does not end it: there may be another one soon."""
+        While its KV grows a reader that gives up does not end it: there may be another one soon (`want`)."""
+        if self._growing.get(lease.request_id) == lease.epoch:
+            self._unwanted.add(lease.request_id)
         return self.holds(lease, now) and self.release(lease.request_id)
+
+    def want(self, lease: LeaseId) -> None:
+        """A reader has come for it."""
+        if self._growing.get(lease.request_id) == lease.epoch:
+            self._unwanted.discard(lease.request_id)
 
     def release(self, request_id: str) -> bool:
         """End the lease of a request, whatever its epoch. False if there is none."""
@@ -100,6 +111,7 @@ class LeaseTable:
         """Assert the invariants: every lease is held or has ended once, and the order is that of expiry."""
         assert self.granted == self.released + self.expired + len(self)
         assert not self._held.keys() & self._growing.keys()
+        assert self._unwanted <= self._growing.keys()
         expiries = [expires_at for _, expires_at in self._held.values()]
         assert expiries == sorted(expiries)
 
@@ -112,6 +124,7 @@ class LeaseTable:
         return ours, lost
 
     def _close(self, request_id: str, *, expired: bool) -> None:
+        self._unwanted.discard(request_id)
         if self._growing.pop(request_id, None) is None:
             del self._held[request_id]
         self.expired += expired

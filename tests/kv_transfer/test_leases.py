@@ -22,6 +22,7 @@ class Granted:
     id: LeaseId
     until: float  # infinity while the KV grows
     ended: bool = False
+    wanted: bool = True
 
 
 class Twin:
@@ -39,6 +40,12 @@ class Twin:
         for lease in sorted(due, key=lambda x: x.until):
             self.end(lease, expired=True)
 
+    def prolong(self, lease: Granted, now: float) -> None:
+        """Of leases that end at the same time, the one that was prolonged last ends last."""
+        lease.until = now + LEASE_S
+        self.leases.remove(lease)
+        self.leases.append(lease)
+
     def end(self, lease: Granted, *, expired: bool) -> None:
         lease.ended = True
         self.events.append(Released(lease.id.request_id, expired))
@@ -46,7 +53,7 @@ class Twin:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["grant", "grant growing", "complete", "renew", "end", "release", "expire"]),
+        st.sampled_from(["grant", "grant growing", "complete", "renew", "end", "want", "release", "expire"]),
         st.lists(st.sampled_from("abcd"), min_size=1, max_size=3),
         st.integers(0, 1),  # how many epochs old the reader's knowledge is
         st.floats(0.001, 4.0),
@@ -74,16 +81,22 @@ def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[st
         elif operation == "complete":
             alive = twin.alive(names[0])
             grows = alive is not None and alive.until == math.inf
-            assert table.complete(names[0], now) == grows
+            assert table.complete(names[0], now) == (grows and alive is not None and alive.wanted)
             if alive is not None and grows:
-                alive.until = now + LEASE_S
+                twin.prolong(alive, now)
+                if not alive.wanted:
+                    twin.end(alive, expired=False)
+        elif operation == "want" and leases:
+            table.want(leases[0])
+            (lease,) = [x for x in twin.leases if x.id == leases[0]]
+            lease.wanted = True
         elif operation == "renew":
             kept, lost = table.renew(leases, now)
             twin.sweep(now)
             assert set(kept) == {x.id for x in twin.leases if x.id in leases and not x.ended}
             assert set(kept) | set(lost) == set(leases)
-            for lease in twin.leases:
-                lease.until = now + LEASE_S if lease.id in kept and lease.until < math.inf else lease.until
+            for lease in [x for id in kept for x in twin.leases if x.id == id and x.until < math.inf]:
+                twin.prolong(lease, now)
         elif operation == "end" and leases:
             held = table.end(leases[0], now)
             twin.sweep(now)
@@ -91,6 +104,8 @@ def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[st
             assert held == (not lease.ended and lease.until < math.inf)
             if held:
                 twin.end(lease, expired=False)
+            else:
+                lease.wanted = False
         elif operation == "release":
             alive = twin.alive(names[0])
             assert table.release(names[0]) == (alive is not None)
@@ -136,10 +151,23 @@ def test_a_lease_has_no_end_of_its_own_while_its_kv_grows() -> None:
     lease = table.grant("r", 0.0, growing=True)
     table.expire(1000.0)
     assert table.renew([lease], 1000.0) == ([lease], [])
-    assert not table.end(lease, 1000.0)  # its reader gives up, and another one may come
+    assert not table.end(lease, 1000.0)  # its reader gives up
     assert len(table) == 1
+    table.want(lease)  # another one has come
     assert table.complete("r", 1001.0)
     assert not table.complete("r", 1001.0)
     assert table.next_expiry() == 1001.0 + LEASE_S
     table.expire(1001.0 + LEASE_S)
     assert table.events == [Released("r", expired=True)]
+
+
+def test_complete_kv_that_nobody_wants_any_more_is_not_held() -> None:
+    table = LeaseTable(LEASE_S)
+    first = table.grant("r", 0.0, growing=True)
+    table.end(first, 1.0)
+    assert not table.complete("r", 2.0)
+    assert table.events == [Released("r", expired=False)]
+    second = table.grant("r", 3.0, growing=True)  # the same request again is another lease
+    table.end(first, 4.0)
+    assert table.complete("r", 5.0)
+    assert table.end(second, 6.0)
