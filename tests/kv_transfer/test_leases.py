@@ -95,7 +95,7 @@ def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[st
             twin.sweep(now)
             assert set(kept) == {x.id for x in twin.leases if x.id in leases and not x.ended}
             assert set(kept) | set(lost) == set(leases)
-            for lease in [x for id in kept for x in twin.leases if x.id == id and x.until < math.inf]:
+            for lease in [x for known in kept for x in twin.leases if x.id == known and x.until < math.inf]:
                 twin.prolong(lease, now)
         elif operation == "end" and leases:
             held = table.end(leases[0], now)
