@@ -25,9 +25,9 @@ __all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source"]
 
 log = logging.getLogger(__name__)
 
-# While reads run, a tenth longer each time: a read is noticed at most a tenth of its length late. A long one needs
+# While reads run, a twentieth longer each time: a read is noticed that part of its length late. A long one needs
 # progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms with at most 1 ms, 71 to 114 ms with 5.
-POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.1
+POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
 # While peers may read here, a plane without own threads must be progressed; else only often enough to notice them.
 SERVE_S, IDLE_S = 0.002, 0.05
 
