@@ -329,6 +329,7 @@ class SourcePair(Pair):
     def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
         work.wait()
         if move.last:
+            lane.forget(move.places)
             self._done(move.transfer)
 
 
@@ -385,6 +386,7 @@ class ReaderPair(Pair):
             if not _within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
                 raise PeerLost(f"copies into the pool have not ended for {self._terms.patience_s:g} s")
             self._done(move.transfer)
+            lane.forget(move.places)
 
 
 def _within(limit_s: float, true: Callable[[], bool]) -> bool:
