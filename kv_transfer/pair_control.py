@@ -24,11 +24,14 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kv_transfer.ask_line import Ear, Mouth
+from kv_transfer.pair_ends import ReaderPair, SourcePair
 from kv_transfer.pair_messages import (
     MAX_PAIR_MESSAGE_BYTES,
     Address,
     Ask,
     Leave,
+    Listen,
     Meet,
     PairMessage,
     Part,
@@ -36,7 +39,7 @@ from kv_transfer.pair_messages import (
     decode,
     encode,
 )
-from kv_transfer.pairs import Pair, ReaderPair, SourcePair, Terms, Transfer
+from kv_transfer.pairs import Pair, Terms, Transfer
 from wire.errors import ConfigError, PeerLost
 
 __all__ = ["PairControl"]
@@ -58,6 +61,7 @@ class _Source:
     """A peer that we read from."""
 
     generation: str
+    host: str
     where: str
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
@@ -71,6 +75,7 @@ class PairControl:
         """Listens from here on. Raises ConfigError if the address cannot be had, or zmq cannot encrypt."""
         if not zmq.has("curve"):
             raise ConfigError("kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel")
+        self._host = host
         self._terms = terms
         terms.budget.wanted = partial(self._post, self._make_room)
         self.broken: Exception | None = None
@@ -109,7 +114,11 @@ class PairControl:
 
     def read(self, generation: str, transfer: Transfer) -> None:
         """Ask a peer that was dialled, through a pair that is made if there is none."""
-        self._post(partial(self._read, generation, transfer))
+        # A pair that is there is asked from here: to wake a thread takes as long as a slice on the wire.
+        source = self._sources.get(generation)
+        pair = source.pair if source is not None else None
+        if pair is None or not pair.read(transfer):
+            self._post(partial(self._read, generation, transfer))
 
     def hang_up(self, generation: str) -> None:
         """Forget a peer, and end its pair."""
@@ -177,7 +186,7 @@ class PairControl:
             if isinstance(message, Word):
                 pair.hear(message)
             elif isinstance(message, Ask):
-                pair.serve(message.blocks, message.start, message.num_bytes)
+                pair.serve(message)
         except ValueError as error:
             # A transfer that is not sent would shift all that follow: the pair ends.
             pair.abort(PeerLost(f"refused: {error}"))
@@ -188,7 +197,12 @@ class PairControl:
             reason = f"refused: slices of {meet.slice_bytes} bytes are over the limit of {limit}, or the pair exists"
             self._tell_reader(sender, Part(meet.pair, reason))
             return
-        pair = SourcePair(meet, self._terms, partial(self._post_to_reader, sender), self._post_ended)
+        try:
+            ear = Ear(self._host, meet.pair)
+        except OSError as error:
+            self._tell_reader(sender, Part(meet.pair, f"no port to hear asks at {self._host}: {error}"))
+            return
+        pair = SourcePair(meet, ear, self._terms, partial(self._post_to_reader, sender), self._post_ended)
         self._readers[meet.pair] = sender, pair
         pair.start()
 
@@ -199,7 +213,8 @@ class PairControl:
         dealer.curve_serverkey = address.key
         # No reconnecting under our feet: behind the same address there may be another process.
         dealer.reconnect_ivl = -1
-        source = _Source(generation, f"{address.host}:{address.port}", dealer, dealer.get_monitor_socket(GONE))
+        where = f"{address.host}:{address.port}"
+        source = _Source(generation, address.host, where, dealer, dealer.get_monitor_socket(GONE))
         self._sources[generation] = source
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(source.monitor, zmq.POLLIN)
@@ -237,6 +252,9 @@ class PairControl:
                     pair.hear(message)
                 elif isinstance(message, Leave):
                     pair.part()
+                elif isinstance(message, Listen):
+                    with contextlib.suppress(OSError, OverflowError):  # then asks go by this socket alone
+                        pair.listens(Mouth(source.host, message.port, pair.name))
             except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the NCCL plane of %s is not understood: %s", source.where, error)
 

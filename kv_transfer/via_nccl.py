@@ -100,7 +100,7 @@ class NcclPlane:
             if not all(0 <= block < limit for block in blocks):
                 raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
         try:
-            encode(Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes))
+            encode(Ask(bytes(16), 1 << 63, list(remote_blocks), source.part.remote_start, source.part.num_bytes))
         except ValueError as error:
             raise TransferError(f"{len(remote_blocks)} blocks are too many to ask for at once: {error}") from error
         transfer = Transfer(remote_blocks, local_blocks, source.part)

@@ -176,7 +176,7 @@ def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobod
             for blocks in ([64], [-1], [1 << 40], []):
                 name = os.urandom(16)
                 hostile.send(encode(Meet(name, 1000, b"")))
-                hostile.send(encode(Ask(name, blocks, 0, 1)))
+                hostile.send(encode(Ask(name, 0, blocks, 0, 1)))
                 assert _parted(hostile, name)
         assert reader.ask("read", source.generation, [5], [6]) is True
         assert reader.ask("digest", [3, 4, 6]) == source.digest([1, 2, 5])
