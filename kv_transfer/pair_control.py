@@ -2,7 +2,8 @@
 
 Owns the sockets and the pairs, one for each reader and source, and which of them ends when memory is short. A ROUTER
 that readers dial, a DEALER for each peer we read from. A thread of its own, because a source must answer when it is
-asked: its data plane's thread looks around every 2 ms, and many transfers are shorter than that.
+asked: its data plane's thread looks around every 2 ms, and many transfers are shorter than that. (A pair that is met is
+asked by a shorter way as well: `kv_transfer/ask_line.py`.)
 
 Who may ask: each plane makes a CURVE key pair at its start. The public half is in the metadata, which travels over the
 desk's channel to peers that were welcomed, and nowhere else; without it nobody gets through the handshake.
