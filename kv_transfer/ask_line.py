@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import hmac
 import socket
+from typing import Any
 
 __all__ = ["MAX_SAID_BYTES", "Ear", "Mouth"]
 
@@ -32,21 +33,27 @@ def _key(name: bytes) -> bytes:
     return hashlib.blake2b(name).digest()
 
 
+def _numeric(address: str, port: int) -> tuple[int, Any]:
+    """Family and socket address. Raises OSError for a name: to look one up may take seconds."""
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    return family, where
+
+
 class Ear:
     """The source's end: `wait` and `heard` are called from one thread, `ring` from any."""
 
-    def __init__(self, host: str, name: bytes) -> None:
-        """Listens at a port of this address. Raises OSError."""
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+    def __init__(self, address: str, name: bytes) -> None:
+        """Listens at a port of this address of this machine, a number. Raises OSError."""
+        family, where = _numeric(address, 0)
         self._key = _key(name)
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         try:
-            self._socket.bind(address)
+            self._socket.bind(where)
         except OSError:
             self._socket.close()
             raise
-        self._address = self._socket.getsockname()
-        self.port = int(self._address[1])
+        self._where = self._socket.getsockname()
+        self.address, self.port = address, int(self._where[1])
 
     def wait(self, timeout_s: float) -> bytes | None:
         """What is said next, if it is within so many seconds and nobody rings before."""
@@ -68,7 +75,7 @@ class Ear:
     def ring(self) -> None:
         """End a `wait`, or the next one."""
         with contextlib.suppress(OSError):  # full: then there is something to hear; or closed
-            self._socket.sendto(b"", self._address)
+            self._socket.sendto(b"", self._where)
 
     def close(self) -> None:
         """Hear no more."""
@@ -84,15 +91,15 @@ class Ear:
 class Mouth:
     """The reader's end, for one thread at a time."""
 
-    def __init__(self, host: str, port: int, name: bytes) -> None:
-        """Where the source's ear is. Raises OSError."""
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    def __init__(self, address: str, port: int, name: bytes) -> None:
+        """Where the source's ear is; the address is a number. Raises OSError, or OverflowError for no port."""
+        family, where = _numeric(address, port)
         self._key = _key(name)
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         try:
             self._socket.setblocking(False)
-            self._socket.connect(address)
-        except OSError:
+            self._socket.connect(where)
+        except (OSError, OverflowError):
             self._socket.close()
             raise
 

@@ -322,9 +322,11 @@ class _NcclCommunicator:
 
     def close(self) -> None:
         """Abort: local, whatever the other side does. Its kernels end by a flag, which they look at now and then."""
-        for comm in (self._child, self._parent):
+        # The parent's ends a split that is under way, which may leave a child.
+        for comm in (self._child, self._parent, self._child):
             if comm:
                 self._backend.library.ncclCommAbort(comm)
+                comm.value = None
         while not self._wire.query():
             time.sleep(0.001)
         self._backend.spare_streams.append(self._wire)

@@ -62,7 +62,6 @@ class _Source:
     """A peer that we read from."""
 
     generation: str
-    host: str
     where: str
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
@@ -76,7 +75,6 @@ class PairControl:
         """Listens from here on. Raises ConfigError if the address cannot be had, or zmq cannot encrypt."""
         if not zmq.has("curve"):
             raise ConfigError("kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel")
-        self._host = host
         self._terms = terms
         terms.budget.wanted = partial(self._post, self._make_room)
         self.broken: Exception | None = None
@@ -92,8 +90,8 @@ class PairControl:
         self._router = self._socket(zmq.ROUTER)
         self._router.curve_server = True
         try:
-            number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-            self._router.bind(f"tcp://{_bracketed(number)}:*")
+            self._number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+            self._router.bind(f"tcp://{_bracketed(self._number)}:*")
         except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen at kv_host {host!r}: {error}; take an address of this machine") from error
@@ -199,9 +197,9 @@ class PairControl:
             self._tell_reader(sender, Part(meet.pair, reason))
             return
         try:
-            ear = Ear(self._host, meet.pair)
+            ear = Ear(self._number, meet.pair)
         except OSError as error:
-            self._tell_reader(sender, Part(meet.pair, f"no port to hear asks at {self._host}: {error}"))
+            self._tell_reader(sender, Part(meet.pair, f"no port to hear asks at {self._number}: {error}"))
             return
         pair = SourcePair(meet, ear, self._terms, partial(self._post_to_reader, sender), self._post_ended)
         self._readers[meet.pair] = sender, pair
@@ -214,8 +212,7 @@ class PairControl:
         dealer.curve_serverkey = address.key
         # No reconnecting under our feet: behind the same address there may be another process.
         dealer.reconnect_ivl = -1
-        where = f"{address.host}:{address.port}"
-        source = _Source(generation, address.host, where, dealer, dealer.get_monitor_socket(GONE))
+        source = _Source(generation, f"{address.host}:{address.port}", dealer, dealer.get_monitor_socket(GONE))
         self._sources[generation] = source
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(source.monitor, zmq.POLLIN)
@@ -255,7 +252,7 @@ class PairControl:
                     pair.part()
                 elif isinstance(message, Listen):
                     with contextlib.suppress(OSError, OverflowError):  # then asks go by this socket alone
-                        pair.listens(Mouth(source.host, message.port, pair.name))
+                        pair.listens(Mouth(message.address, message.port, pair.name))
             except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the NCCL plane of %s is not understood: %s", source.where, error)
 

@@ -61,7 +61,7 @@ class SourcePair(Pair):
             self._wake()
 
     def _introduce(self) -> bytes:
-        self._say(Listen(self.name, self._ear.port))
+        self._say(Listen(self.name, self._ear.address, self._ear.port))
         return self._facts
 
     def _hush(self) -> None:

@@ -63,9 +63,10 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Listen(msgspec.Struct, tag="listen", frozen=True):
-    """Source -> reader: asks are heard at this UDP port, too."""
+    """Source -> reader: asks are heard at this UDP port, too. The address is a number."""
 
     pair: bytes
+    address: str
     port: int
 
 

@@ -102,10 +102,9 @@ class BlockPool:
         spare = self._spare_streams
         # 0 is the lowest priority there is.
         stream = spare.pop() if spare else torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
-        lane = Lane(self, stream)
         try:
             with torch.cuda.stream(stream):
-                yield lane
+                yield Lane(self, stream)
         finally:
             stream.synchronize()
             spare.append(stream)
