@@ -113,10 +113,11 @@ class PairControl:
 
     def read(self, generation: str, transfer: Transfer) -> None:
         """Ask a peer that was dialled, through a pair that is made if there is none."""
-        # A pair that is there is asked from here: to wake a thread takes as long as a slice on the wire.
+        # A pair in use is asked from here: to wake a thread takes as long as a slice on the wire. One that is idle may
+        # have been ended by the source, which our thread hears before it asks.
         source = self._sources.get(generation)
         pair = source.pair if source is not None else None
-        if pair is None or not pair.read(transfer):
+        if pair is None or not pair.in_use or not pair.read(transfer):
             self._post(partial(self._read, generation, transfer))
 
     def hang_up(self, generation: str) -> None:
@@ -141,8 +142,6 @@ class PairControl:
             self._end()
 
     def _turn(self) -> None:
-        while self._todo:
-            self._todo.popleft()()
         ready = {source for source, _ in self._poller.poll()}
         if self._poke_in.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -155,6 +154,8 @@ class PairControl:
         for source in [s for s in self._sources.values() if s.monitor in ready]:
             recv_monitor_message(source.monitor, zmq.NOBLOCK)
             self._hang_up(source.generation, f"the connection to {source.where} has ended or was refused")
+        while self._todo:
+            self._todo.popleft()()
 
     # As the source.
 

@@ -7,6 +7,7 @@ way (`kv_transfer/ask_line.py`) and over the control socket, under one number.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -24,6 +25,8 @@ __all__ = ["ReaderPair", "SourcePair"]
 
 # Transfers that a reader may ask for before the first of them is through.
 MAX_ASKS = 4096
+# Used within so many seconds, a pair has not been ended for being idle meanwhile, even if its reader was stopped.
+IN_USE_S = 1.0
 
 
 class SourcePair(Pair):
@@ -134,6 +137,12 @@ class ReaderPair(Pair):
                 self._mouth = mouth
                 return
         mouth.close()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it is now, or was within the last `IN_USE_S`."""
+        since = self.idle_since
+        return since is None or time.monotonic() - since < IN_USE_S
 
     def read(self, transfer: Transfer) -> bool:
         """False if this pair has ended: another one is needed."""
