@@ -33,7 +33,7 @@ from kernels.pool_memory import zeros
 from kv_transfer import pairs, staging
 from kv_transfer.communicators import Mailbox, NcclBackend
 from kv_transfer.connector import PoolRegion
-from kv_transfer.pairs import ReaderPair, SourcePair
+from kv_transfer.pair_ends import ReaderPair, SourcePair
 from kv_transfer.planes import Source
 from kv_transfer.staging import BlockPool, cut
 from kv_transfer.timer_slack import wake_in_time
@@ -249,7 +249,7 @@ class SourceProcess:
 def wire_rows(source: SourceProcess, here: End, device: str) -> Iterator[str]:
     """NCCL alone."""
     yield f"{'channels':<10}{'what':<26}{'launch us':>10}{'all us':>10}{'GB/s':>9}"
-    for min_ctas in (None, 32, 64):
+    for min_ctas in (None, 32):
         facts = NcclBackend(torch.device(device).index or 0, PATIENCE_S).facts().hex()
         taken = [num_bytes / MIB for num_bytes in source.both(here, "meet", facts, min_ctas)]
         name = f">= {min_ctas}" if min_ctas else "default"

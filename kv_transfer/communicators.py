@@ -5,8 +5,11 @@ lost connection or `interrupt`. Refuses to know blocks, pools or pairs.
 
 NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the whole process down
 when an operation times out or the peer is lost (unless an environment variable, which the tensor-parallel group of this
-process needs otherwise, says no). Communicators do not block (NCCL 2.14 and later): each call returns at once and is
-polled, so that `ncclCommAbort` is always possible, also while two ranks are still looking for each other.
+process needs otherwise, says no). Two ranks meet, and their GPUs connect, in a communicator that does not block (NCCL
+2.14 and later): each call returns at once and is polled, so that `ncclCommAbort` is always possible. But each call of
+such a communicator makes a thread, 150 to 230 us an operation. So bytes move in a child of it that does block: it is
+split off without blocking, too, and has its parent's connections (`splitShare`; NCCL 2.18 and later), so that its calls
+have nobody to wait for: they put a kernel into a stream, in 15 us. That one's end is polled, again.
 """
 
 from __future__ import annotations
@@ -233,6 +236,7 @@ class NcclBackend:
         self.library.ncclGetErrorString.restype = ctypes.c_char_p
         self.library.ncclCommInitRankConfig.argtypes = [pointer, number, _UniqueId, number, pointer]
         self.library.ncclCommGetAsyncError.argtypes = [pointer, pointer]
+        self.library.ncclCommSplit.argtypes = [pointer, number, number, pointer, pointer]
         self.library.ncclCommAbort.argtypes = [pointer]
         for name in ("ncclSend", "ncclRecv"):
             getattr(self.library, name).argtypes = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
@@ -253,9 +257,9 @@ class NcclBackend:
         """See Backend."""
         if len(facts) != ctypes.sizeof(_UniqueId):
             raise PeerLost(f"a unique id of NCCL has {ctypes.sizeof(_UniqueId)} bytes, got {len(facts)}")
-        communicator = _NcclCommunicator(self, 1 - rank)
+        communicator = _NcclCommunicator(self, 1 - rank, mailbox)
         try:
-            communicator.meet(rank, _UniqueId.from_buffer_copy(facts), mailbox, deadline)
+            communicator.meet(rank, _UniqueId.from_buffer_copy(facts), deadline)
         except PeerLost:
             communicator.close()
             raise
@@ -268,23 +272,44 @@ class NcclBackend:
 
 
 class _NcclCommunicator:
-    def __init__(self, backend: NcclBackend, peer: int) -> None:
+    def __init__(self, backend: NcclBackend, peer: int, mailbox: Mailbox) -> None:
         self._backend = backend
         self._peer = peer
-        self._comm = ctypes.c_void_p()
+        self._mailbox = mailbox
+        # Written by NCCL, later than the call returns.
+        self._parent, self._child = ctypes.c_void_p(), ctypes.c_void_p()
+        self._comm = self._parent  # which operations go to
         self._interrupted = False
         spare = backend.spare_streams
         # 0 is the lowest priority there is.
         self._wire: torch.cuda.Stream
         self._wire = spare.pop() if spare else torch.cuda.Stream(backend.device, priority=0)  # type: ignore[no-untyped-call]
 
-    def meet(self, rank: int, unique_id: _UniqueId, mailbox: Mailbox, deadline: float) -> None:
-        ctas = _UNDEFINED, self._backend.min_ctas, _UNDEFINED
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, 0, *ctas, None, _UNDEFINED)
+    def meet(self, rank: int, unique_id: _UniqueId, deadline: float) -> None:
         init = self._backend.library.ncclCommInitRankConfig
-        result = init(ctypes.byref(self._comm), 2, unique_id, rank, ctypes.byref(config))
+        result = init(ctypes.byref(self._parent), 2, unique_id, rank, ctypes.byref(self._config(blocking=0)))
         self._backend.check(result, "start a communicator")
-        self.settle("meet the other rank", deadline, lambda: mailbox.closed)
+        self.settle("meet the other rank", deadline)
+        # The first operation connects the two GPUs, by all channels whatever its size.
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
+        (self.send if rank == 0 else self.recv)(byte).wait()
+        self._split(rank, deadline)
+
+    def _split(self, rank: int, deadline: float) -> None:
+        """From here on calls block."""
+        doing = "split a communicator"
+        config = ctypes.byref(self._config(blocking=1))
+        result = self._backend.library.ncclCommSplit(self._parent, 0, rank, ctypes.byref(self._child), config)
+        self._backend.check(result, doing)
+        # It is the parent that tells the child's state until there is one.
+        self.settle(doing, deadline)
+        if not self._child:
+            raise PeerLost(f"NCCL could not {doing}")
+        self._comm = self._child
+
+    def _config(self, *, blocking: int) -> _Config:
+        ctas = _UNDEFINED, self._backend.min_ctas, _UNDEFINED
+        return _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, blocking, *ctas, None, 1)
 
     def send(self, staging: torch.Tensor) -> Work:
         return self._start(self._backend.library.ncclSend, staging)
@@ -297,19 +322,20 @@ class _NcclCommunicator:
 
     def close(self) -> None:
         """Abort: local, whatever the other side does. Its kernels end by a flag, which they look at now and then."""
-        if self._comm:
-            self._backend.library.ncclCommAbort(self._comm)
+        # The parent's ends a split that is under way, which may leave a child.
+        for comm in (self._child, self._parent, self._child):
+            if comm:
+                self._backend.library.ncclCommAbort(comm)
+                comm.value = None
         while not self._wire.query():
             time.sleep(0.001)
         self._backend.spare_streams.append(self._wire)
 
-    def settle(self, doing: str, deadline: float, given_up: Callable[[], bool] = lambda: False) -> None:
+    def settle(self, doing: str, deadline: float) -> None:
         """Wait until NCCL has done on the host what it was asked. Raises PeerLost."""
         began = time.monotonic()
         while (state := self.state(doing)) == _IN_PROGRESS:
             self.patiently(doing, began, deadline)
-            if given_up():
-                raise PeerLost(f"gave up while NCCL was to {doing}")
         self._backend.check(state, doing)
 
     def state(self, doing: str) -> int:
@@ -320,7 +346,7 @@ class _NcclCommunicator:
 
     def patiently(self, doing: str, began: float, deadline: float) -> None:
         """One round of a wait. Raises PeerLost when it was long enough."""
-        if self._interrupted:
+        if self._interrupted or self._mailbox.closed:
             raise PeerLost(f"gave up while NCCL was to {doing}")
         now = time.monotonic()
         if now >= deadline:
@@ -332,7 +358,7 @@ class _NcclCommunicator:
         wire.wait_stream(torch.cuda.current_stream(self._backend.device))
         result = operation(staging.data_ptr(), staging.numel(), _UINT8, self._peer, self._comm, wire.cuda_stream)
         self._backend.check(result, "start a transfer")
-        # The first one connects the two GPUs. Not before this has ended is there a kernel in the stream.
+        # Of a communicator that does not block, not before this has ended is there a kernel in the stream.
         self.settle("start a transfer", time.monotonic() + self._backend.patience_s)
         return _NcclWork(self, wire.record_event(), self._backend.patience_s)
 

@@ -2,7 +2,8 @@
 
 Owns the sockets and the pairs, one for each reader and source, and which of them ends when memory is short. A ROUTER
 that readers dial, a DEALER for each peer we read from. A thread of its own, because a source must answer when it is
-asked: its data plane's thread looks around every 2 ms, and many transfers are shorter than that.
+asked: its data plane's thread looks around every 2 ms, and many transfers are shorter than that. (A pair that is met is
+asked by a shorter way as well: `kv_transfer/ask_line.py`.)
 
 Who may ask: each plane makes a CURVE key pair at its start. The public half is in the metadata, which travels over the
 desk's channel to peers that were welcomed, and nowhere else; without it nobody gets through the handshake.
@@ -24,11 +25,14 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kv_transfer.ask_line import Ear, Mouth
+from kv_transfer.pair_ends import ReaderPair, SourcePair
 from kv_transfer.pair_messages import (
     MAX_PAIR_MESSAGE_BYTES,
     Address,
     Ask,
     Leave,
+    Listen,
     Meet,
     PairMessage,
     Part,
@@ -36,7 +40,7 @@ from kv_transfer.pair_messages import (
     decode,
     encode,
 )
-from kv_transfer.pairs import Pair, ReaderPair, SourcePair, Terms, Transfer
+from kv_transfer.pairs import Pair, Terms, Transfer
 from wire.errors import ConfigError, PeerLost
 
 __all__ = ["PairControl"]
@@ -86,8 +90,8 @@ class PairControl:
         self._router = self._socket(zmq.ROUTER)
         self._router.curve_server = True
         try:
-            number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-            self._router.bind(f"tcp://{_bracketed(number)}:*")
+            self._number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+            self._router.bind(f"tcp://{_bracketed(self._number)}:*")
         except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen at kv_host {host!r}: {error}; take an address of this machine") from error
@@ -109,7 +113,12 @@ class PairControl:
 
     def read(self, generation: str, transfer: Transfer) -> None:
         """Ask a peer that was dialled, through a pair that is made if there is none."""
-        self._post(partial(self._read, generation, transfer))
+        # A pair in use is asked from here: to wake a thread takes as long as a slice on the wire. One that is idle may
+        # have been ended by the source, which our thread hears before it asks.
+        source = self._sources.get(generation)
+        pair = source.pair if source is not None else None
+        if pair is None or not pair.in_use or not pair.read(transfer):
+            self._post(partial(self._read, generation, transfer))
 
     def hang_up(self, generation: str) -> None:
         """Forget a peer, and end its pair."""
@@ -133,8 +142,6 @@ class PairControl:
             self._end()
 
     def _turn(self) -> None:
-        while self._todo:
-            self._todo.popleft()()
         ready = {source for source, _ in self._poller.poll()}
         if self._poke_in.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -147,6 +154,8 @@ class PairControl:
         for source in [s for s in self._sources.values() if s.monitor in ready]:
             recv_monitor_message(source.monitor, zmq.NOBLOCK)
             self._hang_up(source.generation, f"the connection to {source.where} has ended or was refused")
+        while self._todo:
+            self._todo.popleft()()
 
     # As the source.
 
@@ -177,7 +186,7 @@ class PairControl:
             if isinstance(message, Word):
                 pair.hear(message)
             elif isinstance(message, Ask):
-                pair.serve(message.blocks, message.start, message.num_bytes)
+                pair.serve(message)
         except ValueError as error:
             # A transfer that is not sent would shift all that follow: the pair ends.
             pair.abort(PeerLost(f"refused: {error}"))
@@ -188,7 +197,12 @@ class PairControl:
             reason = f"refused: slices of {meet.slice_bytes} bytes are over the limit of {limit}, or the pair exists"
             self._tell_reader(sender, Part(meet.pair, reason))
             return
-        pair = SourcePair(meet, self._terms, partial(self._post_to_reader, sender), self._post_ended)
+        try:
+            ear = Ear(self._number, meet.pair)
+        except OSError as error:
+            self._tell_reader(sender, Part(meet.pair, f"no port to hear asks at {self._number}: {error}"))
+            return
+        pair = SourcePair(meet, ear, self._terms, partial(self._post_to_reader, sender), self._post_ended)
         self._readers[meet.pair] = sender, pair
         pair.start()
 
@@ -237,6 +251,9 @@ class PairControl:
                     pair.hear(message)
                 elif isinstance(message, Leave):
                     pair.part()
+                elif isinstance(message, Listen):
+                    with contextlib.suppress(OSError, OverflowError):  # then asks go by this socket alone
+                        pair.listens(Mouth(message.address, message.port, pair.name))
             except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the NCCL plane of %s is not understood: %s", source.where, error)
 

@@ -31,21 +31,19 @@ import torch
 
 from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
 from kv_transfer.pair_budget import Budget
-from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage, Part, Word
+from kv_transfer.pair_messages import PairMessage, Part, Word
 from kv_transfer.shares import Share
 from kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
 from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
 
-__all__ = ["Pair", "ReaderPair", "SourcePair", "Terms", "Transfer"]
+__all__ = ["READER", "SOURCE", "Move", "Pair", "Terms", "Transfer", "within"]
 
 log = logging.getLogger(__name__)
 
 # A pair that nobody has read through for this long is closed, and made again on demand. The source waits twice as long:
 # then its reader is gone, for it would have closed it first.
 IDLE_S = 60.0
-# Transfers that a reader may ask for before the first of them is through.
-MAX_ASKS = 4096
 # One slice is on the wire, one waits behind it, and one is being copied: between two of them the host has the time of a
 # slice on the wire to see that one has ended and to launch another one.
 STAGES = 3
@@ -139,7 +137,7 @@ class Pair:
         with self._changed:
             self._unwanted = True
             self._end_at = min(self._end_at, time.monotonic() + self._leave())
-            self._changed.notify_all()
+            self._wake()
 
     def abort(self, error: TransferError) -> None:
         """End at once. From the return of this call on the pool is not touched any more.
@@ -148,14 +146,14 @@ class Pair:
         with self._changed:
             first, self.over = self.over is None, self.over or error
             communicator, lane = self._communicator, self._lane
-            self._changed.notify_all()
+            self._wake()
         if first:
             self._say(Part(self.name, error.message))
         self._mailbox.close()
         self._terms.budget.nudge()
         if first and communicator is not None:
             communicator.interrupt()
-        if lane is None or _within(SETTLE_S, lane.settled):
+        if lane is None or within(SETTLE_S, lane.settled):
             with self._changed:
                 jobs = list(self._jobs)
                 self._jobs.clear()
@@ -178,6 +176,7 @@ class Pair:
             log.exception("a pair ended")
             self.abort(PeerLost(f"a pair ended by {type(error).__name__}: {error}"))
         finally:
+            self._hush()
             self._ended(self)
 
     def _live(self) -> None:
@@ -241,6 +240,21 @@ class Pair:
         """This end would like to part: in how many seconds it does."""
         raise NotImplementedError
 
+    def _hush(self) -> None:
+        """Give back what has been opened to talk."""
+        raise NotImplementedError
+
+    def _listen(self) -> None:
+        """Hear what has been said to this thread itself, without waiting."""
+
+    def _sleep(self, limit_s: float) -> None:
+        """Until `_wake`, or so many seconds."""
+        self._changed.wait(limit_s)
+
+    def _wake(self) -> None:
+        """End the thread's sleep."""
+        self._changed.notify_all()
+
     def _given_up(self) -> bool:
         return self.over is not None
 
@@ -248,6 +262,7 @@ class Pair:
         """The next transfer to begin. None: there is none now; or, if we `wait`, it is time to end."""
         with self._changed:
             self._check()
+            self._listen()
             if wait and not self._jobs:
                 self._idle()
             if self._begun == len(self._jobs):
@@ -262,7 +277,7 @@ class Pair:
         if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
             self.part()
         while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
-            self._changed.wait(left_s)
+            self._sleep(left_s)
         self._check()
         if self._jobs:
             self.idle_since = None
@@ -288,106 +303,7 @@ class Pair:
             raise self.over
 
 
-class SourcePair(Pair):
-    """Sends what it is asked for."""
-
-    def __init__(
-        self, meet: Meet, terms: Terms, say: Callable[[PairMessage], None], ended: Callable[[Pair], None]
-    ) -> None:
-        """A reader wants to meet."""
-        super().__init__(meet.pair, SOURCE, meet.slice_bytes, terms, say, ended)
-        self._facts = meet.facts
-
-    def serve(self, blocks: list[int], start: int, num_bytes: int) -> None:
-        """Send so many bytes of these blocks when those before them are through.
-
-        Raises ValueError for what no reader may ask."""
-        with self._changed:
-            if len(self._jobs) >= MAX_ASKS:
-                raise ValueError(f"more than {MAX_ASKS} transfers asked for at once")
-            num_blocks = self._terms.pool.num_blocks
-            if not blocks or not all(0 <= block < num_blocks for block in blocks):
-                raise ValueError(f"asked for none, or for some outside a pool of {num_blocks} blocks")
-            if not 0 <= start < start + num_bytes <= self._terms.pool.block_bytes:
-                raise ValueError(f"asked for {num_bytes} bytes from {start} on of {self._terms.pool.block_bytes}")
-            self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
-            self._changed.notify_all()
-
-    def _introduce(self) -> bytes:
-        return self._facts
-
-    def _leave(self) -> float:
-        """Only the reader knows whether it is still receiving, or has asked; one that is gone is not waited for."""
-        self._say(Leave(self.name))
-        return self._terms.patience_s
-
-    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
-        with self._touching():
-            lane.gather(move.places, move.piece, stage)
-        return communicator.send(stage)
-
-    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
-        work.wait()
-        if move.last:
-            self._done(move.transfer)
-
-
-class ReaderPair(Pair):
-    """Asks, and receives in the order in which it has asked."""
-
-    def __init__(
-        self,
-        name: bytes,
-        terms: Terms,
-        say: Callable[[PairMessage], None],
-        ended: Callable[[Pair], None],
-    ) -> None:
-        """`name` is unlike any other's."""
-        super().__init__(name, READER, terms.slice_bytes, terms, say, ended)
-        self._introduced = False
-
-    def read(self, transfer: Transfer) -> bool:
-        """False if this pair has ended: another one is needed."""
-        with self._changed:
-            if self.over is not None:
-                return False
-            self._jobs.append(transfer)
-            self._changed.notify_all()
-            if self._introduced:
-                self._say(self._ask(transfer))
-        return True
-
-    def _ask(self, transfer: Transfer) -> Ask:
-        return Ask(self.name, list(transfer.remote_blocks), transfer.part.remote_start, transfer.part.num_bytes)
-
-    def _leave(self) -> float:
-        return 0.0
-
-    def _introduce(self) -> bytes:
-        facts = self._terms.backend.facts()
-        with self._touching():
-            self._say(Meet(self.name, self.slice_bytes, facts))
-            for transfer in self._jobs:
-                self._say(self._ask(transfer))
-            self._introduced = True
-        return facts
-
-    def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
-        return communicator.recv(stage)
-
-    def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
-        """Scattered is only what is known to be in: behind a receive that was aborted, a copy in the same stream would
-        carry rubbish into the pool."""
-        work.wait()
-        with self._touching():
-            lane.scatter(move.places, move.piece, stage)
-        if move.last:
-            if not _within(self._terms.patience_s, lambda: lane.settled() or self.over is not None):
-                raise PeerLost(f"copies into the pool have not ended for {self._terms.patience_s:g} s")
-            self._done(move.transfer)
-
-
-def _within(limit_s: float, true: Callable[[], bool]) -> bool:
+def within(limit_s: float, true: Callable[[], bool]) -> bool:
     """Whether it came true in time."""
     deadline = time.monotonic() + limit_s
     while not true():

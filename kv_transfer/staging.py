@@ -57,8 +57,27 @@ class Places:
     blocks: Sequence[int]
     offset: int
     row_bytes: int
-    index: torch.Tensor | None
-    """For the kernel: int32 [2, blocks] on the GPU. Rows in the pool, in units of `row_bytes`; and 0, 1, 2, ..."""
+    table: Table | None
+    """For the kernel, which has been told the blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """Block ids of a transfer, for the kernel; int32. Pinned memory that is made for each would cost half a
+    millisecond, so that tables are used again."""
+
+    host: torch.Tensor
+    written: Any  # numpy's view of `host`
+    blocks: torch.Tensor  # on the GPU
+    counted: torch.Tensor  # 0, 1, 2, ... on the GPU
+
+
+class Rows(NamedTuple):
+    """One side of a copy by the kernel: rows `ids` (int32, on the GPU) from `address` on, `stride` bytes apart."""
+
+    address: int
+    ids: torch.Tensor
+    stride: int
 
 
 class BlockPool:
@@ -83,10 +102,9 @@ class BlockPool:
         spare = self._spare_streams
         # 0 is the lowest priority there is.
         stream = spare.pop() if spare else torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
-        lane = Lane(self, stream)
         try:
             with torch.cuda.stream(stream):
-                yield lane
+                yield Lane(self, stream)
         finally:
             stream.synchronize()
             spare.append(stream)
@@ -95,8 +113,9 @@ class BlockPool:
         """What `lane` needs, which may take seconds: block 0 is the null block, which nobody reads, onto itself."""
         with self.lane() as lane:
             places = lane.places([0])
-            if places.index is not None:
-                lane.run_kernel(self.address, self.address, places.index[0], places.index[0], self.block_bytes)
+            if places.table is not None:
+                null = Rows(self.address, places.table.blocks[:1], self.block_bytes)
+                lane.run_kernel(null, null, places)
 
 
 class Lane:
@@ -107,10 +126,12 @@ class Lane:
         self._pool = pool
         self._stream = stream
         self._kernel = kernel
+        self._tables: list[Table] = []  # that no transfer uses
         if stream is not None:
-            from kernels import gather_blocks
+            from kernels import cuda_runtime, gather_blocks
 
-            self._kernel = gather_blocks
+            self._kernel, self._cuda = gather_blocks, cuda_runtime
+            self._tables.append(self._new_table(pool.num_blocks))
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         """Memory on the pool's device, [num_bytes] uint8. Raises TransferError if there is none."""
@@ -121,44 +142,48 @@ class Lane:
             raise TransferError(f"no {num_bytes} bytes of staging memory on {device}: {error}") from error
 
     def places(self, blocks: Sequence[int], offset: int = 0, row_bytes: int | None = None) -> Places:
-        """Get ready to copy these bytes of these blocks, which are inside the pool; by default all of each."""
+        """Get ready to copy these bytes of these blocks, which are inside the pool; by default all of each.
+
+        Until `forget`, which may be called when all of them have been copied."""
         pool = self._pool
         size = pool.block_bytes if row_bytes is None else row_bytes
-        index = None
-        # The kernel takes rows that lie on a grid of their size.
-        if (
-            self._kernel is not None
-            and size
-            and not any(
-                number % unit
-                for number, unit in (
-                    (size, self._kernel.VECTOR_BYTES),
-                    (pool.address, self._kernel.VECTOR_BYTES),
-                    (pool.block_bytes, size),
-                    (offset, size),
-                )
-            )
+        if self._kernel is None or any(
+            number % self._kernel.VECTOR_BYTES for number in (size, pool.address, offset, pool.block_bytes)
         ):
-            in_block, first = pool.block_bytes // size, offset // size
-            rows = torch.tensor([[block * in_block + first for block in blocks], range(len(blocks))], dtype=torch.int32)
-            # From pageable memory: the driver has copied it when the call returns.
-            index = rows.to(pool.device, non_blocking=True)
-        return Places(blocks, offset, size, index)
+            return Places(blocks, offset, size, None)
+        count = len(blocks)
+        table = self._tables.pop() if self._tables else None
+        if table is None or len(table.host) < count:  # a peer may ask for a block many times
+            table = self._new_table(max(count, pool.num_blocks))
+        table.written[:count] = blocks
+        if self._stream is None:
+            table.blocks.copy_(table.host)
+        else:
+            # torch's own copy of a list takes a third of a millisecond.
+            self._cuda.copy(table.blocks.data_ptr(), table.host.data_ptr(), 4 * count, self._stream.cuda_stream)
+        return Places(blocks, offset, size, table)
+
+    def forget(self, places: Places) -> None:
+        """What is copied there has been copied."""
+        if places.table is not None:
+            self._tables.append(places.table)
 
     def gather(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
         """Pool -> staging, in the order of the current stream."""
-        if places.index is not None and piece.stop - piece.start == places.row_bytes:
-            there, here = places.index[0, piece.first : piece.first + piece.rows], places.index[1, : piece.rows]
-            self.run_kernel(self._pool.address, staging.data_ptr(), there, here, places.row_bytes)
+        if places.table is not None and piece.stop - piece.start == places.row_bytes:
+            self.run_kernel(
+                self._scattered(places, piece, places.table), _packed(places, piece, staging, places.table), places
+            )
         else:
             for row, part in self._runs(places, piece, staging):
                 part.copy_(row, non_blocking=True)
 
     def scatter(self, places: Places, piece: Slice, staging: torch.Tensor) -> None:
         """Staging -> pool, in the order of the current stream: the bytes are there when all is `settled`."""
-        if places.index is not None and piece.stop - piece.start == places.row_bytes:
-            there, here = places.index[0, piece.first : piece.first + piece.rows], places.index[1, : piece.rows]
-            self.run_kernel(staging.data_ptr(), self._pool.address, here, there, places.row_bytes)
+        if places.table is not None and piece.stop - piece.start == places.row_bytes:
+            self.run_kernel(
+                _packed(places, piece, staging, places.table), self._scattered(places, piece, places.table), places
+            )
         else:
             for row, part in self._runs(places, piece, staging):
                 row.copy_(part, non_blocking=True)
@@ -167,10 +192,31 @@ class Lane:
         """Whether all copies have ended."""
         return self._stream is None or self._stream.query()
 
-    def run_kernel(self, source: int, target: int, rows: torch.Tensor, onto: torch.Tensor, row_bytes: int) -> None:
-        """Copy row rows[i] from one address on to row onto[i] from another one on."""
-        tiles = range(self._kernel.tiles_in(rows.numel(), row_bytes))
-        self._kernel.gather_blocks(source, target, rows, onto, block_bytes=row_bytes, tiles=tiles, programs=PROGRAMS)
+    def run_kernel(self, source: Rows, target: Rows, places: Places) -> None:
+        """Copy the rows of one side onto those of the other one."""
+        tiles = range(self._kernel.tiles_in(source.ids.numel(), places.row_bytes))
+        self._kernel.gather_blocks(
+            source.address,
+            target.address,
+            source.ids,
+            target.ids,
+            block_bytes=places.row_bytes,
+            source_stride=source.stride,
+            target_stride=target.stride,
+            tiles=tiles,
+            programs=PROGRAMS,
+        )
+
+    def _scattered(self, places: Places, piece: Slice, table: Table) -> Rows:
+        pool = self._pool
+        ids = table.blocks[piece.first : piece.first + piece.rows]
+        return Rows(pool.address + places.offset, ids, pool.block_bytes)
+
+    def _new_table(self, size: int) -> Table:
+        device = self._pool.device
+        host = torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
+        counted = torch.arange(size, dtype=torch.int32, device=device)
+        return Table(host, host.numpy(), torch.empty_like(counted), counted)
 
     def _runs(self, places: Places, piece: Slice, staging: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal shape, [blocks that are neighbours, bytes]: in the pool, in staging."""
@@ -182,6 +228,10 @@ class Lane:
             if end == len(ids) or ids[end] != ids[end - 1] + 1:
                 yield self._pool.rows[ids[begin] : ids[end - 1] + 1, start:stop], packed[begin:end]
                 begin = end
+
+
+def _packed(places: Places, piece: Slice, staging: torch.Tensor, table: Table) -> Rows:
+    return Rows(staging.data_ptr(), table.counted[: piece.rows], places.row_bytes)
 
 
 class _DeviceMemory:

@@ -53,12 +53,32 @@ def test_what_is_gathered_is_scattered(kernel: Any, offset: int, row_bytes: int,
     lane = Lane(BlockPool(region), None, kernel)
     staging = lane.staging(slice_bytes)
     sources, targets = (lane.places(blocks, offset, row_bytes) for blocks in (there, here))
-    assert (sources.index is not None) == (kernel is not None and row_bytes % 16 == 0)
+    assert (sources.table is not None) == (kernel is not None and row_bytes % 16 == 0)
     for piece in cut(5, row_bytes, slice_bytes):
         lane.gather(sources, piece, staging)
         lane.scatter(targets, piece, staging)
     assert lane.settled()
     assert torch.equal(pool, expected)
+
+
+def test_block_ids_of_two_transfers_lie_apart_until_one_is_forgotten() -> None:
+    kernel = pytest.importorskip("kernels.gather_blocks")
+    pool, expected, region = some_pool()
+    lane = Lane(BlockPool(region), None, kernel)
+    staging = lane.staging(20 * BLOCK_BYTES)
+    (piece,), (long,) = cut(2, BLOCK_BYTES, 2 * BLOCK_BYTES), cut(20, BLOCK_BYTES, 20 * BLOCK_BYTES)
+    first, second = lane.places([1, 2]), lane.places([5, 6])
+    lane.gather(first, piece, staging)
+    lane.scatter(second, piece, staging)
+    expected[[5, 6]] = expected[[1, 2]]
+    assert torch.equal(pool, expected)
+    lane.forget(first)
+    lane.forget(second)
+    again = lane.places([3, 4])
+    assert again.table in (first.table, second.table)
+    # More than the pool has: the same block again and again.
+    lane.gather(lane.places([7] * 20), long, staging)
+    assert torch.equal(staging.view(20, -1), expected[[7] * 20])
 
 
 @pytest.mark.parametrize("offset", [0, 48])
@@ -86,7 +106,7 @@ def test_gpu_lane_copies_by_kernel_and_settles() -> None:
     with blocks.lane() as lane:
         staging = lane.staging(10 << 20)
         sources, targets = lane.places(there), lane.places(here)
-        assert sources.index is not None
+        assert sources.table is not None
         for piece in cut(32, 1 << 20, 10 << 20):
             lane.gather(sources, piece, staging)
             lane.scatter(targets, piece, staging)
