@@ -53,8 +53,9 @@ class LeaseTable:
         return LeaseId(request_id, self.granted)
 
     def complete(self, request_id: str, now: float) -> bool:
-        """The KV of a growing lease is all there: its time begins. False if it is not growing, or has ended, which it does
-        now if its reader has given up and no other one has come."""
+        """The KV of a growing lease is all there: its time begins. False if it is not growing, or has ended.
+
+        It ends now if its reader has given up and no other one has come."""
         if request_id in self._unwanted:
             self.release(request_id)
         epoch = self._growing.pop(request_id, None)

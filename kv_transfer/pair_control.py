@@ -2,8 +2,7 @@
 
 Owns the sockets and the pairs, one for each reader and source, and which of them ends when memory is short. A ROUTER
 that readers dial, a DEALER for each peer we read from. A thread of its own, because a source must answer when it is
-asked: its data plane's thread looks around every 2 ms, and many transfers are shorter than that. (A pair that is met is
-asked by a shorter way as well: `kv_transfer/ask_line.py`.)
+asked: its data plane's thread looks around every 2 ms, and many transfers are shorter than that.
 
 Who may ask: each plane makes a CURVE key pair at its start. The public half is in the metadata, which travels over the
 desk's channel to peers that were welcomed, and nowhere else; without it nobody gets through the handshake.
@@ -25,14 +24,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.ask_line import Ear, Mouth
 from kv_transfer.pair_ends import ReaderPair, SourcePair
 from kv_transfer.pair_messages import (
     MAX_PAIR_MESSAGE_BYTES,
     Address,
     Ask,
     Leave,
-    Listen,
     Meet,
     PairMessage,
     Part,
@@ -90,8 +87,8 @@ class PairControl:
         self._router = self._socket(zmq.ROUTER)
         self._router.curve_server = True
         try:
-            self._number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-            self._router.bind(f"tcp://{_bracketed(self._number)}:*")
+            number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+            self._router.bind(f"tcp://{_bracketed(number)}:*")
         except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen at kv_host {host!r}: {error}; take an address of this machine") from error
@@ -113,12 +110,7 @@ class PairControl:
 
     def read(self, generation: str, transfer: Transfer) -> None:
         """Ask a peer that was dialled, through a pair that is made if there is none."""
-        # A pair in use is asked from here: to wake a thread takes as long as a slice on the wire. One that is idle may
-        # have been ended by the source, which our thread hears before it asks.
-        source = self._sources.get(generation)
-        pair = source.pair if source is not None else None
-        if pair is None or not pair.in_use or not pair.read(transfer):
-            self._post(partial(self._read, generation, transfer))
+        self._post(partial(self._read, generation, transfer))
 
     def hang_up(self, generation: str) -> None:
         """Forget a peer, and end its pair."""
@@ -197,12 +189,7 @@ class PairControl:
             reason = f"refused: slices of {meet.slice_bytes} bytes are over the limit of {limit}, or the pair exists"
             self._tell_reader(sender, Part(meet.pair, reason))
             return
-        try:
-            ear = Ear(self._number, meet.pair)
-        except OSError as error:
-            self._tell_reader(sender, Part(meet.pair, f"no port to hear asks at {self._number}: {error}"))
-            return
-        pair = SourcePair(meet, ear, self._terms, partial(self._post_to_reader, sender), self._post_ended)
+        pair = SourcePair(meet, self._terms, partial(self._post_to_reader, sender), self._post_ended)
         self._readers[meet.pair] = sender, pair
         pair.start()
 
@@ -251,9 +238,6 @@ class PairControl:
                     pair.hear(message)
                 elif isinstance(message, Leave):
                     pair.part()
-                elif isinstance(message, Listen):
-                    with contextlib.suppress(OSError, OverflowError):  # then asks go by this socket alone
-                        pair.listens(Mouth(message.address, message.port, pair.name))
             except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the NCCL plane of %s is not understood: %s", source.where, error)
 

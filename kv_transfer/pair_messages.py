@@ -12,7 +12,6 @@ __all__ = [
     "Address",
     "Ask",
     "Leave",
-    "Listen",
     "Meet",
     "PairMessage",
     "Part",
@@ -55,19 +54,9 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
     """Reader -> source: send this part of these blocks. Transfers of a pair come in the order they were asked for."""
 
     pair: bytes
-    number: int
-    """0, 1, 2, ... in a pair: said in two ways, it is heard once."""
     blocks: list[int]
     start: int
     num_bytes: int
-
-
-class Listen(msgspec.Struct, tag="listen", frozen=True):
-    """Source -> reader: asks are heard at this UDP port, too. The address is a number."""
-
-    pair: bytes
-    address: str
-    port: int
 
 
 class Part(msgspec.Struct, tag="part", frozen=True):
@@ -83,7 +72,7 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
     pair: bytes
 
 
-PairMessage = Meet | Word | Ask | Listen | Part | Leave
+PairMessage = Meet | Word | Ask | Part | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[PairMessage] = msgspec.msgpack.Decoder(PairMessage)

@@ -137,7 +137,7 @@ class Pair:
         with self._changed:
             self._unwanted = True
             self._end_at = min(self._end_at, time.monotonic() + self._leave())
-            self._wake()
+            self._changed.notify_all()
 
     def abort(self, error: TransferError) -> None:
         """End at once. From the return of this call on the pool is not touched any more.
@@ -146,7 +146,7 @@ class Pair:
         with self._changed:
             first, self.over = self.over is None, self.over or error
             communicator, lane = self._communicator, self._lane
-            self._wake()
+            self._changed.notify_all()
         if first:
             self._say(Part(self.name, error.message))
         self._mailbox.close()
@@ -176,7 +176,6 @@ class Pair:
             log.exception("a pair ended")
             self.abort(PeerLost(f"a pair ended by {type(error).__name__}: {error}"))
         finally:
-            self._hush()
             self._ended(self)
 
     def _live(self) -> None:
@@ -240,21 +239,6 @@ class Pair:
         """This end would like to part: in how many seconds it does."""
         raise NotImplementedError
 
-    def _hush(self) -> None:
-        """Give back what has been opened to talk."""
-        raise NotImplementedError
-
-    def _listen(self) -> None:
-        """Hear what has been said to this thread itself, without waiting."""
-
-    def _sleep(self, limit_s: float) -> None:
-        """Until `_wake`, or so many seconds."""
-        self._changed.wait(limit_s)
-
-    def _wake(self) -> None:
-        """End the thread's sleep."""
-        self._changed.notify_all()
-
     def _given_up(self) -> bool:
         return self.over is not None
 
@@ -262,7 +246,6 @@ class Pair:
         """The next transfer to begin. None: there is none now; or, if we `wait`, it is time to end."""
         with self._changed:
             self._check()
-            self._listen()
             if wait and not self._jobs:
                 self._idle()
             if self._begun == len(self._jobs):
@@ -277,7 +260,7 @@ class Pair:
         if self._unwanted or self._terms.budget.waiting:  # whoever waits for memory gets that of idle pairs
             self.part()
         while not self._jobs and self.over is None and (left_s := self._end_at - time.monotonic()) > 0:
-            self._sleep(left_s)
+            self._changed.wait(left_s)
         self._check()
         if self._jobs:
             self.idle_since = None

@@ -5,8 +5,7 @@ which post jobs, look at results and never wait. One has the control socket (`kv
 has one, where communicators may block (`kv_transfer/pairs.py`, which also tells why an aborted read is over at once).
 
 Bytes travel as gloo and NCCL send them: not encrypted. Both ends need an address that the other one reaches: `kv_host`
-for gloo; NCCL chooses its own (NCCL_SOCKET_IFNAME). Reads begin half a millisecond sooner where UDP gets there, too
-(`kv_transfer/ask_line.py`).
+for gloo; NCCL chooses its own (NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class NcclPlane:
             if not all(0 <= block < limit for block in blocks):
                 raise TransferError(f"{whose} blocks {list(blocks)} reach outside a pool of {limit} blocks")
         try:
-            encode(Ask(bytes(16), 1 << 63, list(remote_blocks), source.part.remote_start, source.part.num_bytes))
+            encode(Ask(bytes(16), list(remote_blocks), source.part.remote_start, source.part.num_bytes))
         except ValueError as error:
             raise TransferError(f"{len(remote_blocks)} blocks are too many to ask for at once: {error}") from error
         transfer = Transfer(remote_blocks, local_blocks, source.part)

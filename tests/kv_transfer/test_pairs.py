@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kv_transfer.ask_line import Ear, Mouth
 from kv_transfer.communicators import Communicator, Mailbox, Work
 from kv_transfer.connector import PoolRegion
 from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_ends import ReaderPair, SourcePair
-from kv_transfer.pair_messages import Ask, Listen, Meet, PairMessage, Part, encode
+from kv_transfer.pair_messages import Ask, Meet, PairMessage, Part
 from kv_transfer.pairs import STAGES, Pair, Terms, Transfer
 from kv_transfer.shares import Share
 from kv_transfer.staging import BlockPool, Lane
@@ -113,8 +112,8 @@ def transfer(*blocks: int) -> Transfer:
     return Transfer(blocks, blocks, Share(0, 0, BLOCK_BYTES))
 
 
-def ask(number: int, *blocks: int) -> Ask:
-    return Ask(b"p", number, list(blocks), 0, BLOCK_BYTES)
+def ask(*blocks: int) -> Ask:
+    return Ask(b"p", list(blocks), 0, BLOCK_BYTES)
 
 
 def test_a_reader_receives_ahead_across_transfers_and_in_order(side: Side) -> None:
@@ -184,10 +183,10 @@ def test_a_transfer_whose_copies_are_held_up_is_over_when_its_communicator_is_cl
 
 def test_a_source_gathers_into_a_stage_only_when_it_has_been_sent(side: Side) -> None:
     side.pool[:] = torch.arange(BLOCKS, dtype=torch.uint8)[:, None]
-    pair = SourcePair(Meet(b"p", SLICE_BYTES, b""), Ear("127.0.0.1", b"p"), side.terms, side.said.append, side.on_end)
+    pair = SourcePair(Meet(b"p", SLICE_BYTES, b""), side.terms, side.said.append, side.on_end)
     pair.start()
-    for number, blocks in enumerate(([5, 6, 7], [8], [20, 21, 22, 23])):
-        pair.serve(ask(number, *blocks))
+    for blocks in ([5, 6, 7], [8], [20, 21, 22, 23]):
+        pair.serve(ask(*blocks))
     side.begun(STAGES)
     assert [stage[0].item() for stage, _ in side.backend.begun] == [5, 6, 8]
     assert [len(stage) for stage, _ in side.backend.begun] == [8, 16, 8]
@@ -198,51 +197,4 @@ def test_a_source_gathers_into_a_stage_only_when_it_has_been_sent(side: Side) ->
     side.backend.end(1)
     side.backend.end(2)
     side.begun(STAGES + 2)
-    pair.abort(PeerLost("enough"))
-
-
-def test_an_ask_is_heard_once_and_in_its_turn_whichever_way_it_comes(side: Side) -> None:
-    side.pool[:] = torch.arange(BLOCKS, dtype=torch.uint8)[:, None]
-    pair = SourcePair(Meet(b"p", SLICE_BYTES, b""), Ear("127.0.0.1", b"p"), side.terms, side.said.append, side.on_end)
-    pair.start()
-    until(lambda: pair.idle_since is not None)
-    (listen,) = (said for said in side.said if isinstance(said, Listen))
-    mouth, stranger = Mouth("127.0.0.1", listen.port, b"p"), Mouth("127.0.0.1", listen.port, b"q")
-    stranger.say(encode(ask(0, 31)))
-    mouth.say(b"rubbish")
-    mouth.say(encode(ask(0, BLOCKS)))  # outside the pool: not heard here
-    mouth.say(encode(ask(1, 6)))  # too soon
-    mouth.say(encode(ask(0, 5)))
-    side.begun(1)
-    pair.serve(ask(0, 5))
-    pair.serve(ask(1, 6))
-    mouth.say(encode(ask(1, 6)))
-    side.backend.end(0)  # it hears nothing while it waits for that
-    side.begun(2)
-    with pytest.raises(ValueError, match="asked for transfer 3 before transfer 2"):
-        pair.serve(ask(3, 7))
-    mouth.say(encode(ask(2, 7)))
-    side.backend.end(1)
-    side.begun(3)
-    assert [stage[0].item() for stage, _ in side.backend.begun] == [5, 6, 7]
-    pair.abort(PeerLost("enough"))
-    mouth.close()
-    stranger.close()
-
-
-def test_a_reader_asks_both_ways_in_its_own_thread_and_hears_nothing_of_its_own(side: Side) -> None:
-    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
-    pair.start()
-    until(lambda: any(isinstance(said, Meet) for said in side.said))
-    ear = Ear("127.0.0.1", b"p")
-    assert ear.wait(0.01) is None
-    pair.listens(Mouth("127.0.0.1", ear.port, b"p"))
-    assert pair.read(transfer(4))
-    assert side.said[-1] == ask(0, 4)
-    assert ear.wait(1.0) == encode(ask(0, 4))
-    assert pair.read(transfer(*range(20)))
-    assert ear.heard() == [encode(ask(1, *range(20)))]
-    ear.ring()
-    assert ear.wait(10.0) is None
-    ear.close()
     pair.abort(PeerLost("enough"))

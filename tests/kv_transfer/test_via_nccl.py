@@ -19,10 +19,8 @@ from nccl_peer import FINGERPRINT, PATIENCE_S, PeerPlane, PlaneNode, peer_plane
 from woken import Woken
 
 from kv_transfer import pairs
-from kv_transfer.ask_line import Mouth
 from kv_transfer.connector import Fetched, PoolRegion, Released
 from kv_transfer.open import open_connector
-from kv_transfer.pair_control import PairControl
 from kv_transfer.pair_messages import Address, Ask, Meet, PairMessage, Part, decode, encode
 from kv_transfer.via_nccl import NcclPlane
 from wire.config import TransferConfig
@@ -103,32 +101,6 @@ def test_many_transfers_two_readers_and_both_directions_at_once() -> None:
         assert here.digest(theirs) == one.ask("digest", mine)
 
 
-@pytest.mark.parametrize("lost", ["datagrams", "control socket", "every other datagram"])
-def test_an_ask_needs_but_one_of_its_two_ways(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with plane_node(*SMALL) as source, plane_node(*SMALL) as reader:
-        source.fill(5)
-        reader.plane.add_peer(source.welcome)
-        assert reader.ended(reader.plane.post_read(source.generation, [0], [0]))  # a new pair has the socket alone
-        said = 0
-
-        def drop(*_: object) -> None:
-            pass
-
-        def drop_every_other(mouth: Mouth, frame: bytes, say: Callable[[Mouth, bytes], None] = Mouth.say) -> None:
-            nonlocal said
-            said += 1
-            if said % 2:
-                say(mouth, frame)
-
-        if lost == "control socket":
-            monkeypatch.setattr(PairControl, "_tell_source", drop)
-        else:
-            monkeypatch.setattr(Mouth, "say", drop if lost == "datagrams" else drop_every_other)
-        handles = [reader.plane.post_read(source.generation, [k, k + 1], [k, k + 1]) for k in range(0, 40, 2)]
-        assert all(reader.ended(handle) for handle in handles)
-        assert reader.digest(range(40)) == source.digest(range(40))
-
-
 def test_blocks_outside_either_pool_are_refused_before_anything_starts() -> None:
     with plane_node(*SMALL) as source, plane_node(*SMALL) as reader:
         reader.plane.add_peer(source.welcome)
@@ -204,7 +176,7 @@ def test_a_reader_that_asks_for_blocks_outside_the_pool_loses_its_pair_and_nobod
             for blocks in ([64], [-1], [1 << 40], []):
                 name = os.urandom(16)
                 hostile.send(encode(Meet(name, 1000, b"")))
-                hostile.send(encode(Ask(name, 0, blocks, 0, 1)))
+                hostile.send(encode(Ask(name, blocks, 0, 1)))
                 assert _parted(hostile, name)
         assert reader.ask("read", source.generation, [5], [6]) is True
         assert reader.ask("digest", [3, 4, 6]) == source.digest([1, 2, 5])
