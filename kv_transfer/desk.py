@@ -98,7 +98,7 @@ class Desk:
             FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes)
         )
         self._peers: dict[PeerKey, _Peer] = {}
-        self._hello_at = float("-inf")
+        self._heard_at = float("-inf")  # of any reader
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         try:
@@ -271,8 +271,11 @@ class Desk:
     def answer(self, sender: bytes, message: Message) -> Message | None:
         """Source: what a peer asks; `sender` names it to `ControlThread.tell`."""
         now = time.monotonic()
+        if not self.serving():
+            self._planes.nudge()
+        self._heard_at = now
         if isinstance(message, Hello):
-            return self._welcome(message, now)
+            return self._welcome(message)
         with self._turn():
             if isinstance(message, Renew):
                 kept, lost = self._leases.renew(message.leases, now)
@@ -319,7 +322,11 @@ class Desk:
             self._fetches.tick(now)
             for peer, known in list(self._peers.items()):
                 if known.lost is None and known.welcomed and now >= known.renew_at:
-                    self._renew(peer, self._fetches.leases(peer), now)
+                    leases = self._fetches.leases(peer)
+                    self._renew(peer, leases, now)
+                    if not leases and self._fetches.reading(peer):
+                        # Of a lease that is over, but the source must go on helping for as long as the read takes.
+                        self._control.say(peer, Renew(now, []))
                     for lease in self._fetches.growing(peer):
                         self._control.say(peer, Follow(lease))  # what was told meanwhile may have been lost
                     known.renew_at = now + self._config.heartbeat_s
@@ -356,8 +363,8 @@ class Desk:
             self._retire(peer)
 
     def serving(self) -> bool:
-        """Whether peers may be reading from here: leases are out, or somebody has just introduced himself."""
-        return len(self._leases) > 0 or time.monotonic() - self._hello_at < self._config.lease_s
+        """Whether peers may be reading from here: leases are out, or a reader has said something lately."""
+        return len(self._leases) > 0 or time.monotonic() - self._heard_at < self._config.lease_s
 
     def broke(self, error: Exception) -> None:
         """A thread has ended; `events` says so."""
@@ -396,12 +403,10 @@ class Desk:
         known = self._peers.get(peer)
         return known is not None and known.words is not None and known.words.held(lease)
 
-    def _welcome(self, hello: Hello, now: float) -> Message:
+    def _welcome(self, hello: Hello) -> Message:
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
-        self._hello_at = now
-        self._planes.nudge()
         ranks, words = self._planes.ranks, self._words.place
         return Welcome(self._engine_id, self._generation, self._fingerprint, ranks, words)
 

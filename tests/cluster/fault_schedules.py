@@ -245,7 +245,9 @@ class Faults:
 
         while left := used():
             over_s = time.monotonic() - since
-            assert over_s < FREE_WITHIN_S, f"{over_s:.1f} s after the fault's end blocks are not free: {left}"
+            if over_s >= FREE_WITHIN_S:
+                tails = "\n".join(node.tail() for node in self._up() if f"{node.role}:{node.port}" in left)
+                raise AssertionError(f"{over_s:.1f} s after the fault's end blocks are not free: {left}\n{tails}")
             time.sleep(0.02)
         return max(0.0, time.monotonic() - since)
 
