@@ -29,6 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kv_transfer.fetches import PeerKey
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
+from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError
 from wire.transfer import PROTOCOL_VERSION
 
@@ -87,7 +88,7 @@ class ControlThread:
         self._closing = False
         self._router = self._socket(zmq.ROUTER)
         try:
-            self.address = (host, _bind(self._router, host, port))
+            self.address = (host, listen(self._router, host, port))
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -218,7 +219,7 @@ class ControlThread:
         dealer.reconnect_ivl = -1
         self._dealers[peer], self._monitors[peer] = dealer, dealer.get_monitor_socket(GONE)
         try:
-            dealer.connect(f"tcp://{_bracketed(peer.host)}:{peer.port}")
+            dealer.connect(tcp(peer.host, peer.port))
         except zmq.ZMQError:
             self._hang_up(peer, registered=False)
             self._desk.gone(peer)
@@ -286,19 +287,3 @@ def _keys(secret: str) -> tuple[bytes, bytes]:
     # Any 32 bytes are a secret key.
     mine = z85.encode(hashlib.blake2b(secret.encode(), digest_size=32, person=b"kvrelay-curve").digest())
     return zmq.curve_public(mine), mine
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
-    """Listen; returns the port. zmq binds to numbers only, so names are looked up first."""
-    try:
-        number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-        router.bind(f"tcp://{_bracketed(number)}:{port or '*'}")
-    except (OSError, zmq.ZMQError) as error:
-        raise ConfigError(
-            f"cannot listen at kv_host {host!r}, kv_port {port}: {error}; take an address of this machine, or kv_port 0"
-        ) from error
-    return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kv_transfer.codec import Codec
 from kv_transfer.connector import Completion, PoolRegion
 from kv_transfer.host_files import HostFile
 from kv_transfer.leases import LeaseId
@@ -111,20 +112,5 @@ class Grown(msgspec.Struct, tag="grown", frozen=True):
 
 Message = Hello | Welcome | Refused | Renew | Renewed | End | Ended | Follow | Grown
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """One frame. Raises ValueError beyond the size limit."""
-    frame = _encoder.encode(message)
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"control message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    return frame
-
-
-def decode(frame: bytes) -> Message:
-    """Raises msgspec.DecodeError (also for wrong types), or ValueError beyond the size limit."""
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"control message of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
-    return _decoder.decode(frame)
+_codec: Codec[Message] = Codec(Message, MAX_MESSAGE_BYTES)
+encode, decode = _codec.encode, _codec.decode

@@ -38,6 +38,7 @@ from kv_transfer.pair_messages import (
     encode,
 )
 from kv_transfer.pairs import Pair, Terms, Transfer
+from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError, PeerLost
 
 __all__ = ["PairControl"]
@@ -87,12 +88,10 @@ class PairControl:
         self._router = self._socket(zmq.ROUTER)
         self._router.curve_server = True
         try:
-            number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-            self._router.bind(f"tcp://{_bracketed(number)}:*")
-        except (OSError, zmq.ZMQError) as error:
+            port = listen(self._router, host)
+        except ConfigError:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot listen at kv_host {host!r}: {error}; take an address of this machine") from error
-        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            raise
         self.address = Address(host, port, self._keys[0])
         # The one way to interrupt a poll from other threads: zmq sockets belong to their thread.
         self._poke_in, self._poke_out = socket.socketpair()
@@ -205,7 +204,7 @@ class PairControl:
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(source.monitor, zmq.POLLIN)
         try:
-            dealer.connect(f"tcp://{_bracketed(address.host)}:{address.port}")
+            dealer.connect(tcp(address.host, address.port))
         except zmq.ZMQError as error:
             self._hang_up(generation, f"{source.where}: {error}")
 
@@ -327,7 +326,3 @@ class PairControl:
         # A full buffer means that the thread has been poked a few thousand times and is about to look.
         with contextlib.suppress(BlockingIOError, OSError):
             self._poke_out.send(b"\0")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kv_transfer.codec import Codec
+
 __all__ = [
     "MAX_PAIR_MESSAGE_BYTES",
     "Address",
@@ -74,20 +76,5 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
 
 PairMessage = Meet | Word | Ask | Part | Leave
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[PairMessage] = msgspec.msgpack.Decoder(PairMessage)
-
-
-def encode(message: PairMessage) -> bytes:
-    """One frame. Raises ValueError beyond the size limit."""
-    frame = _encoder.encode(message)
-    if len(frame) > MAX_PAIR_MESSAGE_BYTES:
-        raise ValueError(f"message of {len(frame)} bytes is over the limit of {MAX_PAIR_MESSAGE_BYTES}")
-    return frame
-
-
-def decode(frame: bytes) -> PairMessage:
-    """Raises msgspec.DecodeError (also for wrong types), or ValueError beyond the size limit."""
-    if len(frame) > MAX_PAIR_MESSAGE_BYTES:
-        raise ValueError(f"message of {len(frame)} bytes is over the limit of {MAX_PAIR_MESSAGE_BYTES}")
-    return _decoder.decode(frame)
+_codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
+encode, decode = _codec.encode, _codec.decode

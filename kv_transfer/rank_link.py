@@ -34,6 +34,7 @@ from kv_transfer.rank_messages import (
     ToRank,
 )
 from kv_transfer.shares import Heads
+from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError, PeerLost
 
 __all__ = ["LinkEnd", "RankLink"]
@@ -100,12 +101,10 @@ class RankLink:
         self._router = _socket(self._context, zmq.ROUTER, public, secret)
         self._router.curve_server = True
         try:
-            number = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-            self._router.bind(f"tcp://{_bracketed(number)}:*")
-        except (OSError, zmq.ZMQError) as error:
+            port = listen(self._router, host)
+        except ConfigError:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot listen at {host!r} for the other ranks: {error}") from error
-        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            raise
         self.meeting = Meeting(host, port, public, engine_id, terms)
         self._poller = zmq.Poller()
         self._poke = _Poke(self._poller)
@@ -220,7 +219,7 @@ class LinkEnd:
         self._poke = _Poke(self._poller)
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._dealer.connect(f"tcp://{_bracketed(meeting.host)}:{meeting.port}")
+        self._dealer.connect(tcp(meeting.host, meeting.port))
         self._thread = threading.Thread(target=self._run, name="kv-rank", daemon=True)
         self._thread.start()
 
@@ -276,7 +275,3 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, public: bytes, s
     sock.set_hwm(0)
     sock.curve_publickey, sock.curve_secretkey = public, secret
     return sock
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

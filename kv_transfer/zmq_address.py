@@ -1,0 +1,30 @@
+"""Where zmq sockets listen and connect."""
+
+from __future__ import annotations
+
+import socket
+
+import zmq
+
+from wire.errors import ConfigError
+
+__all__ = ["listen", "tcp"]
+
+
+def tcp(host: str, port: int | str) -> str:
+    """What zmq calls it; an IPv6 number goes into brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def listen(router: zmq.Socket[bytes], host: str, port: int = 0) -> int:
+    """Listen at this address of this machine; returns the port, which is a free one for 0. Raises ConfigError.
+
+    zmq binds to numbers only, so names are looked up first."""
+    try:
+        number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        router.bind(tcp(number, port or "*"))
+    except (OSError, zmq.ZMQError) as error:
+        raise ConfigError(
+            f"cannot listen at kv_host {host!r}, kv_port {port}: {error}; take an address of this machine, or kv_port 0"
+        ) from error
+    return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
