@@ -70,6 +70,11 @@ class LogTail:
     path: Path
     _offset: int = 0
 
+    @classmethod
+    def of_what_comes(cls, path: Path) -> LogTail:
+        """Without what an earlier run has left in the file."""
+        return cls(path, path.stat().st_size if path.exists() else 0)
+
     def new_lines(self) -> list[str]:
         """All lines completed since the last call."""
         with self.path.open("rb") as file:
@@ -174,7 +179,7 @@ class Supervisor:
 
     def start(self, spec: ChildSpec) -> Child:
         """Start a child and keep it alive from then on. Await its `ready`; it raises ChildFailed."""
-        child = Child(spec, asyncio.get_running_loop().create_future(), LogTail(spec.log))
+        child = Child(spec, asyncio.get_running_loop().create_future(), LogTail.of_what_comes(spec.log))
         child.spawn()
         self._children.append(child)
         self._tasks.append(asyncio.create_task(self._keep(child), name=f"keep {spec.name}"))

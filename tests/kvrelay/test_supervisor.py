@@ -66,6 +66,16 @@ def test_a_log_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
     assert tail.last_lines(2) == ["two", "three"]
 
 
+def test_what_an_earlier_run_has_left_in_a_log_is_no_news(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert LogTail.of_what_comes(log) == LogTail(log)
+    log.write_text("ERROR of yesterday\n")
+    tail = LogTail.of_what_comes(log)
+    with log.open("a") as file:
+        file.write("today\n")
+    assert tail.new_lines() == ["today"]
+
+
 async def test_a_dead_child_is_started_again_and_that_is_told(tmp_path: Path) -> None:
     said: list[str] = []
     async with Supervisor(healthy, said.append) as supervisor:
