@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-__all__ = ["Outcome", "Report", "run_load"]
+__all__ = ["Outcome", "Report", "percentile", "run_load"]
 
 # About 60 tokens each with the chat template; only the template is a shared prefix.
 _TOPICS = (
@@ -150,7 +150,8 @@ async def run_load(
     return _report(outcomes, wall), outcomes
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
+    """The value that `share` of all are at most; nan without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
@@ -165,10 +166,10 @@ def _report(outcomes: list[Outcome], wall_s: float) -> Report:
         wall_s=wall_s,
         output_tokens=tokens,
         output_tokens_per_s=tokens / wall_s,
-        ttft_p50_ms=_percentile([o.first_s for o in good], 0.5) * 1e3,
-        ttft_p99_ms=_percentile([o.first_s for o in good], 0.99) * 1e3,
-        tpot_p50_ms=_percentile(per_token, 0.5) * 1e3,
-        itl_p99_ms=_percentile([gap for o in good for gap in o.gaps_s], 0.99) * 1e3,
+        ttft_p50_ms=percentile([o.first_s for o in good], 0.5) * 1e3,
+        ttft_p99_ms=percentile([o.first_s for o in good], 0.99) * 1e3,
+        tpot_p50_ms=percentile(per_token, 0.5) * 1e3,
+        itl_p99_ms=percentile([gap for o in good for gap in o.gaps_s], 0.99) * 1e3,
         prompt_tokens_mean=statistics.fmean(o.prompt_tokens for o in good) if good else 0.0,
     )
 

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from benchmarks.load import percentile
+
 __all__ = ["Load", "Report", "Seen", "measure"]
 
 _EVENT = b"data: "
@@ -89,12 +91,12 @@ class Report:
             failed=load.requests - len(good),
             tokens_per_s=len(good) * load.output_tokens / wall,
             requests_per_s=len(good) / wall,
-            ttft_p50=_percentile(first, 0.5),
-            ttft_p99=_percentile(first, 0.99),
-            second_token=_percentile([of_one[0] for of_one in gaps if of_one], 0.5),
-            tpot_p50=_percentile([statistics.fmean(of_one) for of_one in gaps if of_one], 0.5),
-            itl_p50=_percentile(every, 0.5),
-            itl_p99=_percentile(every, 0.99),
+            ttft_p50=percentile(first, 0.5) * 1e3,
+            ttft_p99=percentile(first, 0.99) * 1e3,
+            second_token=percentile([of_one[0] for of_one in gaps if of_one], 0.5) * 1e3,
+            tpot_p50=percentile([statistics.fmean(of_one) for of_one in gaps if of_one], 0.5) * 1e3,
+            itl_p50=percentile(every, 0.5) * 1e3,
+            itl_p99=percentile(every, 0.99) * 1e3,
         )
 
 
@@ -225,9 +227,3 @@ async def _clients(
     for stream in streams:
         stream.transport.close()
     return seen
-
-
-def _percentile(values: list[float], share: float) -> float:
-    """Of seconds, in milliseconds."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3 if ordered else float("nan")

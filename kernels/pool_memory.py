@@ -24,7 +24,7 @@ import torch
 
 from kernels import cuda_runtime
 
-__all__ = ["NONCE_BYTES", "PoolMemory", "nonce_offset", "pool_memory", "zeros"]
+__all__ = ["NONCE_BYTES", "CudaPiece", "PoolMemory", "nonce_offset", "pool_memory", "sealed_memory", "zeros"]
 
 NONCE_BYTES = 32
 _PAGE = 4096
@@ -71,16 +71,21 @@ def nonce_offset(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE) * _PAGE
 
 
-def _in_memfd(num_bytes: int) -> torch.Tensor:
-    offset = nonce_offset(num_bytes)
-    file = os.memfd_create("kvrelay-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def sealed_memory(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
+    """A memfd of a fixed size and its bytes, all zero. Raises OSError, AttributeError or ValueError without one."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(file, offset + _PAGE)
+        os.ftruncate(file, num_bytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-        mapping = mmap.mmap(file, offset + _PAGE)
+        return file, mmap.mmap(file, num_bytes)
     except (OSError, ValueError):
         os.close(file)
         raise
+
+
+def _in_memfd(num_bytes: int) -> torch.Tensor:
+    offset = nonce_offset(num_bytes)
+    file, mapping = sealed_memory("kvrelay-pool", offset + _PAGE)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)  # taken where the system's shmem_enabled says "advise"
     nonce = os.urandom(NONCE_BYTES)
@@ -93,8 +98,8 @@ def _in_memfd(num_bytes: int) -> torch.Tensor:
     return whole[:num_bytes].zero_()
 
 
-class _CudaPiece:
-    """Memory as torch takes it from others: the tensor holds this object."""
+class CudaPiece:
+    """uint8 memory of a GPU as torch takes it from others: the tensor holds this object."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -109,7 +114,7 @@ def _on_gpu(num_bytes: int, device: torch.device) -> torch.Tensor:
     offset = nonce_offset(num_bytes)
     with torch.cuda.device(device):
         address = cuda_runtime.allocate(-(-(offset + _PAGE) // _CUDA_PIECE) * _CUDA_PIECE)
-        piece = _CudaPiece(address, offset + NONCE_BYTES)
+        piece = CudaPiece(address, offset + NONCE_BYTES)
         memory = PoolMemory(address, num_bytes, os.urandom(NONCE_BYTES), None)
         weakref.finalize(piece, _forget, memory).atexit = False  # the driver frees what a process leaves
         _pools[address] = memory

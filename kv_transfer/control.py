@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kv_transfer.fetches import PeerKey
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
+from kv_transfer.poke import Poke
 from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError
 from wire.transfer import PROTOCOL_VERSION
@@ -92,11 +92,7 @@ class ControlThread:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        # The one way to interrupt a poll from other threads: zmq sockets belong to their thread.
-        self._poke_in, self._poke_out = socket.socketpair()
-        self._poke_in.setblocking(False)
-        self._poke_out.setblocking(False)
-        self._poller.register(self._poke_in, zmq.POLLIN)
+        self._poke = Poke(self._poller)
         self._poller.register(self._router, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
 
@@ -120,16 +116,10 @@ class ControlThread:
         """Forget a peer. No `gone` follows."""
         self._post(partial(self._hang_up, peer))
 
-    def poke(self) -> None:
-        """Call `beat` now."""
-        # A full buffer means that the thread has been poked a few thousand times and is about to look.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._poke_out.send(b"\0")
-
     def close(self, timeout_s: float) -> None:
         """Send what is still to be sent, end the thread and its sockets."""
         self._closing = True
-        self.poke()
+        self._poke()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         else:
@@ -137,7 +127,7 @@ class ControlThread:
 
     def _post(self, job: Callable[[], None]) -> None:
         self._todo.append(job)
-        self.poke()
+        self._poke()
 
     def _run(self) -> None:
         try:
@@ -155,9 +145,7 @@ class ControlThread:
         self._work_off()
         wait_s = self._desk.beat(time.monotonic())
         ready = {source for source, _ in self._poller.poll(max(0, math.ceil(wait_s * 1000)))}
-        if self._poke_in.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._poke_in.recv(1 << 16)
+        self._poke.take()
         if self._router in ready:
             self._serve()
         for peer in [p for p, dealer in self._dealers.items() if dealer in ready]:
@@ -256,8 +244,7 @@ class ControlThread:
             self._hang_up(peer)
         self._router.close(linger=LINGER_MS)
         self._context.term()
-        self._poke_in.close()
-        self._poke_out.close()
+        self._poke.close()
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         sock = self._context.socket(kind)

@@ -9,8 +9,6 @@ a killed or stopped source has left there stays true: nobody writes to its block
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import mmap
 import os
 
 from kv_transfer.host_files import HostFile, mapped, place_of
@@ -23,7 +21,6 @@ __all__ = ["HeldWords", "LeaseWords"]
 _WORDS = 1 << 16
 _WORD_BYTES = 8
 _GENERATION_BYTES = 32
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class LeaseWords:
@@ -31,6 +28,9 @@ class LeaseWords:
 
     def __init__(self, generation: str) -> None:
         """`generation`: of this process, by which a reader knows that the memory is ours."""
+        # Not before the engine has been imported, which sees to it that `kernels` is ours.
+        from kernels.pool_memory import sealed_memory
+
         self.place: HostFile | None = None
         self._epochs: dict[str, int] = {}
         self._words: memoryview | None = None
@@ -38,10 +38,8 @@ class LeaseWords:
         if len(proof) != _GENERATION_BYTES:
             raise ValueError(f"generation of {len(proof)} bytes, not {_GENERATION_BYTES}")
         with contextlib.suppress(AttributeError, OSError, ValueError):
-            self._file = os.memfd_create("kvrelay-leases", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self._file, _GENERATION_BYTES + _WORDS * _WORD_BYTES)
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(self._file, _GENERATION_BYTES + _WORDS * _WORD_BYTES)
+            size = _GENERATION_BYTES + _WORDS * _WORD_BYTES
+            self._file, memory = sealed_memory("kvrelay-leases", size)
             memory[:_GENERATION_BYTES] = proof
             self._words = memoryview(memory)[_GENERATION_BYTES:].cast("Q")
             self.place = place_of(self._file)

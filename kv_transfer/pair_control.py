@@ -14,7 +14,6 @@ import collections
 import contextlib
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from kv_transfer.pair_messages import (
     encode,
 )
 from kv_transfer.pairs import Pair, Terms, Transfer
+from kv_transfer.poke import Poke
 from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError, PeerLost
 
@@ -93,12 +93,8 @@ class PairControl:
             self._context.destroy(linger=0)
             raise
         self.address = Address(host, port, self._keys[0])
-        # The one way to interrupt a poll from other threads: zmq sockets belong to their thread.
-        self._poke_in, self._poke_out = socket.socketpair()
-        self._poke_in.setblocking(False)
-        self._poke_out.setblocking(False)
         self._poller = zmq.Poller()
-        self._poller.register(self._poke_in, zmq.POLLIN)
+        self._poke = Poke(self._poller)
         self._poller.register(self._router, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kv-nccl", daemon=True)
         self._thread.start()
@@ -134,9 +130,7 @@ class PairControl:
 
     def _turn(self) -> None:
         ready = {source for source, _ in self._poller.poll()}
-        if self._poke_in.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._poke_in.recv(1 << 16)
+        self._poke.take()
         if self._router in ready:
             self._serve()
         for source in [s for s in self._sources.values() if s.dealer in ready]:
@@ -284,8 +278,7 @@ class PairControl:
             ended.join(JOIN_S / len(pairs))
         self._router.close(linger=LINGER_MS)
         self._context.term()
-        self._poke_in.close()
-        self._poke_out.close()
+        self._poke.close()
 
     def _tell_source(self, generation: str, message: PairMessage) -> None:
         source = self._sources.get(generation)
@@ -321,8 +314,3 @@ class PairControl:
     def _post(self, job: Callable[[], None]) -> None:
         self._todo.append(job)
         self._poke()
-
-    def _poke(self) -> None:
-        # A full buffer means that the thread has been poked a few thousand times and is about to look.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._poke_out.send(b"\0")

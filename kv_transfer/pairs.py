@@ -17,6 +17,7 @@ happens under a lock that `abort` takes. So a transfer of an aborted pair is ove
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import logging
@@ -91,7 +92,7 @@ class Move(NamedTuple):
     """Of its transfer."""
 
 
-class Pair:
+class Pair(abc.ABC):
     """One end of a pair. Public methods may be called from any thread; none waits for the other side."""
 
     def __init__(
@@ -223,21 +224,21 @@ class Pair:
         pieces = cut(len(blocks), places.row_bytes, self.slice_bytes)
         return (Move(job, places, piece, piece is pieces[-1]) for piece in pieces)
 
+    @abc.abstractmethod
     def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
         """Launch a slice; `stage` is free."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _end(self, move: Move, stage: torch.Tensor, work: Work, lane: Lane) -> None:
         """Wait for the oldest slice that is under way, and free its stage."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _introduce(self) -> bytes:
         """What the communicator must know."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _leave(self) -> float:
         """This end would like to part: in how many seconds it does."""
-        raise NotImplementedError
 
     def _given_up(self) -> bool:
         return self.over is not None

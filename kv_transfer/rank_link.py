@@ -14,7 +14,6 @@ import collections
 import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kv_transfer.poke import Poke
 from kv_transfer.rank_messages import (
     MAX_RANK_MESSAGE_BYTES,
     Close,
@@ -54,30 +54,6 @@ GONE |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _encoder = msgspec.msgpack.Encoder()
 
 
-class _Poke:
-    """The one way to interrupt a poll from other threads: zmq sockets belong to their thread."""
-
-    def __init__(self, poller: zmq.Poller) -> None:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        poller.register(self._read, zmq.POLLIN)
-
-    def __call__(self) -> None:
-        # A full buffer means that the thread has been poked a few thousand times and is about to look.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._write.send(b"\0")
-
-    def take(self) -> None:
-        """Forget what was poked."""
-        with contextlib.suppress(BlockingIOError):
-            self._read.recv(1 << 16)
-
-    def close(self) -> None:
-        self._read.close()
-        self._write.close()
-
-
 class RankLink:
     """Rank 0's end. Public methods may be called from any thread; all but `opened` and `close` return at once."""
 
@@ -107,7 +83,7 @@ class RankLink:
             raise
         self.meeting = Meeting(host, port, public, engine_id, terms)
         self._poller = zmq.Poller()
-        self._poke = _Poke(self._poller)
+        self._poke = Poke(self._poller)
         self._poller.register(self._router, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kv-ranks", daemon=True)
         self._thread.start()
@@ -216,7 +192,7 @@ class LinkEnd:
         self._dealer.reconnect_ivl = -1
         self._monitor = self._dealer.get_monitor_socket(GONE)
         self._poller = zmq.Poller()
-        self._poke = _Poke(self._poller)
+        self._poke = Poke(self._poller)
         self._poller.register(self._dealer, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._dealer.connect(tcp(meeting.host, meeting.port))

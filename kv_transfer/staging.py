@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernels.pool_memory import CudaPiece
 from kv_transfer.connector import PoolRegion
 from wire.errors import TransferError
 
@@ -234,23 +235,10 @@ def _packed(places: Places, piece: Slice, staging: torch.Tensor, table: Table) -
     return Rows(staging.data_ptr(), table.counted[: piece.rows], places.row_bytes)
 
 
-class _DeviceMemory:
-    """Memory of a GPU, in the words of the CUDA array interface."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
-
-
 def _mapped(region: PoolRegion) -> torch.Tensor:
     """The region as a tensor that owns nothing, [bytes] uint8."""
     num_bytes = region.num_blocks * region.block_bytes
     if region.device == "cpu":
         memory = (ctypes.c_uint8 * num_bytes).from_address(region.address)
         return torch.frombuffer(memory, dtype=torch.uint8)
-    return torch.as_tensor(_DeviceMemory(region.address, num_bytes), device=region.device)
+    return torch.as_tensor(CudaPiece(region.address, num_bytes), device=region.device)

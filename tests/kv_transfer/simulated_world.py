@@ -169,9 +169,6 @@ class SimulatedControl:
     def hang_up(self, peer: PeerKey) -> None:
         self._post(partial(self._hang_up, peer))
 
-    def poke(self) -> None:
-        self._turn_in(0.0005)
-
     def close(self, timeout_s: float) -> None:
         """Nodes of this world are killed, never closed."""
 
