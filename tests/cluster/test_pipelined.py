@@ -117,7 +117,12 @@ def test_the_stages_of_a_hand_over_come_with_the_answer_that_asks_for_them(clust
     assert ms["first_step_ms"] < ms["decode_ms"]
     router = cluster.router
     assert router is not None
-    (line,) = [line for line in router.tail().splitlines() if f"id={last['id'].removeprefix('cmpl-')} " in line]
+    name = f"id={last['id'].removeprefix('cmpl-')} "
+
+    def logged() -> list[str]:
+        return [line for line in router.tail().splitlines() if name in line]
+
+    (line,) = wait_until(logged, 5, "the router's line, which it writes behind the last byte")
     assert f" prefill_ms={ms['prefill_ms']:.2f} announce_ms={ms['announce_ms']:.2f} " in line
     assert router.metric("kvrelay_router_stage_seconds_count") > 9
     assert total(cluster, "decode", "kvrelay_first_step_seconds_count") > 0
