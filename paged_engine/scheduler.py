@@ -10,49 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from paged_engine.blocks import BlockPool
+from paged_engine.kept_blocks import KeptBlocks
 from paged_engine.request import Request, State
+from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.outputs import Finish, Load
 
-__all__ = ["Chunk", "Fetch", "Scheduler", "StepPlan"]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute `count` tokens of a request from position `start` on."""
-
-    request: Request
-    start: int
-    count: int
-    samples: bool
-    """Whether the chunk ends at the newest token, so that its logits decide the next."""
-
-    @classmethod
-    def next_of(cls, request: Request, budget: int) -> Chunk:
-        """The tokens of a request that are not computed yet, at most `budget` of them."""
-        count = min(request.uncomputed, budget)
-        return cls(request, request.num_computed, count, samples=count == request.uncomputed)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Read remote block i into local block i. Empty when the prefix cache held everything."""
-
-    request: Request
-    remote_blocks: list[int]
-    local_blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step does."""
-
-    chunks: list[Chunk]
-    fetches: list[Fetch]
-    offers: list[Request]
-    """Requests that hold their KV for a reader and have just begun: all blocks of their prompt are known."""
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -80,8 +45,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
-        self._held: dict[str, list[int]] = {}
-        self._unsettled: dict[str, list[int]] = {}
+        self.kept = KeptBlocks(pool)
         self.preemptions = 0
         self.kept_blocks = 0
         """Of fetches that failed, blocks that need not be computed again."""
@@ -90,7 +54,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError on a second one with the same id."""
-        if request.request_id in self._requests or request.request_id in self._held:
+        if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._requests[request.request_id] = request
         self._waiting.append(request)
@@ -100,7 +64,7 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a live request now. The blocks of a running fetch stay untouchable until `settled`."""
+        """End a live request now. The blocks of a running fetch stay untouchable until they are settled."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, Finish.ABORT)
@@ -133,7 +97,7 @@ class Scheduler:
         request.fetch_error = reason
 
     def give_up(self, request_id: str, reason: str) -> None:
-        """End a fetching request whose KV will not come. Its blocks stay untouchable until `settled`."""
+        """End a fetching request whose KV will not come. Its blocks stay untouchable until they are settled."""
         request = self._requests[request_id]
         request.fetch_error = reason
         self._end(request, Finish.ERROR)
@@ -156,19 +120,6 @@ class Scheduler:
         request.state = State.WAITING
         self._waiting.appendleft(request)
 
-    def settled(self, request_id: str) -> None:
-        """No transfer can touch the blocks of a failed or aborted fetch any more."""
-        blocks = self._unsettled.pop(request_id, None)
-        if blocks is not None:
-            self.pool.leave_quarantine(blocks)
-            self.pool.give_back(blocks)
-
-    def released(self, request_id: str) -> None:
-        """Nobody will read the blocks held for this request."""
-        blocks = self._held.pop(request_id, None)
-        if blocks is not None:
-            self.pool.give_back(blocks)
-
     # --- probes: blocks of no request ----------------------------------------------------------------------------
 
     @property
@@ -177,18 +128,13 @@ class Scheduler:
         return 0 if self._waiting else self.pool.free // 2
 
     def lend(self, probe_id: str, count: int) -> list[int] | None:
-        """Fresh blocks, held until `released`; or until `settled`, after `set_aside`. None if they cannot be spared."""
+        """Fresh blocks: `kept` has them until released, or set aside and settled. None if they cannot be spared."""
         if count > self.spare_blocks:
             return None
         blocks = self.pool.take(count)
         assert blocks is not None
-        self._held[probe_id] = blocks
+        self.kept.hold(probe_id, blocks)
         return blocks
-
-    def set_aside(self, probe_id: str) -> None:
-        """A transfer may still write to the blocks lent to this probe: untouchable until `settled`."""
-        self._unsettled[probe_id] = self._held.pop(probe_id)
-        self.pool.quarantine(self._unsettled[probe_id])
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -357,7 +303,7 @@ class Scheduler:
         if request.request_id in self._fetching:
             self._set_aside(self._fetching.pop(request.request_id))
         elif why is Finish.LENGTH and request.hold:
-            self._held[request.request_id] = request.blocks
+            self.kept.hold(request.request_id, request.blocks)
             request.blocks = []
         else:
             self._drop_blocks(request)
@@ -365,8 +311,8 @@ class Scheduler:
 
     def _set_aside(self, request: Request, kept: int = 0) -> None:
         """Take the blocks of a fetch that may still write to them away from its request, all but the first `kept`."""
-        self._unsettled[request.request_id] = request.blocks[kept:]
-        self.pool.quarantine(request.blocks[max(kept, request.num_published) :])
+        shared = max(0, request.num_published - kept)
+        self.kept.quarantine(request.request_id, request.blocks[kept:], shared)
         request.blocks = request.blocks[:kept]
         request.num_published = min(kept, request.num_published)
         request.num_computed = request.num_published * self._block_tokens
@@ -393,19 +339,6 @@ class Scheduler:
         """Whether a step could do something now, without news from outside."""
         return bool(self._running or self._waiting)
 
-    @property
-    def held_blocks(self) -> int:
-        """Blocks kept under a lease."""
-        return sum(len(blocks) for blocks in self._held.values())
-
-    def held(self, request_id: str) -> list[int] | None:
-        """The blocks kept for this request, in token order."""
-        return self._held.get(request_id)
-
-    def held_for(self, call_id: str) -> list[str]:
-        """Ids of held requests that are `call_id` or were made for the call of that id (`<call id>-<suffix>`)."""
-        return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
-
     def load(self) -> Load:
         """Queue depth and room, as reported to the router."""
         return Load(
@@ -421,8 +354,7 @@ class Scheduler:
         """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""
         self.pool.check()
         owned = [b for r in self._requests.values() for b in r.blocks]
-        owned += [b for blocks in self._held.values() for b in blocks]
-        owned += [b for blocks in self._unsettled.values() for b in blocks]
+        owned += self.kept.blocks
         assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
         states = {r.request_id: r.state for r in self._requests.values()}
         assert all(states[r.request_id] is State.WAITING and not r.blocks for r in self._waiting)

@@ -6,7 +6,8 @@ import pytest
 
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request, State
-from paged_engine.scheduler import Chunk, Fetch, Scheduler
+from paged_engine.scheduler import Scheduler
+from paged_engine.step_plan import Chunk, Fetch
 from wire.engine_messages import Submit
 from wire.outputs import Finish
 from wire.sampling import SamplingParams
@@ -135,12 +136,12 @@ def test_held_blocks_stay_until_released():
     scheduler.add(req)
     drain(scheduler)
     assert req.finish is Finish.LENGTH
-    held = scheduler.held("r")
+    held = scheduler.kept.held("r")
     assert held is not None
     assert len(held) == 3
-    assert scheduler.held_blocks == 3 == scheduler.pool.total - scheduler.pool.free
-    scheduler.released("r")
-    scheduler.released("r")
+    assert scheduler.kept.num_held == 3 == scheduler.pool.total - scheduler.pool.free
+    scheduler.kept.released("r")
+    scheduler.kept.released("r")
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -151,7 +152,7 @@ def test_a_request_that_stops_by_itself_holds_nothing():
     plan = scheduler.schedule(0.0)
     scheduler.launched(plan.chunks[0])
     scheduler.append(req, EOS, 0.0)
-    assert scheduler.held("r") is None
+    assert scheduler.kept.held("r") is None
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -214,7 +215,7 @@ def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
             scheduler.launched(chunk)
             if chunk.samples:
                 scheduler.append(req, next_token(req.token_ids), 0.0)
-    assert scheduler.held("r") == blocks
+    assert scheduler.kept.held("r") == blocks
 
 
 def test_an_offered_request_is_not_preempted():
@@ -230,8 +231,8 @@ def test_an_offered_request_is_not_preempted():
     while younger.finish is None:
         step(scheduler)
         assert younger.state is not State.WAITING
-    assert scheduler.held("younger") is not None
-    scheduler.released("younger")
+    assert scheduler.kept.held("younger") is not None
+    scheduler.kept.released("younger")
     drain(scheduler)
     assert older.token_ids == expected([3] * (2 * BLOCK - 1), 40)
 
@@ -277,7 +278,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_quarantined():
     taken = scheduler.pool.take(scheduler.pool.free) or []
     assert not set(taken) & set(fetch.local_blocks)
     scheduler.pool.give_back(taken)
-    scheduler.settled("r")
+    scheduler.kept.settled("r")
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.total
     assert scheduler.pool.quarantined == 0
@@ -290,7 +291,7 @@ def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
     scheduler.abort("r")
     scheduler.check()
     assert scheduler.pool.free < scheduler.pool.total
-    scheduler.settled("r")
+    scheduler.kept.settled("r")
     assert scheduler.pool.free == scheduler.pool.total
     assert not scheduler.has_work
 
@@ -302,14 +303,14 @@ def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_w
     blocks = scheduler.lend("probe-1", 4)
     assert blocks is not None
     assert len(blocks) == 4
-    assert scheduler.held_blocks == 4
+    assert scheduler.kept.num_held == 4
     assert scheduler.spare_blocks == 2
     scheduler.check()
     scheduler.add(request("waits", [5] * 100))
     step(scheduler)
     assert scheduler.spare_blocks == 0
     assert scheduler.lend("probe-2", 1) is None
-    scheduler.released("probe-1")
+    scheduler.kept.released("probe-1")
     drain(scheduler)
     assert scheduler.pool.free == scheduler.pool.total
 
@@ -317,15 +318,15 @@ def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_w
 def test_the_blocks_of_a_probe_that_failed_stay_quarantined_until_settled():
     scheduler = make(blocks=10)
     blocks = scheduler.lend("probe-1", 4)
-    scheduler.set_aside("probe-1")
+    scheduler.kept.set_aside("probe-1")
     scheduler.check()
-    assert (scheduler.pool.quarantined, scheduler.held_blocks, scheduler.pool.free) == (4, 0, 5)
+    assert (scheduler.pool.quarantined, scheduler.kept.num_held, scheduler.pool.free) == (4, 0, 5)
     others = scheduler.pool.take(5)
     assert others is not None
     assert blocks is not None
     assert not set(others) & set(blocks)
     scheduler.pool.give_back(others)
-    scheduler.settled("probe-1")
+    scheduler.kept.settled("probe-1")
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.total
 
@@ -388,7 +389,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
                 scheduler.fetch_failed(name, "lost")
                 settling.append(name)
         if settling and rng.random() < 0.3:
-            scheduler.settled(settling.pop(rng.randrange(len(settling))))
+            scheduler.kept.settled(settling.pop(rng.randrange(len(settling))))
         if live and rng.random() < 0.08:
             name = rng.choice(sorted(live))
             req = scheduler.abort(name)
@@ -401,15 +402,15 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
         for name, entry in list(live.items()):
             if entry[0].finish is not None:
                 done.append(live.pop(name))
-                if scheduler.held(name) is not None:
+                if scheduler.kept.held(name) is not None:
                     held.add(name)
         if held and rng.random() < 0.3:
-            scheduler.released(held.pop())
+            scheduler.kept.released(held.pop())
         if rng.random() < 0.1 and scheduler.lend(f"probe-{turn}", rng.randint(1, 6)) is not None:
             if rng.random() < 0.5:
                 held.add(f"probe-{turn}")
             else:
-                scheduler.set_aside(f"probe-{turn}")
+                scheduler.kept.set_aside(f"probe-{turn}")
                 settling.append(f"probe-{turn}")
         scheduler.check()
     for chunk in pending:
@@ -417,20 +418,20 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     for name in in_flight:
         scheduler.fetched(name, [next_token(live[name][1])])
     for name in settling:
-        scheduler.settled(name)
+        scheduler.kept.settled(name)
     for name in held:
-        scheduler.released(name)
+        scheduler.kept.released(name)
     while scheduler.has_work:
         step(scheduler)
         for name, entry in list(live.items()):
             if entry[0].finish is not None:
                 done.append(live.pop(name))
-                scheduler.released(name)
+                scheduler.kept.released(name)
         plan_fetches = [r for r in live.values() if r[0].state is State.FETCHING]
         for entry in plan_fetches:
             scheduler.fetched(entry[0].request_id, [next_token(entry[1])])
     for name in list(live):
-        scheduler.released(name)
+        scheduler.kept.released(name)
     assert scheduler.pool.free == scheduler.pool.total
     assert len(done) > 20
     for req, prompt, count in done:
@@ -463,4 +464,4 @@ def test_a_request_whose_last_token_is_on_its_way_keeps_its_blocks():
     for each in second:
         scheduler.append(each, 5, 1.0)
     assert held.finish is Finish.LENGTH
-    assert len(scheduler.held("held") or []) == 2
+    assert len(scheduler.kept.held("held") or []) == 2
