@@ -13,10 +13,12 @@ from typing import Protocol
 
 import torch
 
-from paged_engine.before_loading import checked_model, choose_device
+from paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowedAdapters
+from paged_engine.before_loading import checked_model, choose_device, compute_dtype
 from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
 from paged_engine.kv_pool import KVPool
+from paged_engine.lora_files import Adapter
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_tensors
 from paged_engine.quantization import dequantized
@@ -27,11 +29,13 @@ from paged_engine.scheduler import Scheduler
 from paged_engine.sharding import shard_config, shard_weights
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
+from wire.engine_messages import Submit
 
 __all__ = ["Counters", "Engine", "Handover", "aside", "follow"]
 
 # Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
 _ASIDE = b"\xc1"
+assert ABOUT_ADAPTERS.startswith(_ASIDE)
 
 # What all ranks of an engine must be told alike, beside the model.
 _ALIKE = (
@@ -44,6 +48,10 @@ _ALIKE = (
     "max_batched_tokens",
     "max_running",
     "tensor_parallel",
+    "lora",
+    "max_loras",
+    "max_lora_rank",
+    "allow_runtime_lora",
 )
 
 
@@ -89,7 +97,11 @@ class Engine:
         self._clock = clock
         self.device = choose_device(config.device)
         self.model: ModelConfig = checked_model(config, self.device)
-        self._runner = _open_runner(config, self.model, self.device, ranks or Alone())
+        self._runner, reader, given = _open_runner(config, self.model, self.device, ranks or Alone())
+        self.adapters: Adapters | None = None
+        """None in an engine without slots for any."""
+        if self._runner.adapters is not None:
+            self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
         self.scheduler = Scheduler(
@@ -117,6 +129,17 @@ class Engine:
     def close(self) -> None:
         """End the other ranks."""
         self._runner.close()
+
+    def add(self, submit: Submit) -> Request:
+        """Queue a request. Raises LookupError if its adapter is not loaded, ValueError if its id is in use."""
+        adapter = None
+        if submit.adapter:
+            adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
+            if adapter is None:
+                raise LookupError(f"adapter {submit.adapter!r} is not loaded here any more")
+        request = Request.of(submit, self._clock(), adapter)
+        self.scheduler.add(request)
+        return request
 
     def step(self, handover: Handover | None = None) -> list[Request]:
         """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
@@ -196,17 +219,30 @@ def follow(
     """A rank other than 0: compute what rank 0 computes, until it ends; `heard` is called for each `aside`.
 
     Raises RuntimeError if it is lost."""
-    runner = _open_runner(config, checked_model(config, device), device, ranks)
+    runner, reader, given = _open_runner(config, checked_model(config, device), device, ranks)
+    adapters = None if runner.adapters is None else FollowedAdapters(reader, runner.adapters, given)
     while message := ranks.hear():
-        if message.startswith(_ASIDE):
+        if message.startswith(ABOUT_ADAPTERS):
+            assert adapters is not None
+            adapters.heard(message)
+        elif message.startswith(_ASIDE):
             heard(runner.pool, message[len(_ASIDE) :])
         else:
             runner.follow(message)
     runner.close()
 
 
-def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
+def _open_runner(
+    config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
+) -> tuple[Runner, AdapterReader, list[Adapter]]:
+    """The rank's runner, and the adapters that were named at start: read first, because that fails soonest."""
     ranks.agree({"model": str(replace(model, name="")), **{name: str(getattr(config, name)) for name in _ALIKE}})
+    reader = AdapterReader(model, compute_dtype(config, model, device), config.max_lora_rank, ranks)
+    given = reader.given(config)
+    return _loaded_runner(config, model, device, ranks), reader, given
+
+
+def _loaded_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
     tensors = read_tensors(config.model, model, config.load_format)
     if device.type == "cuda" and (config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)):
         # Products in fp8 depend on the batch's size, and older GPUs have none.

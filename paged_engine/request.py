@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from paged_engine.adapter_slots import Loaded
 from wire.engine_messages import Submit, Timing
 from wire.hashes import BlockHash, extend, root_of
 from wire.outputs import Finish, TokenLogprobs
@@ -33,6 +34,7 @@ class Request:
     params: SamplingParams
     arrival_s: float
     root: BlockHash
+    adapter: int = -1  # slot of its LoRA adapter
     hold: bool = False
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None
@@ -61,15 +63,16 @@ class Request:
     timings_told: int = 0
 
     @classmethod
-    def of(cls, submit: Submit, now: float) -> Request:
-        """A fresh request; `now` is the engine's monotonic clock."""
+    def of(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
+        """A fresh request; `now` is the engine's monotonic clock, `adapter` the one that it names."""
         return cls(
             request_id=submit.request_id,
             token_ids=[*submit.prompt_token_ids, *submit.generated],
             prompt_tokens=len(submit.prompt_token_ids),
             params=submit.params,
             arrival_s=now,
-            root=root_of(submit.cache_salt),
+            root=root_of(submit.cache_salt, "" if adapter is None else adapter.identity),
+            adapter=-1 if adapter is None else adapter.slot,
             hold=submit.hold,
             fetch=submit.fetch,
         )

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from kernels.paged_attention import SequenceSpan, plan_attention
+from paged_engine.adapters import AdapterStore
 from paged_engine.before_loading import compute_dtype
 from paged_engine.blocks import NULL_BLOCK
+from paged_engine.cpu_adapters import CpuAdapterOperations, CpuAdapters
 from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
 from paged_engine.kv_pool import CPU_POOL_BYTES, KVPool, blocks_in, default_block_tokens, longest_context
@@ -54,6 +56,8 @@ class Runner(Protocol):
     """See paged_engine/rope.py: KV moves only between engines where it is equal."""
     max_batched_tokens: int
     max_running: int
+    adapters: AdapterStore | None
+    """Its slots for LoRA adapters, if it was opened with any."""
     runs_ahead: bool
     """Whether `launch` returns before the step is done, so that the next one can be scheduled meanwhile."""
 
@@ -74,12 +78,14 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
     start: int
     samples: bool
     blocks: list[int]
+    adapter: int = -1
+    """Slot; -1 for none."""
 
     @classmethod
     def of(cls, chunk: Chunk) -> ChunkValues:
         """The chunk's tokens, and the blocks of its request."""
         tokens = chunk.request.token_ids[chunk.start : chunk.start + chunk.count]
-        return cls(tokens, chunk.start, chunk.samples, chunk.request.blocks)
+        return cls(tokens, chunk.start, chunk.samples, chunk.request.blocks, chunk.request.adapter)
 
     @property
     def count(self) -> int:
@@ -118,10 +124,14 @@ class CpuRunner:
         max_model_len = longest_context(
             config.max_model_len, model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype
         )
-        operations = CpuOperations(model, dtype, ranks)
+        adapted = config.adapter_slots > 0
+        operations = (CpuAdapterOperations if adapted else CpuOperations)(model, dtype, ranks)
         decoder = Decoder(model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len)
         pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype, device=device)
-        return cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
+        runner = cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
+        if adapted:
+            runner.adapters = CpuAdapters(model, decoder.sites(), config.max_lora_rank, dtype)
+        return runner
 
     def __init__(
         self,
@@ -138,6 +148,7 @@ class CpuRunner:
         self._sampler = sampler
         self.pool = pool
         self.max_model_len = max_model_len
+        self.adapters: AdapterStore | None = None
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
         self.max_running = config.max_running or 64
         # The first exp() that two OpenMP threads enter at once may return low-accuracy values on the second one (seen
@@ -212,5 +223,18 @@ class CpuRunner:
             offsets=torch.from_numpy(offsets).to(device),
             sampled_rows=torch.tensor(sampled, device=device),
             attention=plans,
+            adapted=_groups((chunk.adapter, chunk.count) for chunk in chunks),
+            adapted_samples=_groups((chunk.adapter, 1) for chunk in chunks if chunk.samples),
         )
         return step, samples
+
+
+def _groups(rows: Iterable[tuple[int, int]]) -> list[tuple[int, torch.Tensor]]:
+    """Of consecutive rows with their adapter's slot (-1: none): each slot, and which rows are its own."""
+    groups: dict[int, list[int]] = {}
+    first = 0
+    for slot, count in rows:
+        if slot >= 0:
+            groups.setdefault(slot, []).extend(range(first, first + count))
+        first += count
+    return [(slot, torch.tensor(mine)) for slot, mine in groups.items()]

@@ -11,11 +11,15 @@ from wire.transfer import KvTransferParams
 __all__ = [
     "PROBE_PREFIX",
     "Abort",
+    "AdapterFacts",
+    "AdapterLoaded",
+    "AdapterRefused",
     "EngineFailed",
     "EngineReady",
     "EngineStats",
     "FetchProbe",
     "FromEngine",
+    "LoadAdapter",
     "OfferProbe",
     "ProbeFetched",
     "ProbeOffered",
@@ -27,6 +31,7 @@ __all__ = [
     "Submit",
     "Timing",
     "ToEngine",
+    "UnloadAdapter",
 ]
 
 PROBE_PREFIX = "probe-"
@@ -46,6 +51,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None = None
     hold: bool = False
     fetch: KvTransferParams | None = None
+    adapter: str = ""
+    """The name of the LoRA adapter that computes it; empty: the model alone."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -86,7 +93,33 @@ class FetchProbe(msgspec.Struct, frozen=True, tag=True):
     seed: int
 
 
-ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read a LoRA adapter's files and give it a slot. Answered by AdapterLoaded or AdapterRefused.
+
+    `in_place`: it may take the name of another one, whose requests end first."""
+
+    name: str
+    path: str
+    in_place: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """No request begins with this adapter any more; its slot is free when those that have begun are done.
+
+    Unknown names are ignored: the HTTP process knows what is loaded."""
+
+    name: str
+
+
+ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter
+
+
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """A loaded adapter. `digest` names its content: equal digests, equal weights."""
+
+    name: str
+    digest: str
+    rank: int
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +158,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     timing: Timing | None = None
     fetch_error: str | None = None
     error: str | None = None
+    lacks_adapter: bool = False
+    """With ERROR: the adapter was unloaded while the request was on its way here."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -149,6 +184,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     transfer_host: str
     transfer_port: int
     load_s: float
+    adapters: list[AdapterFacts] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
@@ -173,6 +209,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -216,4 +254,28 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
     busy: bool = False
 
 
-FromEngine = StepOutputs | EngineReady | EngineStats | EngineFailed | ProbeOffered | ProbeFetched | ProbeRefused
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Requests may name this adapter from now on."""
+
+    adapter: AdapterFacts
+
+
+class AdapterRefused(msgspec.Struct, frozen=True, tag=True):
+    """The adapter of this name was not loaded; why, in one sentence. `missing`: there are no such files."""
+
+    name: str
+    reason: str
+    missing: bool = False
+
+
+FromEngine = (
+    StepOutputs
+    | EngineReady
+    | EngineStats
+    | EngineFailed
+    | ProbeOffered
+    | ProbeFetched
+    | ProbeRefused
+    | AdapterLoaded
+    | AdapterRefused
+)
