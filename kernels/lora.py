@@ -1,7 +1,7 @@
-"""Low-rank adapters beside a linear layer: y += B (A x) for rows of several adapters. Torch: the CPU path and the twin.
+"""Low-rank adapters beside a linear layer: y += B (A x) for rows of several adapters. Torch: CPU path and twin.
 
-A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows each, `up` their B's, one
-below the other. Adapters of a lower rank are padded with zeros. The GPU's kernels: `kernels/grouped_lora.py`.
+A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows each, `up` their B's.
+Adapters of a lower rank are padded with zeros. The GPU's kernels: `kernels/grouped_lora.py`.
 Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
 """
 
@@ -35,7 +35,7 @@ def add_lora(
     for adapter in sorted(set(adapters.tolist()) - {-1}):
         rows = (adapters == adapter).nonzero()[:, 0]
         low = (x[rows].float() @ down[adapter].float().T).to(up.dtype).float()
-        parts = zip(low.split(rank, 1), up[adapter].float().split(list(widths)), strict=True)
+        parts = zip(torch.split(low, rank, 1), torch.split(up[adapter].float(), list(widths)), strict=True)
         y[rows] = (y[rows].float() + torch.cat([part @ b.T for part, b in parts], 1)).to(y.dtype)
     return y
 
@@ -57,13 +57,13 @@ class PackedLora:
         self._rank, self._min_rows = up.shape[1], min_rows
         self._down = Linear(down)
         first, self._ups = 0, []
-        for part in up.split(list(widths)):
+        for part in torch.split(up, list(widths)):
             self._ups.append(_Up(first, Linear(part)))
             first += len(part)
 
     def add(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
         """y[rows] += B (A x[rows]) in place; y [T, N], x [T, K], rows [R] int64."""
         mine = functional.pad(x[rows], (0, 0, 0, max(0, self._min_rows - len(rows))))
-        for up, low in zip(self._ups, self._down(mine).split(self._rank, 1), strict=True):
+        for up, low in zip(self._ups, torch.split(self._down(mine), self._rank, 1), strict=True):
             columns = slice(up.first, up.first + up.linear.out_features)
             y[rows, columns] += up.linear(low.contiguous())[: len(rows)]

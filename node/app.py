@@ -22,6 +22,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from node.adapter_calls import load_adapter, unload_adapter
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
@@ -106,15 +107,23 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         _authorize(node.config.api_key, request)
-        return _json(ModelList(data=[_card(node)]))
+        return _json(ModelList(data=_cards(node)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         _authorize(node.config.api_key, request)
-        card = _card(node)
-        if name != card.id:
-            raise NotFound(f"model {name!r} is not served here; {card.id!r} is", param="model", code="model_not_found")
-        return _json(card)
+        node.ready().check_served(name)
+        return _json(next(card for card in _cards(node) if card.id == name))
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(await load_adapter(node.config, node.engine, node.ready(), body))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(unload_adapter(node.config, node.engine, node.ready(), body))
 
     @app.post("/kv/release")
     async def release(request: Request) -> Response:
@@ -147,6 +156,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "status": "ok",
                 "role": node.config.role,
                 "model": serving.model_name,
+                "adapters": list(serving.adapters),
                 "max_model_len": serving.info.max_model_len,
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
@@ -339,9 +349,12 @@ def _authorize(key: str, request: Request) -> None:
         raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
 
 
-def _card(node: Node) -> ModelCard:
+def _cards(node: Node) -> list[ModelCard]:
+    """The model first, then its adapters."""
     serving = node.ready()
-    return ModelCard(id=serving.model_name, created=node.created, max_model_len=serving.info.max_model_len)
+    base = ModelCard(id=serving.model_name, created=node.created, max_model_len=serving.info.max_model_len)
+    adapters = [msgspec.structs.replace(base, id=name, parent=base.id) for name in serving.adapters]
+    return [base, *adapters]
 
 
 def _json(value: object) -> Response:

@@ -13,17 +13,19 @@ import signal
 import sys
 import time
 import uuid
+from collections import Counter
 
 import msgspec
 import zmq
 
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
+from node.adapter_loads import AdapterLoads
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
 from node.ranks import join_as_rank_0, meet_ranks, region_of
-from paged_engine.engine import Engine
+from paged_engine.engine import AdapterNotLoaded, Engine
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Fetch
@@ -35,6 +37,7 @@ from wire.engine_messages import (
     EngineStats,
     FetchProbe,
     FromEngine,
+    LoadAdapter,
     OfferProbe,
     Release,
     RequestUpdate,
@@ -42,6 +45,7 @@ from wire.engine_messages import (
     StepOutputs,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 from wire.errors import KvNotLoaded, KvrelayError
 from wire.outputs import Finish
@@ -81,6 +85,7 @@ class EngineProcess:
         self.engine = Engine(config.engine, ranks)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
+        self._adapters = AdapterLoads(self.engine, self._send, self.wake)
         self._announce(time.monotonic() - began)
 
     def _open_connector(self, ranks: Ranks) -> Connector:
@@ -123,6 +128,7 @@ class EngineProcess:
                 transfer_host=host,
                 transfer_port=port,
                 load_s=load_s,
+                adapters=self._adapters.loaded,
             )
         )
 
@@ -136,6 +142,7 @@ class EngineProcess:
             self._take_commands()
             self._take_transfer_events()
             progressed = self._step()
+            self._adapters.turn()
             self._report()
         self.connector.close()
         self.engine.close()
@@ -174,18 +181,28 @@ class EngineProcess:
                     self._probes.offer(ask)
                 case FetchProbe() as ask:
                     self._probes.fetch(ask)
+                case LoadAdapter() as load:
+                    self._adapters.load(load)
+                case UnloadAdapter() as unload:
+                    self._adapters.unload(unload)
                 case Shutdown():
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
         try:
             self._check(submit)
-            self.engine.scheduler.add(Request.of(submit, time.monotonic()))
-        except ValueError as why:
-            self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
+            request = self.engine.add(submit)
+        except (ValueError, AdapterNotLoaded) as why:
+            lacking = isinstance(why, AdapterNotLoaded)
+            self._updates.append(
+                RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why), lacks_adapter=lacking)
+            )
             return
         if submit.fetch is not None:
             self.connector.watch(submit.request_id, submit.fetch)
+            if (unlike := self._adapters.unlike(request)) is not None:
+                self.connector.cancel(submit.request_id)
+                self._not_fetched(request, FetchFailed(submit.request_id, f"Incompatible: {unlike}"), unlike)
 
     def _check(self, submit: Submit) -> None:
         """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine."""
@@ -243,13 +260,13 @@ class EngineProcess:
             request.first_token_s = request.fetched_s
             self._updates.append(self._update(request))
 
-    def _not_fetched(self, request: Request, failed: FetchFailed) -> None:
-        """A request's KV does not come: what is missing is computed here, or it ends."""
+    def _not_fetched(self, request: Request, failed: FetchFailed, unlike: str = "") -> None:
+        """A request's KV does not come (`unlike`: or is not wanted): what is missing is computed here, or it ends."""
         request.fetched_s = time.monotonic()
         if self._config.transfer.kv_load_failure_policy == "fail":
             log.warning("request %s: KV not fetched, ending it with an error: %s", request.request_id, failed.reason)
             self.engine.scheduler.give_up(request.request_id, failed.reason)
-            self._updates.append(self._update(request, error=KvNotLoaded.because(failed.cause).message))
+            self._updates.append(self._update(request, error=KvNotLoaded.because(failed.cause, unlike).message))
             return
         self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.proven)
         log.warning(
@@ -269,6 +286,7 @@ class EngineProcess:
     def offer(self, request: Request) -> None:
         """See Handover. The ticket goes out at once, not after the step: a decode node makes room meanwhile."""
         ticket = self.connector.offer(request.request_id, request.blocks, request.prompt_tokens, ready=0)
+        ticket = self._adapters.named_on(ticket, request)
         update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=request.cached_tokens or 0)
         self._send(StepOutputs([update], self.engine.scheduler.load()))
 
@@ -311,7 +329,8 @@ class EngineProcess:
         ticket = self.connector.complete(request_id, Completion(request.new_tokens, request.new_logprobs))
         if ticket is None:  # its lease was ended while it grew
             scheduler.kept.released(request_id)
-        return ticket
+            return None
+        return self._adapters.named_on(ticket, request)
 
     # --- what goes out -------------------------------------------------------------------------------------------
 
@@ -329,6 +348,7 @@ class EngineProcess:
 
     def _stats(self) -> EngineStats:
         scheduler, counters, transfers = self.engine.scheduler, self.engine.counters, self.connector.stats()
+        running_adapters, waiting_adapters = self._adapters.in_use()
         return EngineStats(
             load=scheduler.load(),
             held_blocks=scheduler.kept.num_held,
@@ -341,7 +361,7 @@ class EngineProcess:
             generated_tokens=counters.generated_tokens,
             preemptions=scheduler.preemptions,
             fetches=transfers.fetches,
-            fetch_failures=dict(transfers.failures),
+            fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=self._adapters.unlike_kv)),
             fetch_retries=transfers.retries,
             fetch_kept_blocks=scheduler.kept_blocks,
             fetched_bytes=transfers.fetched_bytes,
@@ -349,6 +369,8 @@ class EngineProcess:
             leases_granted=transfers.leases_granted,
             leases_released=transfers.leases_released,
             leases_expired=transfers.leases_expired,
+            running_adapters=running_adapters,
+            waiting_adapters=waiting_adapters,
         )
 
     def _send(self, message: FromEngine) -> None:

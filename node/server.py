@@ -75,7 +75,14 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         give_up()
         return
     name = config.served_model_name or info.model_name
-    node.metrics = NodeMetrics(lambda: node.engine.stats, model_name=name, role=config.role)
+    node.metrics = NodeMetrics(
+        lambda: node.engine.stats, model_name=name, role=config.role, max_loras=config.engine.adapter_slots
+    )
+    if name in [adapter.name for adapter in info.adapters]:
+        node.failure = f"an adapter is named {name!r}, as the model itself is; give it another name with --lora"
+        log.error("the node cannot serve: %s", node.failure)
+        give_up()
+        return
     node.serving = Serving(config.role, name, template, tokenizer, info)
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",

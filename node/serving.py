@@ -10,6 +10,8 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import msgspec
+
 from decode_node.leg import DecodeLeg
 from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
@@ -52,6 +54,8 @@ class Serving:
         info: EngineReady,
     ) -> None:
         self.role, self.model_name, self.info = role, model_name, info
+        self.adapters = {adapter.name: adapter for adapter in info.adapters}
+        """What clients may name beside the model; changed as adapters are loaded and unloaded."""
         self._tokenizer = tokenizer
         self._chat_template = chat_template or tokenizer.chat_template
 
@@ -60,12 +64,8 @@ class Serving:
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         if request.model is None:
             raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
-        if request.model != self.model_name:
-            raise NotFound(
-                f"model {request.model!r} is not served here; {self.model_name!r} is",
-                param="model",
-                code="model_not_found",
-            )
+        self.check_served(request.model)
+        adapter = "" if request.model == self.model_name else request.model
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
         prompt = transfer.prompt_token_ids or self._tokenize(request)
@@ -83,7 +83,7 @@ class Serving:
             sampling,
             response_id=call.response_id,
             created=transfer.created if transfer.created is not None else int(time.time()),
-            model=self.model_name,
+            model=request.model,
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
             generated=transfer.generated,
@@ -94,10 +94,21 @@ class Serving:
         engine_id, salt = f"{call.id}-{uuid.uuid4().hex[:8]}", request.cache_salt
         if transfer.do_remote_decode:
             ends_here = token_limit(request, len(prompt), self.info.max_model_len) == 1
-            return PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt, ends_here=ends_here), request
-        if transfer.do_remote_prefill:
-            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info), request
-        return Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer), request
+            leg: Leg = PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt, ends_here=ends_here)
+        elif transfer.do_remote_prefill:
+            leg = DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info)
+        else:
+            leg = Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer)
+        leg.submit = msgspec.structs.replace(leg.submit, adapter=adapter)
+        return leg, request
+
+    def check_served(self, name: str) -> None:
+        """Raise NotFound, naming what is served, unless `name` is the model's or an adapter's."""
+        if name not in (self.model_name, *self.adapters):
+            served = ", ".join(map(repr, (self.model_name, *self.adapters)))
+            raise NotFound(
+                f"model {name!r} is not served here; served: {served}", param="model", code="model_not_found"
+            )
 
     def _check_role(self, transfer: KvTransferParams) -> None:
         if transfer.do_remote_decode and transfer.do_remote_prefill:

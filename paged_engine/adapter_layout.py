@@ -1,7 +1,7 @@
 """Where an adapter's matrices go: one *site* for each linear layer of the decoder, which may be several projections.
 
-A site's projections share their input, so their A's lie one above the other and their B's too: what belongs together is
-known by position. All ranks up to the limit are padded with zeros to it. Also what a tensor-parallel rank holds: of B the
+A site's projections share their input, so their A's lie one above the other and their B's too: what belongs together
+is known by position. Lower ranks are padded with zeros to the limit. Also what a tensor-parallel rank holds: of B the
 rows whose outputs it computes, of A the columns whose inputs it has; so adapters need no collective of their own.
 """
 
@@ -76,7 +76,7 @@ def stacked(modules: Mapping[str, Matrices], site: Site, rank: int, dtype: torch
         return None
     a = torch.zeros(len(site.modules) * rank, site.in_features, dtype=dtype)
     b = torch.zeros(sum(site.rows), rank, dtype=dtype)
-    for index, (module, ours) in enumerate(zip(site.modules, torch.split(b, site.rows), strict=True)):
+    for index, (module, ours) in enumerate(zip(site.modules, torch.split(b, list(site.rows)), strict=True)):
         if module in modules:
             down, up = modules[module]
             a[index * rank : index * rank + len(down)] = down

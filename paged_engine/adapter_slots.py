@@ -55,8 +55,8 @@ class AdapterSlots:
             raise ValueError(f"adapter {name!r} is loaded already; unload it first, or set load_inplace")
         if len({*self._named, *self._loading.values(), name}) > self.limit:
             raise ValueError(
-                f"{len(self._named) + len(self._loading)} adapters are loaded and max_loras is {self.limit}; unload one "
-                "or start the node with more"
+                f"{len(self._named) + len(self._loading)} adapters are loaded and max_loras is {self.limit}; unload "
+                "one or start the node with more"
             )
         if not self._free:
             raise ValueError("requests of an adapter that was unloaded still run in the last slot; try again")

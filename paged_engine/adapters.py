@@ -101,7 +101,7 @@ class Reading:
     thread: threading.Thread | None = None
     facts: AdapterFacts | None = None
     prepared: Any = None
-    failure: str = ""
+    failure: str = "reading it broke; the log of this node says how"
     done: Callable[[], None] = field(default=lambda: None)
 
     def begin(self, path: str, reader: AdapterReader, store: AdapterStore) -> None:
@@ -118,9 +118,8 @@ class Reading:
             self.facts = AdapterFacts(self.name, adapter.digest, adapter.rank)
         except ConfigError as why:
             self.failure = why.message
-        except Exception as why:  # the edge of a thread: whoever asked must hear of it
-            self.failure = f"the adapter's files could not be read: {type(why).__name__}: {why}"
-        self.done()
+        finally:  # whatever it was, whoever asked must hear of it
+            self.done()
 
     @property
     def digest(self) -> str:
@@ -164,7 +163,9 @@ class Adapters:
         self._tell(_Install(reading.slot, digest))
         if not self._ranks.least(int(bool(digest))):
             self.slots.give_up(reading.slot)
-            raise ConfigError(reading.failure or "another rank has not read the same adapter there; see its log")
+            raise ConfigError(
+                "another rank has not read the same adapter there; see its log" if digest else reading.failure
+            )
         assert reading.facts is not None
         self._store.install(reading.slot, reading.prepared)
         self.slots.fill(reading.slot, reading.facts)

@@ -1,4 +1,4 @@
-"""Adapters on the CPU: the decoder's operations with what a row's adapter adds to each linear layer, and their slots."""
+"""Adapters on the CPU: their slots, and the decoder's operations with what a row's adapter adds to a linear layer."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
 
-__all__ = ["Counters", "Engine", "Handover", "aside", "follow"]
+__all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
 
 # Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
 _ASIDE = b"\xc1"
@@ -64,6 +64,10 @@ class Counters:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
+
+
+class AdapterNotLoaded(LookupError):
+    """A request names an adapter that has no slot."""
 
 
 class Handover(Protocol):
@@ -131,12 +135,12 @@ class Engine:
         self._runner.close()
 
     def add(self, submit: Submit) -> Request:
-        """Queue a request. Raises LookupError if its adapter is not loaded, ValueError if its id is in use."""
+        """Queue a request. Raises AdapterNotLoaded, or ValueError if its id is in use."""
         adapter = None
         if submit.adapter:
             adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
             if adapter is None:
-                raise LookupError(f"adapter {submit.adapter!r} is not loaded here any more")
+                raise AdapterNotLoaded(f"adapter {submit.adapter!r} is not loaded here any more")
         request = Request.of(submit, self._clock(), adapter)
         self.scheduler.add(request)
         return request

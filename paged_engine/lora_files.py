@@ -105,8 +105,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         raise ConfigError(
-            f"adapter {folder} was initialized by {start}, which changes the base model's weights; convert it to a plain "
-            "LoRA when saving it (path_initial_model_for_weight_conversion)"
+            f"adapter {folder} was initialized by {start}, which changes the base model's weights; convert it to a "
+            "plain LoRA when saving it (path_initial_model_for_weight_conversion)"
         )
     for field, kind in (("r", int), ("lora_alpha", (int, float))):
         if not isinstance(config.get(field), kind) or isinstance(config[field], bool) or config[field] <= 0:

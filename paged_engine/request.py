@@ -34,7 +34,7 @@ class Request:
     params: SamplingParams
     arrival_s: float
     root: BlockHash
-    adapter: int = -1  # slot of its LoRA adapter
+    adapter: Loaded | None = None  # the LoRA adapter that computes it
     hold: bool = False
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None
@@ -72,10 +72,15 @@ class Request:
             params=submit.params,
             arrival_s=now,
             root=root_of(submit.cache_salt, "" if adapter is None else adapter.identity),
-            adapter=-1 if adapter is None else adapter.slot,
+            adapter=adapter,
             hold=submit.hold,
             fetch=submit.fetch,
         )
+
+    @property
+    def adapter_slot(self) -> int:
+        """Where its adapter's matrices are; -1 for none."""
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def output_tokens(self) -> int:

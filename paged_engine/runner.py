@@ -85,7 +85,7 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, chunk: Chunk) -> ChunkValues:
         """The chunk's tokens, and the blocks of its request."""
         tokens = chunk.request.token_ids[chunk.start : chunk.start + chunk.count]
-        return cls(tokens, chunk.start, chunk.samples, chunk.request.blocks, chunk.request.adapter)
+        return cls(tokens, chunk.start, chunk.samples, chunk.request.blocks, chunk.request.adapter_slot)
 
     @property
     def count(self) -> int:

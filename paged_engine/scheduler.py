@@ -352,8 +352,8 @@ class Scheduler:
 
     def adapters(self) -> tuple[set[int], set[int]]:
         """Slots of the adapters that live requests use: of those that run or fetch, and of those that wait."""
-        waiting = {request.adapter for request in self._waiting} - {-1}
-        running = {request.adapter for request in (*self._running, *self._fetching.values())} - {-1}
+        waiting = {request.adapter_slot for request in self._waiting} - {-1}
+        running = {request.adapter_slot for request in (*self._running, *self._fetching.values())} - {-1}
         return running, waiting
 
     def check(self) -> None:

@@ -67,7 +67,7 @@ class Walk:
         """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
         try:
             async with asyncio.timeout(self._deadline_s - (time.monotonic() - self.timeline.arrived)):
-                self._pool.require_ready()
+                self._pool.require_ready(self.job.model)
                 await self._walk()
         except TimeoutError as why:
             raise DeadlineExceeded(
@@ -121,7 +121,7 @@ class Walk:
         body = prefill_body(self.job)
         tried: list[Node] = []
         while True:
-            with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens) as lease:
+            with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens, self.job.model) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
@@ -150,7 +150,8 @@ class Walk:
         tried: list[Node] = []
         while True:
             params = self.progress.decode_params()
-            with self._pool.lease(Role.DECODE, tried, self.progress.tokens_to_compute(params)) as lease:
+            tokens = self.progress.tokens_to_compute(params)
+            with self._pool.lease(Role.DECODE, tried, tokens, self.job.model) as lease:
                 self.decode_node = lease.node
                 try:
                     place = Place(len(params.generated), decoding=True)
@@ -203,7 +204,7 @@ class Walk:
 
     def _require_another(self, role: Role, tried: list[Node], why: LegFailed) -> None:
         """Count a fail-over, or raise what the client is told when there is nowhere left to go."""
-        if len(tried) < self._attempts and self._pool.up(role, tried):
+        if len(tried) < self._attempts and self._pool.up(role, tried, self.job.model):
             self._metrics.failovers.labels(role.value).inc()
             return
         failure = NodeFailed(

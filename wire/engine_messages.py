@@ -96,8 +96,9 @@ class FetchProbe(msgspec.Struct, frozen=True, tag=True):
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Read a LoRA adapter's files and give it a slot. Answered by AdapterLoaded or AdapterRefused.
 
-    `in_place`: it may take the name of another one, whose requests end first."""
+    `in_place`: it may take the name of another one, which ends with the requests that it has."""
 
+    load_id: str
     name: str
     path: str
     in_place: bool = False
@@ -257,13 +258,14 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
     """Requests may name this adapter from now on."""
 
+    load_id: str
     adapter: AdapterFacts
 
 
 class AdapterRefused(msgspec.Struct, frozen=True, tag=True):
-    """The adapter of this name was not loaded; why, in one sentence. `missing`: there are no such files."""
+    """The adapter was not loaded; why, in one sentence. `missing`: there is no such folder."""
 
-    name: str
+    load_id: str
     reason: str
     missing: bool = False
 

@@ -50,8 +50,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     # cluster secret.
     expires_at: int | None = None
     signature: str | None = None
-    # The LoRA adapter that has made the KV, by name and by content; empty: the model alone. KV of another adapter of the
-    # same name is not taken.
+    # The LoRA adapter that has made the KV, by name and by content; empty: the model alone. What another adapter of the
+    # same name has made is not taken.
     adapter: str = ""
     adapter_digest: str = ""
     # What the decode node would otherwise compute twice. `generated` are output tokens so far (after the prefill node:

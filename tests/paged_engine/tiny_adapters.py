@@ -23,7 +23,7 @@ def make_adapter(
     targets: tuple[str, ...] = ALL,
     **fields: Any,
 ) -> Path:
-    """Write an adapter for the linear layers of the checkpoint `base` whose names end so. Large enough to change text."""
+    """Write an adapter for the linear layers of a checkpoint whose names end so, large enough to change text."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
