@@ -35,7 +35,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 async def tell_all(pool: Pool, legs: Legs, path: str, body: bytes, deadline_s: float) -> bytes:
-    """Post `body` to every node; what all have said, as JSON. Raises KvrelayError, naming it, unless all have done it."""
+    """Post `body` to every node; what all have said, as JSON. Raises KvrelayError, with it, unless all have done it."""
     try:
         name = msgspec.json.decode(body, type=_Asked).lora_name
     except (msgspec.DecodeError, UnicodeDecodeError) as why:

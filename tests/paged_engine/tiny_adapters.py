@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from paged_engine.model_files import read_model_config
+from paged_engine.model_tensors import tensor_shapes
+
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -23,14 +26,15 @@ def make_adapter(
     targets: tuple[str, ...] = ALL,
     **fields: Any,
 ) -> Path:
-    """Write an adapter for the linear layers of a checkpoint whose names end so, large enough to change text."""
+    """Write an adapter for the linear layers of the model `base` whose names end so, large enough to change text."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, weight in sorted(load_file(base / "model.safetensors").items()):
+    shapes = tensor_shapes(read_model_config(str(base), "dummy"))
+    for name, shape in sorted(shapes.items()):
         module = name.removesuffix(".weight")
-        if module.endswith(targets) and ".layers." in module and weight.dim() == 2:
-            rows, columns = weight.shape
+        if module.endswith(targets) and ".layers." in module and len(shape) == 2:
+            rows, columns = shape
             key = f"base_model.model.{module}"
             tensors[f"{key}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) / columns**0.5
             tensors[f"{key}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * 0.4 / rank
