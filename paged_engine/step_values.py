@@ -16,7 +16,7 @@ from paged_engine.step_plan import Chunk
 
 __all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "Slots", "StepValues"]
 
-ROW_FIELDS = 5  # token id, source slot, position, block, offset
+ROW_FIELDS = 6  # token id, source slot, position, block, offset, slot of the adapter or -1
 SEQUENCE_FIELDS = 3  # slot, context length, block of the newest token
 
 
@@ -32,6 +32,11 @@ class StepValues:
     new_blocks: np.ndarray  # [2, N] index into the flattened block tables of the slots, block id
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a row has an adapter."""
+        return bool((self.rows[5] >= 0).any())
 
     @property
     def is_decode(self) -> bool:
@@ -71,7 +76,8 @@ class Slots:
 
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
         """Seat the requests of a step and write its arrays."""
-        chunks = sorted(chunks, key=lambda chunk: chunk.count > 1)
+        # Those of an adapter side by side: kernels/grouped_lora.py.
+        chunks = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.request.adapter_slot))
         seated = [self._seat(chunk.request) for chunk in chunks]
         rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
         sequences, new_blocks, sampled_rows, sampled_slots, end = [], [], [], [], 0
@@ -112,6 +118,7 @@ class Slots:
                 position,
                 request.blocks[position // block_tokens],
                 position % block_tokens,
+                request.adapter_slot,
             )
             return
         known = request.token_ids[chunk.start : chunk.start + chunk.count]
@@ -122,6 +129,7 @@ class Slots:
         rows[2] = places
         rows[3] = np.asarray(request.blocks, np.int32)[places // block_tokens]
         rows[4] = places % block_tokens
+        rows[5] = request.adapter_slot
 
     def _seat(self, request: Request) -> tuple[_Seat, bool]:
         seat = self._seats.get(request)
