@@ -36,7 +36,9 @@ PROBE_PREFIX = "probe-"
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start a request. `generated` are output tokens it already has; `fetch` says where its KV is held.
 
-    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over).
+    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over), and with
+    `hold_stopped` also when a stop token ends it: other choices go on from it. `fork_of` is the id of a request with
+    the same prompt, sent before: this one waits until that one's prompt is there, and shares its blocks.
     """
 
     request_id: str
@@ -46,6 +48,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None = None
     hold: bool = False
     fetch: KvTransferParams | None = None
+    hold_stopped: bool = False
+    fork_of: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
