@@ -37,7 +37,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     whitespace: str | None = None
 
     def check(self) -> Constraint:
-        """Return self, or raise RequestError if it is too large. Whether it compiles is for a grammar library to say."""
+        """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""
         size = len(self.text) + len(self.whitespace or "")
         if size > _MAX_CONSTRAINT_CHARS:
             raise RequestError(
