@@ -29,20 +29,21 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a JSON list of
     strings, of which the answer is one. grammar: a Lark grammar. tags: free text with constrained parts, a JSON
     object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
-    `whitespace`: json: the regular expression of the white space between tokens; None is the compact default.
+    `whitespace`: json: the regular expression of the white space between tokens; None is at most one space.
+    `field`: the request's field that asked for it, which an error names.
     """
 
     kind: ConstraintKind
     text: str
     whitespace: str | None = None
+    field: str = "response_format"
 
     def check(self) -> Constraint:
         """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""
         size = len(self.text) + len(self.whitespace or "")
         if size > _MAX_CONSTRAINT_CHARS:
             raise RequestError(
-                f"the {self.kind} constraint of the answer has {size} characters; the limit is {_MAX_CONSTRAINT_CHARS}",
-                param="response_format",
+                f"{self.field} has {size} characters; the limit is {_MAX_CONSTRAINT_CHARS}", param=self.field
             )
         return self
 
