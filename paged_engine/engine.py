@@ -28,6 +28,7 @@ from paged_engine.scheduler import Scheduler
 from paged_engine.sharding import shard_config, shard_weights
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
+from wire.engine_messages import Submit
 from wire.sampling import SamplingParams
 
 __all__ = ["Counters", "Engine", "Handover", "aside", "follow"]
@@ -115,6 +116,21 @@ class Engine:
     def in_flight(self) -> bool:
         """Whether a step is running on the device."""
         return self._in_flight is not None
+
+    def check(self, submit: Submit) -> None:
+        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine.
+
+        Raises ValueError."""
+        tokens = [*submit.prompt_token_ids, *submit.generated]
+        vocab_size, fetch = self.model.vocab_size, submit.fetch
+        if not 0 < len(tokens) <= self.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
+        if submit.hold and submit.params.max_tokens != 1:
+            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
+        if fetch is not None:
+            blocks = -(-fetch.num_tokens // self.pool.block_tokens)
+            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
+                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
 
     def guide(self, params: SamplingParams, matcher: Matcher | None = None) -> Guide | None:
         """What a request with these parameters needs as its `guide`; `matcher`: its constraint's, unused."""

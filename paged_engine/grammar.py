@@ -30,6 +30,7 @@ _KEPT = 128
 # Between JSON's tokens, unless a request says otherwise: a model that may write white space for ever does.
 _WHITESPACE = "[ ]?"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+_OPTION_LINE = re.compile(r"^\s*%llguidance.*$", re.MULTILINE)
 _EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 
@@ -176,17 +177,17 @@ class _Vocabulary:
 
 def _json_rule(schema: Any, whitespace: str | None) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": {"whitespace_pattern": whitespace or _WHITESPACE}} | schema
+        schema = {"x-guidance": {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace}} | schema
     elif schema is True:
         return _json_rule({}, whitespace)
     return f"%json {json.dumps(schema)}"
 
 
 def _regex_rule(regex: str) -> str:
-    r"""`\d` means the ten ASCII digits, as in JSON schemas; a regular expression of nothing matches nothing more."""
+    r"""`\d`, `\w` and `\s` mean ASCII: what they are beyond that differs between libraries."""
     if "\n" in regex or "\r" in regex:  # would end the rule; what they stand for is the same
         regex = regex.replace("\r", "\\r").replace("\n", "\\n")
-    return f"/{regex_to_lark(regex, use_ascii='d')}/" if regex else '""'
+    return f"/{regex_to_lark(regex, use_ascii='dws')}/" if regex else '""'
 
 
 def _literal(text: str) -> str:
@@ -195,12 +196,14 @@ def _literal(text: str) -> str:
 
 def _user_grammar(text: str) -> str:
     """Lark as it is; GBNF, which begins its rules with `name ::=`, is rewritten."""
+    if _OPTION_LINE.search(text):
+        raise ValueError("its options are the server's; leave out the line %llguidance")
     if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
         try:
-            text = gbnf_to_lark(text)
+            text = _OPTION_LINE.sub("", gbnf_to_lark(text))
         except Exception as why:
             raise ValueError(f"read as GBNF (its rules are written with ::=): {why}") from why
-    return text if "%llguidance" in text else f"{text}\n{_OPTIONS}"  # behind it, so that errors name the right line
+    return f"{text}\n{_OPTIONS}"  # behind it, so that errors name the client's lines
 
 
 def _refused(constraint: Constraint, why: str) -> RequestError:

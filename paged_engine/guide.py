@@ -81,7 +81,10 @@ class Guide:
         self._params, self._vocab, self._eos = params, vocab_size, eos_token_ids
         self._seen = 0  # output tokens that the matcher has consumed
         single = [word[0] for word in params.bad_words if len(word) == 1]
-        self._bad = [word for word in params.bad_words if len(word) > 1]
+        self._bad: dict[int, list[tuple[list[int], int]]] = {}  # by the last but one token: those before the last
+        for *before, last in params.bad_words:
+            if before:
+                self._bad.setdefault(before[-1], []).append((before, last))
         base = _all(vocab_size) if params.allowed_token_ids is None else _bits(params.allowed_token_ids, vocab_size)
         self._base = base & ~_bits(single, vocab_size)
         self._ends = _bits((*eos_token_ids, *params.stop_token_ids), vocab_size)
@@ -122,7 +125,7 @@ class Guide:
         """Take from `words`, which the matcher allows, what else is ruled out; notices if nothing is left."""
         words &= self._base
         outputs = len(token_ids) - prompt_tokens
-        for *before, last in self._bad:
+        for before, last in self._bad.get(token_ids[-1], ()):
             if len(before) <= outputs and list(token_ids[len(token_ids) - len(before) :]) == before:
                 words[last >> 5] &= ~np.uint32(1 << (last & 31))
         if self.matcher is not None and self._params.ignore_eos:

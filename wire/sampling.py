@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Literal
 
@@ -52,7 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling of one choice. Token i is a function of (logits, these values, i): see kernels/philox.py.
 
     `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1 are off;
-    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely.
+    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely. Of each of
+    `bad_words` the last token never follows the others.
     """
 
     max_tokens: int
@@ -103,6 +105,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.constraint is not None:
             self.constraint.check()
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty; leave it out", param="allowed_token_ids")
+        for token in self.allowed_token_ids or ():
+            _within("allowed_token_ids", token, 0, vocab_size - 1)
+        _at_most("bad_words", sum(map(len, self.bad_words)))
+        for token in itertools.chain(*self.bad_words):
+            _within("bad_words", token, 0, vocab_size - 1)
         return self
 
 
