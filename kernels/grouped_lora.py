@@ -66,8 +66,8 @@ def shrink(
 ) -> torch.Tensor:
     """down[a] x of rows with adapter a -> fp32 [parts, T, C], to be added up; nothing for tiles without one
 
-    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T] with -1 for none. C, the projections' ranks,
-    is a multiple of 16.
+    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T] with -1 for none. C, all ranks, is
+    a multiple of 16.
     """
     count, k = x.shape
     stacked = down.shape[1]

@@ -7,7 +7,7 @@ names clients may use: the HTTP process turns them away first.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -39,8 +39,12 @@ class AdapterLoads:
         """Hand-overs that were not taken because the other node has another adapter of that name."""
         self._read: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def load(self, ask: LoadAdapter) -> None:
-        """Begin to read an adapter, or refuse it at once."""
+    def hear(self, ask: LoadAdapter | UnloadAdapter) -> None:
+        """Begin to read an adapter, or refuse it at once; or let no request begin with one any more."""
+        if isinstance(ask, UnloadAdapter):
+            if self._engine.adapters is not None:
+                self._engine.adapters.slots.retire(ask.name)
+            return
         if self._engine.adapters is None:
             self._refuse(ask, "this node has no slots for adapters; start it with --max-loras")
             return
@@ -56,13 +60,10 @@ class AdapterLoads:
             return
         self._asked[ask.load_id] = ask, reading
 
-    def unload(self, ask: UnloadAdapter) -> None:
-        """No request begins with it any more."""
-        if self._engine.adapters is not None:
-            self._engine.adapters.slots.retire(ask.name)
+    def turn(self, waiting: Collection[Request] = ()) -> None:
+        """Between two steps: put into slots what has been read, and free the slots of what has ended.
 
-    def turn(self) -> None:
-        """Between two steps: put into slots what has been read, and free the slots of what has ended."""
+        `waiting`: live requests that the scheduler does not have yet."""
         adapters = self._engine.adapters
         if adapters is None:
             return
@@ -72,7 +73,9 @@ class AdapterLoads:
                 self._send(AdapterLoaded(ask.load_id, adapters.finish(reading)))
             except ConfigError as why:
                 self._refuse(ask, why.message)
-        adapters.remove_unused(lambda: set.union(*self._engine.scheduler.adapters()))
+        adapters.remove_unused(
+            lambda: set.union(*self._engine.scheduler.adapters(), {request.adapter_slot for request in waiting})
+        )
 
     @property
     def loaded(self) -> list[AdapterFacts]:

@@ -23,14 +23,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from node.adapter_calls import load_adapter, unload_adapter
-from node.engine_client import EngineClient
+from node.compiling import COMPILE_DEADLINE_S
+from node.engine_client import EngineClient, Updates
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.leg import Leg
 from openai_api.stages import STAGES, stages_ms
-from openai_api.types import ModelCard, ModelList
+from openai_api.types import ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
 from wire.errors import (
@@ -46,6 +47,7 @@ from wire.errors import (
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
+from wire.sampling import Constraint
 
 __all__ = ["Node", "create_app"]
 
@@ -107,13 +109,13 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         _authorize(node.config.api_key, request)
-        return _json(ModelList(data=_cards(node)))
+        return _json(ModelList(data=node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         _authorize(node.config.api_key, request)
         node.ready().check_served(name)
-        return _json(next(card for card in _cards(node) if card.id == name))
+        return _json(next(card for card in node.ready().cards(node.created) if card.id == name))
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora(request: Request) -> Response:
@@ -187,6 +189,7 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
         leg, parsed = await asyncio.to_thread(serving.leg, call)
     else:
         leg, parsed = serving.leg(call)
+    await _check_constraint(serving, leg.submits[0].params.constraint if leg.submits else None)
     frames = _frames(node, leg, call)
     wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     headers = {LOAD_HEADER: node.engine.load.header()}
@@ -213,29 +216,45 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     return Response(content, status, headers, "application/json")
 
 
+async def _check_constraint(serving: Serving, constraint: Constraint | None) -> None:
+    """Whether what an answer must match can be followed. Raises RequestError."""
+    if constraint is None or serving.knows(constraint):
+        return
+    try:
+        await asyncio.wait_for(asyncio.to_thread(serving.compile, constraint), COMPILE_DEADLINE_S)
+    except TimeoutError as why:
+        raise RequestError(
+            f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile; make it simpler",
+            param=constraint.field,
+        ) from why
+
+
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
     began, first_token_s = time.monotonic(), None
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
     tokens, error = 0, None
     last: RequestUpdate | None = None
-    updates = node.engine.updates(leg.submit)
+    updates: Updates | None = None
     try:
-        opening = leg.opening_frame()
-        if opening is not None:
-            if leg.done and leg.submit.fetch is not None:
-                node.engine.give_up(leg.submit)
+        for opening in leg.opening_frames():
+            if leg.done and leg.unneeded is not None:
+                node.engine.give_up(leg.unneeded)
             yield opening
-        while not leg.done:
+        if not leg.done:
+            updates = node.engine.start_requests(leg.submits)
+        while updates is not None and not leg.done:
             # Only around the waiting: a timeout must not be left open across a yield, which may resume in another task.
             async with asyncio.timeout_at(deadline):
-                update, load = await anext(updates)
+                update, load = await updates.next()
             last = update
             tokens += len(update.token_ids)
             if first_token_s is None and update.token_ids:
                 first_token_s = time.monotonic() - began
             for frame in leg.frames(update, load):
                 yield frame
+            if leg.over(update.request_id):
+                updates.stop(update.request_id)
     except KvrelayError as why:
         error = why.message
         yield leg.error(why)
@@ -244,9 +263,10 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
         error = f"not done within {limit:g} s"
         yield leg.error(DeadlineExceeded(f"the request was {error}; ask for fewer tokens or raise request_deadline_s"))
     finally:
-        await updates.aclose()
+        if updates is not None:
+            updates.close()
         if last is not None and last.held is not None and leg.finish is Finish.STOP:
-            node.engine.release(leg.submit.request_id)  # a stop string ended it: no decode node will come
+            node.engine.release(last.request_id)  # a stop string ended it: no decode node will come
         _account(node, leg, call, time.monotonic() - began, first_token_s, tokens, last, error)
 
 
@@ -263,8 +283,8 @@ def _account(
     """Metrics and the one log line of a request."""
     finish = leg.finish or Finish.ABORT
     timing = leg.timing
-    if timing is not None and (last is None or last.finish is None):
-        # It ended here and not in the engine, which has told of its beginning only.
+    if timing is not None and (last is None or last.timing is not timing or last.finish is None):
+        # It ended here and not in the engine, which has told of its beginning only; or another choice was the last.
         decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
         timing = msgspec.structs.replace(timing, decode_s=decode_s)
     if node.metrics is not None:
@@ -277,7 +297,7 @@ def _account(
         "%s %s prompt=%d cached=%d out=%d%s total_ms=%.2f%s",
         call.response_id,
         finish,
-        len(leg.submit.prompt_token_ids),
+        leg.writer.prompt_tokens,
         last.cached_tokens if last is not None else 0,
         tokens,
         "".join(f" {name}_ms={stages[name]:.2f}" for name in STAGES if name in stages),
@@ -347,14 +367,6 @@ def _authorize(key: str, request: Request) -> None:
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if key and not hmac.compare_digest(given.encode(), key.encode()):
         raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
-
-
-def _cards(node: Node) -> list[ModelCard]:
-    """The model first, then its adapters."""
-    serving = node.ready()
-    base = ModelCard(id=serving.model_name, created=node.created, max_model_len=serving.info.max_model_len)
-    adapters = [msgspec.structs.replace(base, id=name, parent=base.id) for name in serving.adapters]
-    return [base, *adapters]
 
 
 def _json(value: object) -> Response:

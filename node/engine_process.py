@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import uuid
-from collections import Counter
 
 import msgspec
 import zmq
@@ -21,6 +20,8 @@ import zmq
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
 from node.adapter_loads import AdapterLoads
+from node.compiling import Compiling
+from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
@@ -86,6 +87,7 @@ class EngineProcess:
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._adapters = AdapterLoads(self.engine, self._send, self.wake)
+        self._compiling = Compiling(config.engine.model, self.engine, self.wake)
         self._announce(time.monotonic() - began)
 
     def _open_connector(self, ranks: Ranks) -> Connector:
@@ -140,9 +142,10 @@ class EngineProcess:
         while not self._stopping:
             self._wait(progressed)
             self._take_commands()
+            self._take_compiled()
             self._take_transfer_events()
             progressed = self._step()
-            self._adapters.turn()
+            self._adapters.turn(self._compiling.waiting)
             self._report()
         self.connector.close()
         self.engine.close()
@@ -181,44 +184,54 @@ class EngineProcess:
                     self._probes.offer(ask)
                 case FetchProbe() as ask:
                     self._probes.fetch(ask)
-                case LoadAdapter() as load:
-                    self._adapters.load(load)
-                case UnloadAdapter() as unload:
-                    self._adapters.unload(unload)
+                case LoadAdapter() | UnloadAdapter() as ask:
+                    self._adapters.hear(ask)
                 case Shutdown():
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
         try:
-            self._check(submit)
-            request = self.engine.add(submit)
+            self.engine.check(submit)
+            request = self.engine.request(submit, time.monotonic())
+            if (unlike := self._adapters.unlike(request)) is not None and not self._kv_left(request, unlike):
+                return
+            if submit.params.constraint is None:
+                request.guide = self.engine.guide(submit.params)
+                self.engine.scheduler.add(request)
+            else:
+                self._compiling.begin(request)
         except (ValueError, AdapterNotLoaded) as why:
-            lacking = isinstance(why, AdapterNotLoaded)
-            self._updates.append(
-                RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why), lacks_adapter=lacking)
-            )
+            update = RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why))
+            self._updates.append(msgspec.structs.replace(update, lacks_adapter=isinstance(why, AdapterNotLoaded)))
             return
-        if submit.fetch is not None:
-            self.connector.watch(submit.request_id, submit.fetch)
-            if (unlike := self._adapters.unlike(request)) is not None:
-                self.connector.cancel(submit.request_id)
-                self._not_fetched(request, FetchFailed(submit.request_id, f"Incompatible: {unlike}"), unlike)
+        if request.fetch is not None:
+            self.connector.watch(submit.request_id, request.fetch)
 
-    def _check(self, submit: Submit) -> None:
-        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine."""
-        tokens = [*submit.prompt_token_ids, *submit.generated]
-        vocab_size, fetch = self.engine.model.vocab_size, submit.fetch
-        if not 0 < len(tokens) <= self.engine.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
-        if submit.hold and submit.params.max_tokens != 1:
-            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
-        if fetch is not None:
-            blocks = -(-fetch.num_tokens // self.engine.pool.block_tokens)
-            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
-                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
+    def _kv_left(self, request: Request, unlike: str) -> bool:
+        """A request that is new leaves its KV where it is, for this reason; whether it goes on without."""
+        assert request.fetch is not None
+        self.connector.watch(request.request_id, request.fetch)
+        self.connector.cancel(request.request_id)
+        log.warning("request %s: KV not fetched: %s", request.request_id, unlike)
+        request.fetch, request.fetch_error = None, f"Incompatible: {unlike}"
+        if self._config.transfer.kv_load_failure_policy == "fail":
+            request.finish = Finish.ERROR
+            self._updates.append(self._update(request, error=KvNotLoaded.because("Incompatible", unlike).message))
+        return request.finish is None
+
+    def _take_compiled(self) -> None:
+        for request, error in self._compiling.ready(time.monotonic()):
+            if error is None and request.guide is not None and not request.guide.over:
+                self.engine.scheduler.add(request)
+                continue
+            # Its grammar has ended with what was generated elsewhere, or cannot be followed.
+            request.finish = Finish.STOP if error is None else Finish.ERROR
+            self._updates.append(self._update(request, error=error))
+            if request.fetch is not None:
+                self.connector.cancel(request.request_id)
 
     def _abort(self, request_id: str) -> None:
-        request = self.engine.scheduler.abort(request_id)
+        request = self.engine.scheduler.abort(request_id) or self._compiling.drop(request_id)
         if request is None or request.offered:
             # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will fetch it.
             self.connector.release(request_id)
@@ -252,7 +265,8 @@ class EngineProcess:
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
         request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
-        completion = fetched.completion or Completion([])
+        # The source has drawn for the first choice.
+        completion = (fetched.completion if request.params.choice == 0 else None) or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
         self.engine.scheduler.fetched(request.request_id, completion.generated)
@@ -260,13 +274,13 @@ class EngineProcess:
             request.first_token_s = request.fetched_s
             self._updates.append(self._update(request))
 
-    def _not_fetched(self, request: Request, failed: FetchFailed, unlike: str = "") -> None:
-        """A request's KV does not come (`unlike`: or is not wanted): what is missing is computed here, or it ends."""
+    def _not_fetched(self, request: Request, failed: FetchFailed) -> None:
+        """A request's KV does not come: what is missing is computed here, or it ends."""
         request.fetched_s = time.monotonic()
         if self._config.transfer.kv_load_failure_policy == "fail":
             log.warning("request %s: KV not fetched, ending it with an error: %s", request.request_id, failed.reason)
             self.engine.scheduler.give_up(request.request_id, failed.reason)
-            self._updates.append(self._update(request, error=KvNotLoaded.because(failed.cause, unlike).message))
+            self._updates.append(self._update(request, error=KvNotLoaded.because(failed.cause).message))
             return
         self.engine.scheduler.fetch_failed(request.request_id, failed.reason, failed.proven)
         log.warning(
@@ -306,6 +320,8 @@ class EngineProcess:
     def _update(self, request: Request, error: str | None = None) -> RequestUpdate:
         early = bool(request.new_tokens) and request.timings_told < 2
         request.timings_told += early
+        if request.finish is Finish.ERROR and error is None and request.guide is not None:
+            error = request.guide.error
         update = RequestUpdate(
             request.request_id,
             request.new_tokens,
@@ -316,6 +332,7 @@ class EngineProcess:
             timing=request.timing(time.monotonic()) if request.finish or early else None,
             fetch_error=request.fetch_error,
             error=error,
+            refused=error is not None and request.params.constraint is not None and request.fetch_error is None,
         )
         request.new_tokens, request.new_logprobs = [], []
         return update
@@ -341,37 +358,10 @@ class EngineProcess:
         now = time.monotonic()
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = self._stats()
+            stats = stats_of(self.engine, self.connector, self._adapters)
             if stats != self._reported or now >= self._pulse_due:
                 self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)
-
-    def _stats(self) -> EngineStats:
-        scheduler, counters, transfers = self.engine.scheduler, self.engine.counters, self.connector.stats()
-        running_adapters, waiting_adapters = self._adapters.in_use()
-        return EngineStats(
-            load=scheduler.load(),
-            held_blocks=scheduler.kept.num_held,
-            quarantined_blocks=scheduler.pool.quarantined,
-            cached_blocks=scheduler.pool.cached,
-            steps=counters.steps,
-            step_s=counters.step_s,
-            prompt_tokens=counters.prompt_tokens,
-            cached_prompt_tokens=counters.cached_prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=scheduler.preemptions,
-            fetches=transfers.fetches,
-            fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=self._adapters.unlike_kv)),
-            fetch_retries=transfers.retries,
-            fetch_kept_blocks=scheduler.kept_blocks,
-            fetched_bytes=transfers.fetched_bytes,
-            fetch_s=transfers.fetch_s,
-            leases_granted=transfers.leases_granted,
-            leases_released=transfers.leases_released,
-            leases_expired=transfers.leases_expired,
-            running_adapters=running_adapters,
-            waiting_adapters=waiting_adapters,
-        )
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))

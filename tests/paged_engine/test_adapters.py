@@ -55,7 +55,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def ask(engine: Engine, name: str, tokens: list[int], adapter: str = "", **params) -> Request:
     defaults = {"max_tokens": 16, "seed": 5, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
-    return engine.add(Submit(name, tokens, SamplingParams(**(defaults | params)), adapter=adapter))
+    return add(engine, Submit(name, tokens, SamplingParams(**(defaults | params)), adapter=adapter))
+
+
+def add(engine: Engine, submit: Submit) -> Request:
+    req = engine.request(submit, 0.0)
+    engine.scheduler.add(req)
+    return req
 
 
 def drain(engine: Engine) -> None:
@@ -134,7 +140,7 @@ def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
     assert engine.adapters is not None
     identity = engine.adapters.named("one").identity
     salted = Submit("salted", tokens, SamplingParams(1, seed=0), cache_salt=identity)
-    req = engine.add(salted)
+    req = add(engine, salted)
     drain(engine)
     assert req.cached_tokens == 0
     # The same name with other content is another adapter.

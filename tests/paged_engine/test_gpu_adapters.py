@@ -117,7 +117,8 @@ def answers(
     requests: dict[int, Request] = {}
     for index in which:
         params = SamplingParams(16, seed=5, temperature=0.0, ignore_eos=True, logprobs=0)
-        requests[index] = engine.add(Submit(f"r{index}", PROMPTS[index], params, adapter=names[index]))
+        requests[index] = engine.request(Submit(f"r{index}", PROMPTS[index], params, adapter=names[index]), 0.0)
+        engine.scheduler.add(requests[index])
     for _ in range(500):
         if not engine.has_work:
             break

@@ -1,0 +1,42 @@
+"""What the engine process says of itself twice a second: counters and gauges of its engine, transfers and adapters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kv_transfer.connector import Connector
+from node.adapter_loads import AdapterLoads
+from paged_engine.engine import Engine
+from wire.engine_messages import EngineStats
+
+__all__ = ["stats_of"]
+
+
+def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads) -> EngineStats:
+    """Counters since start and gauges now."""
+    scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
+    running_adapters, waiting_adapters = adapters.in_use()
+    return EngineStats(
+        load=scheduler.load(),
+        held_blocks=scheduler.kept.num_held,
+        quarantined_blocks=scheduler.pool.quarantined,
+        cached_blocks=scheduler.pool.cached,
+        steps=counters.steps,
+        step_s=counters.step_s,
+        prompt_tokens=counters.prompt_tokens,
+        cached_prompt_tokens=counters.cached_prompt_tokens,
+        generated_tokens=counters.generated_tokens,
+        preemptions=scheduler.preemptions,
+        forked_blocks=scheduler.forked_blocks,
+        fetches=transfers.fetches,
+        fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=adapters.unlike_kv)),
+        fetch_retries=transfers.retries,
+        fetch_kept_blocks=scheduler.kept_blocks,
+        fetched_bytes=transfers.fetched_bytes,
+        fetch_s=transfers.fetch_s,
+        leases_granted=transfers.leases_granted,
+        leases_released=transfers.leases_released,
+        leases_expired=transfers.leases_expired,
+        running_adapters=running_adapters,
+        waiting_adapters=waiting_adapters,
+    )
