@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_engine import drain, make, output, prompt
+from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt
 from tiny_models import make_tiny
 
 from paged_engine.engine import Engine
@@ -91,7 +91,7 @@ TAGS = json.dumps({"structures": [{"begin": "<f=", "schema": {"enum": [12, 345]}
 KINDS = [
     (JSON, lambda answer: check_schema(json.loads(answer))),
     (Constraint("json", '{"enum": ["é", {"a": [1]}, "x y"]}'), lambda answer: json.loads(answer)),
-    (Constraint("json", '{"const": {"a": 1}}', whitespace="[\n]{2}"), lambda a: re.fullmatch('{\n\n"a"\n\n:\n\n1\n\n}', a)),
+    (Constraint("json", '{"const": [7]}', whitespace="[\n]{2}"), lambda answer: re.fullmatch(r"\[\n\n7\n\n\]", answer)),
     (Constraint("regex", r"\d{3}-[a-f]+/\w{2}"), lambda answer: re.fullmatch(r"[0-9]{3}-[a-f]+/\w{2}", answer)),
     (Constraint("choice", '["positive", "pos", "négatif \\"x\\""]'), lambda a: a in ("positive", "pos", 'négatif "x"')),
     (Constraint("grammar", LARK), lambda answer: re.fullmatch("[a-c]{1,3}(,[a-c]{1,3})*", answer)),
@@ -160,6 +160,88 @@ def test_what_was_generated_elsewhere_is_replayed(engine, grammars):
         drain(engine)
         assert output(rest) == tokens
         assert rest.finish is Finish.STOP
+
+
+class OneStepAhead:
+    """The CPU's runner as a GPU's: a step is planned and launched while nobody knows the tokens of the one before."""
+
+    runs_ahead = True
+
+    def __init__(self, runner) -> None:
+        self._runner = runner
+
+    def launch(self, chunks):
+        return _Later(self._runner, chunks)
+
+
+class _Later:
+    def __init__(self, runner, chunks) -> None:
+        self.requests = [chunk.request for chunk in chunks if chunk.samples]
+        self._runner, self._chunks = runner, chunks
+        self._blocks = [list(chunk.request.blocks) for chunk in chunks]
+
+    def sample(self) -> None:
+        """All earlier tokens are known now, but for those of requests that have ended meanwhile."""
+        for chunk, blocks in zip(self._chunks, self._blocks, strict=True):
+            if chunk.request.finish is not None:
+                chunk.request.blocks = blocks
+        self._done = self._runner.launch(self._chunks)
+        for chunk in self._chunks:
+            if chunk.request.finish is not None:
+                chunk.request.blocks = []
+
+    def wait(self):
+        return self._done.wait()
+
+
+def test_one_step_ahead_of_the_host_the_tokens_are_the_same(folder, grammars):
+    def answers(ahead: bool) -> list[tuple[list[int], object]]:
+        engine = make(folder)
+        if ahead:
+            engine._runner = OneStepAhead(engine._runner)
+        plain = {"max_tokens": 40, "temperature": 0.8, "ignore_eos": True}
+        quotes = ((ord('"'), 4.0), (EOS, 9.0))
+        requests = [
+            guided(engine, grammars, "a", constraint=JSON, logit_bias=quotes),
+            guided(engine, grammars, "bb", **plain),
+            guided(engine, grammars, "ccc", constraint=Constraint("regex", "ab|ac"), ignore_eos=True),
+            guided(engine, grammars, "dddd", bad_words=((ord("a"),), (ord("b"), ord("c"))), **plain),
+            guided(engine, grammars, "eeeee", constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),)),
+        ]
+        drain(engine)
+        return [(output(request), request.finish) for request in requests]
+
+    ours = answers(ahead=True)
+    assert ours == answers(ahead=False)
+    assert [finish for _, finish in ours] == [Finish.STOP, Finish.LENGTH, Finish.STOP, Finish.LENGTH, Finish.STOP]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_on_a_gpu_answers_match_and_other_rows_are_what_they_are_alone(batch_invariant, tmp_path, grammars):
+    make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
+    engine = make(tmp_path, **ON_GPU, batch_invariant=batch_invariant)
+    plain = {"max_tokens": 40, "ignore_eos": True}
+
+    def regex(name: str, seed: int) -> Request:
+        constraint = Constraint("regex", f"[a-f]{{{seed},}}x")
+        return guided(engine, grammars, name, constraint=constraint, seed=seed, logit_bias=((ord("x"), 9.0),))
+
+    alone = [guided(engine, grammars, "plain", **plain)]
+    drain(engine)
+    alone.append(regex("xx", 9))
+    drain(engine)
+    crowd = [guided(engine, grammars, "plain", **plain), regex("xx", 9), *(regex(f"r{n}", n) for n in range(1, 5))]
+    single = guided(engine, grammars, "only", constraint=Constraint("choice", '["yes"]'), top_k=3, top_p=0.9)
+    ending = guided(engine, grammars, "none", constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),))
+    drain(engine)
+    for request, least in zip(crowd[1:], (9, 1, 2, 3, 4), strict=True):
+        assert re.fullmatch(f"[a-f]{{{least},}}x", text(request))
+        assert request.finish is Finish.STOP
+    assert (text(single), text(ending), ending.finish) == ("yes", "a", Finish.STOP)
+    assert len(output(crowd[0])) == 40
+    if batch_invariant:
+        assert [output(request) for request in crowd[:2]] == [output(request) for request in alone]
 
 
 def test_a_preempted_answer_is_the_same(folder, grammars):
