@@ -121,3 +121,17 @@ def test_what_cannot_be_followed_is_a_400_with_the_reason(fields, param, words, 
             error = reply.json()["error"]
             assert (error["type"], error["param"]) == ("invalid_request_error", param)
             assert words in error["message"]
+
+
+def test_choices_go_their_own_ways_and_share_their_prompt(cluster):
+    """Each with a guide of its own; they begin in order, so that all share the prompt's blocks."""
+    fields = {"guided_regex": "[a-z]{20}!", "n": 4, "temperature": 1.5, "prompt": "A prompt of some blocks. " * 4}
+    (decode,) = cluster.of("decode")
+    before = decode.metric("kvrelay_forked_blocks_total")
+    replies = [post(url, **fields).json() for url in (cluster.url, decode.url)]
+    texts = [[choice["text"] for choice in reply["choices"]] for reply in replies]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 4
+    assert all(re.fullmatch("[a-z]{20}!", text) for text in texts[0])
+    assert {choice["finish_reason"] for choice in replies[0]["choices"]} == {"stop"}
+    assert decode.metric("kvrelay_forked_blocks_total") == before + 2 * 3 * (100 // 16)

@@ -42,9 +42,9 @@ class Desk:
         self.woken = threading.Semaphore(0)
         self.compiling = Compiling(model, StandInEngine(), self.woken.release)
 
-    def begin(self, name: str, regex: str, generated: tuple[int, ...] = ()) -> Request:
+    def begin(self, name: str, regex: str, generated: tuple[int, ...] = (), fork_of: str | None = None) -> Request:
         params = SamplingParams(9, seed=0, constraint=Constraint("regex", regex, field="guided_regex"))
-        request = Request.of(Submit(name, [5], params, generated=list(generated)), 100.0)
+        request = Request.of(Submit(name, [5], params, generated=list(generated), fork_of=fork_of), 100.0)
         self.compiling.begin(request)
         return request
 
@@ -104,9 +104,12 @@ def test_a_compilation_that_takes_too_long_ends_its_request_alone(model, monkeyp
     assert entered.wait(60)
     quick = desk.begin("quick", "ab")
     assert desk.ready() == [(quick, None)]
-    ((request, error),) = desk.compiling.ready(100.1 + COMPILE_DEADLINE_S)
-    assert request is slow
+    fork = desk.begin("fork", "ab", fork_of="slow")
+    assert desk.ready() == [], "a fork waits for its parent"
+    (first, error), second = desk.compiling.ready(100.1 + COMPILE_DEADLINE_S)
+    assert first is slow
     assert "guided_regex took longer than 10 s" in error
+    assert second == (fork, None)
     release.set()
     assert desk.ready() == []
 
