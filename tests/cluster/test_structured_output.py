@@ -123,15 +123,14 @@ def test_what_cannot_be_followed_is_a_400_with_the_reason(fields, param, words, 
             assert words in error["message"]
 
 
-def test_choices_go_their_own_ways_and_share_their_prompt(cluster):
-    """Each with a guide of its own; they begin in order, so that all share the prompt's blocks."""
-    fields = {"guided_regex": "[a-z]{20}!", "n": 4, "temperature": 1.5, "prompt": "A prompt of some blocks. " * 4}
+def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
+    """As after the death of another one: it goes on from any of them, and notices that an answer is over already."""
     (decode,) = cluster.of("decode")
-    before = decode.metric("kvrelay_forked_blocks_total")
-    replies = [post(url, **fields).json() for url in (cluster.url, decode.url)]
-    texts = [[choice["text"] for choice in reply["choices"]] for reply in replies]
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) == 4
-    assert all(re.fullmatch("[a-z]{20}!", text) for text in texts[0])
-    assert {choice["finish_reason"] for choice in replies[0]["choices"]} == {"stop"}
-    assert decode.metric("kvrelay_forked_blocks_total") == before + 2 * 3 * (100 // 16)
+    fields = {"guided_choice": ["yes and no"], "prompt": [ord("?")]}
+    taken_over = {"do_remote_prefill": True, "prompt_token_ids": [ord("?")], "seed": 4}
+    for said in ("", "y", "yes and", "yes and no"):
+        params = taken_over | {"generated": [*said.encode()]}
+        assert answer(decode.url, **fields, kv_transfer_params=params) == ("yes and no", "stop")
+    wrong = post(decode.url, **fields, kv_transfer_params=taken_over | {"generated": [*b"no"]})
+    assert wrong.status_code == 400
+    assert "does not match its grammar" in wrong.json()["error"]["message"]

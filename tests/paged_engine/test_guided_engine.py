@@ -270,6 +270,28 @@ def test_a_forked_guide_goes_its_own_way(engine, grammars):
     assert other.error is None
 
 
+def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):
+    constraint = Constraint("regex", "[a-d]{9}!")
+
+    def choice(number: int, alone: bool) -> Request:
+        own = SamplingParams(50, seed=3, choice=number, temperature=2.0, constraint=constraint)
+        fork_of = "c0" if number and not alone else None
+        request = Request.of(Submit(f"c{number}", prompt(70, seed=1), own, fork_of=fork_of), 0.0)
+        request.guide = engine.guide(own, grammars.matcher(constraint))
+        engine.scheduler.add(request)
+        if alone:
+            drain(engine)
+        return request
+
+    before = engine.scheduler.forked_blocks
+    choices = [choice(number, alone=False) for number in range(4)]
+    drain(engine)
+    assert engine.scheduler.forked_blocks == before + 3 * (69 // 16)
+    assert all(re.fullmatch("[a-d]{9}!", text(request)) for request in choices)
+    assert len({text(request) for request in choices}) > 1
+    assert [text(request) for request in choices] == [text(choice(number, alone=True)) for number in range(4)]
+
+
 def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars):
     request = guided(engine, grammars, constraint=JSON, max_tokens=7)
     drain(engine)
