@@ -334,8 +334,37 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(engine, gramma
     drain(engine)
     assert (other.finish, len(output(other))) == (Finish.LENGTH, 5)
     assert wrong.finish is Finish.ERROR
-    assert wrong.guide.error
+    assert "does not match" in wrong.guide.error
     assert output(wrong) == [ord("z")]
+
+
+def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine, grammars):
+    class GivesUp:
+        """As llguidance does at its limits: while a mask is computed, here the third."""
+
+        def __init__(self, inner) -> None:
+            self._inner, self._masks = inner, 0
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def unsafe_compute_mask_ptr(self, *where) -> None:
+            self._masks += 1
+            self._inner.unsafe_compute_mask_ptr(*where)
+
+        def is_error(self) -> bool:
+            return self._masks == 3
+
+        def get_error(self) -> str:
+            return "too many items\nin this state"
+
+    request = guided(engine, grammars, constraint=Constraint("regex", "[a-z]{30}"), logprobs=0)
+    request.guide.matcher = GivesUp(request.guide.matcher)
+    drain(engine)
+    assert request.finish is Finish.ERROR
+    assert re.fullmatch("[a-z]{2}", text(request)), "no token that was drawn without a mask"
+    assert len(request.new_logprobs) == 2
+    assert request.guide.error.endswith("cannot be followed any further: too many items")
 
 
 def test_only_allowed_tokens_come(engine, grammars):
