@@ -5,16 +5,17 @@ Whatever is wrong with a request is said here, as a RequestError that names the 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from openai_api.not_built import refuse_not_built
+from openai_api.tool_choice import ToolUse, tool_use
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["decode_chat", "decode_completion", "sampling_params", "token_limit"]
+__all__ = ["asked_tools", "decode_chat", "decode_completion", "sampling_params", "token_limit"]
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 # Every token is compared with every stop string; these bounds keep that below a microsecond for what people send.
@@ -33,6 +34,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     """The chat request in `body`. Raises RequestError."""
     request = _decode(body, _chat_decoder)
     _check_messages(request)
+    asked_tools(request)
     for name in _TEMPLATE_VARIABLES:
         if name in (request.chat_template_kwargs or {}):
             raise RequestError(
@@ -44,6 +46,11 @@ def decode_chat(body: bytes) -> ChatRequest:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         _check_logprobs("top_logprobs", request.top_logprobs)
     return request
+
+
+def asked_tools(request: ChatRequest) -> ToolUse:
+    """What the request asks of tools. Raises RequestError."""
+    return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -185,6 +192,8 @@ def _check_messages(request: ChatRequest) -> None:
     for i, message in enumerate(request.messages):
         if not message.role:
             raise RequestError(f"messages[{i}].role must not be empty", param=f"messages[{i}].role")
+        for j, call in enumerate(message.tool_calls or ()):
+            _check_past_call(f"messages[{i}].tool_calls[{j}]", call)
         if not isinstance(message.content, list):
             continue
         for part in message.content:
@@ -197,6 +206,13 @@ def _check_messages(request: ChatRequest) -> None:
                 raise RequestError(
                     f"messages[{i}].content holds a text part without text", param=f"messages[{i}].content"
                 )
+
+
+def _check_past_call(where: str, call: dict[str, Any]) -> None:
+    """Of a call in a message, what every chat template reads."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function must be an object with name and arguments", param=f"{where}.function")
 
 
 def _check_logprobs(name: str, value: int) -> None:
