@@ -1,135 +1,187 @@
-"""The text of one choice of a chat into the parts of its message: reasoning first, then tools in what is left. Pure.
+"""The text of one choice of a chat into its message: reasoning first, then tools in what is left. Pure.
 
-`MessageForm` says what a request asks for and what the node's model needs; it makes a `MessageStream` for each choice.
-The state of a stream is a function of the text, so a node that goes on with an answer pushes what the client has, and
-drops what comes out.
+`MessageForm` says what a request asks for and what the node's model needs; it makes a `MessageStream` for each choice,
+which is a MessageParser to the writer of the choice. The state of a stream is a function of the text, so a node that
+goes on with an answer pushes what the client has, and drops what comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from msgspec import UNSET
 
 from openai_api.body import asked_tools
 from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, Reasoning, joined
 from openai_api.reasoning import MARKERS, Opening, ReasoningSplit, opening
+from openai_api.tokenizer import Tokenizer
 from openai_api.tool_choice import Choice, ToolUse
 from openai_api.tool_parsers import TOOL_PARSERS, JsonParser, NamedParser, TextParser
-from openai_api.types import ChatRequest
+from openai_api.types import (
+    CalledFunction,
+    ChatRequest,
+    Delta,
+    FunctionDelta,
+    ReplyMessage,
+    ToolCall,
+    ToolCallDelta,
+)
 from wire.errors import RequestError
 
 __all__ = ["MessageForm", "MessageStream", "message_form"]
 
+_PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
+
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How the text of an answer becomes a message."""
+    """How the text of the answers to a request becomes messages."""
 
     tools: ToolUse
-    tool_parser: str = ""
+    parser: str = ""
     """The node's, for tool_choice auto; its model's ids of calls are made for the other choices too."""
     opening: Opening | None = None
-    """How the answer begins; None: no reasoning parser."""
+    """How the answer begins; None: no reasoning is looked for."""
     include_reasoning: bool = True
+    hidden: dict[int, str] = field(default_factory=dict)
+    """Markers that are special tokens, by id: they are rendered for the parsers, and the client never sees them."""
 
     @property
     def plain(self) -> bool:
         """The text is the content."""
         return self.tools.choice is Choice.NONE and self.opening is None
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that must be rendered where they are special tokens. The client never sees those."""
-        found: tuple[str, ...] = () if self.opening is None else MARKERS
-        if self.tools.choice is Choice.AUTO:
-            found += TOOL_PARSERS[self.tool_parser].markers
-        return found
-
-    def stream(self, response_id: str, choice: int, hidden: Collection[str]) -> MessageStream:
-        """For one choice. `hidden` are the markers that are rendered for the parsers alone."""
-        ids = CallIds(response_id, choice, short=self.tool_parser == "mistral")
+    def stream(self, response_id: str, choice: int, role: str) -> MessageStream:
+        """For one choice."""
+        ids = CallIds(response_id, choice, short=self.parser == "mistral")
+        hidden = tuple(self.hidden.values())
         parser: TextParser
         match self.tools.choice:
             case Choice.AUTO:
-                parser = TOOL_PARSERS[self.tool_parser](ids, hidden)
+                parser = TOOL_PARSERS[self.parser](ids, hidden)
             case Choice.REQUIRED:
                 parser = JsonParser(ids, hidden)
             case Choice.NAMED:
                 parser = NamedParser(ids, self.tools.name)
             case Choice.NONE:
                 parser = TextParser(ids, hidden)
-        return MessageStream(self, parser, ids, hidden)
+        return MessageStream(self, parser, TextParser(ids, hidden), role)
 
 
-def message_form(request: ChatRequest, *, tool_parser: str, reasoning_parser: str, prompt_end: str) -> MessageForm:
+def message_form(
+    request: ChatRequest, tokenizer: Tokenizer, prompt: list[int], *, tool_call_parser: str, reasoning_parser: str
+) -> MessageForm:
     """The form of the answers to a request on a node with these parsers (empty: none).
 
-    `prompt_end`: the last 64 characters or more of the prompt, special tokens too. Raises RequestError if the request
-    leaves it to the model whether to call a tool and there is no parser that would notice.
+    Raises RequestError if it is left to the model whether to call a tool, and no parser would notice.
     """
     tools = asked_tools(request)
-    if tools.choice is Choice.AUTO and not tool_parser:
+    if tools.choice is Choice.AUTO and not tool_call_parser:
         raise RequestError(
             "tool_choice auto (the default with tools) needs to know how the model writes calls; start the nodes with "
             f"--tool-call-parser {'|'.join(TOOL_PARSERS)}, or send tool_choice required or the name of a tool",
             param="tool_choice",
         )
-    begins = opening(prompt_end) if reasoning_parser else None
-    return MessageForm(tools, tool_parser, begins, request.include_reasoning is not False)
+    begins = None
+    if reasoning_parser:
+        begins = opening(tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False))
+    markers: tuple[str, ...] = () if begins is None else MARKERS
+    if tools.choice is Choice.AUTO:
+        markers += TOOL_PARSERS[tool_call_parser].markers
+    hidden: dict[int, str] = {}
+    if request.skip_special_tokens is not False:
+        hidden = {token: marker for marker in markers if (token := tokenizer.special_id(marker)) is not None}
+    return MessageForm(tools, tool_call_parser, begins, request.include_reasoning is not False, hidden)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call so far."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
 
 
 class MessageStream:
-    """One choice. `push` pieces of text, cut anywhere, and `finish` once."""
+    """One choice, as a MessageParser. `push` pieces of text, cut anywhere, and `finish` once."""
 
-    def __init__(self, form: MessageForm, parser: TextParser, ids: CallIds, hidden: Collection[str]) -> None:
+    def __init__(self, form: MessageForm, parser: TextParser, thoughts: TextParser, role: str) -> None:
+        """`parser` for the content; `thoughts` takes markers out of the reasoning."""
+        self.rendered = frozenset(form.hidden)
+        """Special tokens that must have their text here."""
         self._form = form
         self._parser = parser
         self._split = None if form.opening is None else ReasoningSplit(form.opening)
-        self._thoughts = TextParser(ids, hidden)  # takes the markers out of them
-        self._thinks = True
+        self._thoughts: TextParser | None = thoughts
+        self._role = role
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
 
-    @property
-    def finishes_as_calls(self) -> bool:
-        """The finish_reason is `tool_calls` where it would be `stop`; not so for a call that the request named."""
-        return self._parser.calls > 0 and self._form.tools.choice is not Choice.NAMED
-
-    def push(self, text: str) -> list[Part]:
-        """What has become certain with this text."""
+    def push(self, text: str) -> list[Delta]:
+        """What more text adds to the message."""
         if self._split is None:
-            return self._kept(self._parser.push(text))
-        return self._kept(self._pushed(self._split.push(text)))
+            return self._told(self._parser.push(text))
+        return self._told(self._divided(self._split.push(text)))
 
-    def finish(self) -> list[Part]:
-        """The rest, now that nothing follows."""
-        parts = [] if self._split is None else self._pushed(self._split.finish())
-        return self._kept([*parts, *self._end_thoughts(), *self._parser.finish()])
+    def finish(self) -> list[Delta]:
+        """What it adds that nothing follows."""
+        parts = [] if self._split is None else self._divided(self._split.finish())
+        return self._told([*parts, *self._end_thoughts(), *self._parser.finish()])
 
-    def _pushed(self, split: list[Part]) -> list[Part]:
+    def message(self) -> ReplyMessage:
+        """All of it, after `finish`."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        calls = [ToolCall(call.id, CalledFunction(call.name, "".join(call.arguments))) for call in self._calls]
+        return ReplyMessage(
+            self._role, content if content or not (reasoning or calls) else None, reasoning or UNSET, calls or UNSET
+        )
+
+    def finish_reason(self, reason: str) -> str:
+        """The choice's, after `finish`. A call that the request named ends with `stop` as any text does."""
+        called = bool(self._calls) and self._form.tools.choice is not Choice.NAMED
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _divided(self, split: list[Part]) -> list[Part]:
+        """Reasoning without markers, and tools in the content."""
         parts: list[Part] = []
         for part in split:
-            if isinstance(part, Reasoning):
-                parts += _thoughts(self._thoughts.push(part.text))
+            if isinstance(part, Reasoning) and self._thoughts is not None:
+                parts += _as_reasoning(self._thoughts.push(part.text))
             elif isinstance(part, Content):
                 parts += [*self._end_thoughts(), *self._parser.push(part.text)]
         return parts
 
     def _end_thoughts(self) -> list[Part]:
-        """What the thoughts' parser holds back, once."""
-        if not self._thinks:
-            return []
-        self._thinks = False
-        return _thoughts(self._thoughts.finish())
+        """What their parser holds back, once."""
+        parts = [] if self._thoughts is None else _as_reasoning(self._thoughts.finish())
+        self._thoughts = None
+        return parts
 
-    def _kept(self, parts: list[Part]) -> list[Part]:
-        return joined(part for part in parts if self._shown(part))
+    def _told(self, parts: Iterable[Part]) -> list[Delta]:
+        """What the client is told of these, and the message keeps."""
+        deltas: list[Delta] = []
+        for part in joined(parts):
+            if isinstance(part, Content):
+                self._content.append(part.text)
+                deltas.append(Delta(content=part.text))
+            elif isinstance(part, Reasoning):
+                if self._form.include_reasoning:
+                    self._reasoning.append(part.text)
+                    deltas.append(Delta(reasoning_content=part.text))
+            elif part.index == 0 or self._form.tools.parallel:
+                deltas.append(self._call(part))
+        return deltas
 
-    def _shown(self, part: Part) -> bool:
-        if isinstance(part, Reasoning):
-            return self._form.include_reasoning
-        if isinstance(part, (CallBegun, Arguments)):
-            return part.index == 0 or self._form.tools.parallel
-        return True
+    def _call(self, part: CallBegun | Arguments) -> Delta:
+        if isinstance(part, CallBegun):
+            self._calls.append(_Call(part.id, part.name))
+            return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(part.name, ""), part.id, "function")])
+        self._calls[part.index].arguments.append(part.text)
+        return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(arguments=part.text))])
 
 
-def _thoughts(parts: list[Part]) -> list[Part]:
+def _as_reasoning(parts: list[Part]) -> list[Part]:
     return [Reasoning(part.text) for part in parts if isinstance(part, Content)]

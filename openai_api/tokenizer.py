@@ -76,6 +76,11 @@ class Tokenizer:
             self._bytes[token_id] = found
         return found
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written like this, if there is one."""
+        found = self._backend.token_to_id(text)
+        return found if found in self.special_ids else None
+
     def token_text(self, token_id: int) -> str:
         """How log-probabilities name a token: its text, or `bytes:\\xNN...` (as OpenAI does) where it is not UTF-8."""
         raw = self.token_bytes(token_id)

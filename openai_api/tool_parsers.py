@@ -180,7 +180,13 @@ class HermesParser(TextParser):
         self._read(CallReader(may_lack_arguments=True))
 
     def _call_ended(self, whole: bool) -> None:
-        self._state = self._close
+        self._state = self._behind_call
+
+    def _behind_call(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = self._close
+        return bool(self._buffer)
 
     def _close(self) -> bool:
         """Behind a call: what stands before its end is content, the marker itself never is."""
@@ -195,7 +201,7 @@ class HermesParser(TextParser):
 
     def _rest(self) -> str:
         # A closing marker that was cut off has closed a call all the same.
-        return "" if self._state == self._close else super()._rest()
+        return "" if self._state in (self._behind_call, self._close) else super()._rest()
 
 
 class _SeveralParser(TextParser):
