@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass
 
 from decode_node.leg import DecodeLeg
-from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
+from openai_api.body import asked_tools, decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
 from openai_api.leg import Leg
 from openai_api.tokenizer import Tokenizer
@@ -50,10 +50,16 @@ class Serving:
         chat_template: str | None,
         tokenizer: Tokenizer,
         info: EngineReady,
+        *,
+        tool_call_parser: str = "",
+        reasoning_parser: str = "",
     ) -> None:
+        """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
         self._tokenizer = tokenizer
         self._chat_template = chat_template or tokenizer.chat_template
+        self._tool_template = chat_template or tokenizer.tool_template
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
 
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
         """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
@@ -117,13 +123,16 @@ class Serving:
             if isinstance(request.prompt, str):
                 return self._tokenizer.encode(request.prompt, request.add_special_tokens is not False)
             return [token for token in request.prompt if isinstance(token, int)]
+        tools = asked_tools(request).tools
+        effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
         text = render(
-            self._chat_template,
+            self._tool_template if tools else self._chat_template,
             request.messages,
             bos_token=self._tokenizer.bos_token,
             eos_token=self._tokenizer.eos_token,
+            tools=list(tools) or None,
             add_generation_prompt=request.add_generation_prompt is not False,
-            **(request.chat_template_kwargs or {}),
+            **effort | (request.chat_template_kwargs or {}),
         )
         # The template has written the special tokens already.
         return self._tokenizer.encode(text, bool(request.add_special_tokens))

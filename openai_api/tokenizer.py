@@ -29,6 +29,8 @@ class Tokenizer:
         self.eos_token_ids = parts.eos_token_ids
         self.bos_token, self.eos_token = parts.bos_token, parts.eos_token
         self.chat_template = parts.chat_template
+        self.tool_template = parts.tool_template or parts.chat_template
+        """For chats with tools; few models have two."""
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         """Control tokens, which are left out of text unless a request asks for them."""
