@@ -235,7 +235,8 @@ class EngineProcess:
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
         request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
-        completion = fetched.completion or Completion([])
+        # The source has drawn for the first choice.
+        completion = (fetched.completion if request.params.choice == 0 else None) or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
         self.engine.scheduler.fetched(request.request_id, completion.generated)
@@ -340,6 +341,7 @@ class EngineProcess:
             cached_prompt_tokens=counters.cached_prompt_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=scheduler.preemptions,
+            forked_blocks=scheduler.forked_blocks,
             fetches=transfers.fetches,
             fetch_failures=dict(transfers.failures),
             fetch_retries=transfers.retries,

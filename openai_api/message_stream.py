@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from openai_api.body import asked_tools
+from openai_api.message import MessageParser, PlainMessage
 from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, Reasoning, joined
 from openai_api.reasoning import MARKERS, Opening, ReasoningSplit, opening
 from openai_api.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ from openai_api.tool_parsers import TOOL_PARSERS, JsonParser, NamedParser, TextP
 from openai_api.types import (
     CalledFunction,
     ChatRequest,
+    CompletionRequest,
     Delta,
     FunctionDelta,
     ReplyMessage,
@@ -31,6 +33,7 @@ from wire.errors import RequestError
 
 __all__ = ["MessageForm", "MessageStream", "message_form"]
 
+_ROLE = "assistant"
 _PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
 
 
@@ -39,7 +42,7 @@ class MessageForm:
     """How the text of the answers to a request becomes messages."""
 
     tools: ToolUse
-    parser: str = ""
+    tool_call_parser: str = ""
     """The node's, for tool_choice auto; its model's ids of calls are made for the other choices too."""
     opening: Opening | None = None
     """How the answer begins; None: no reasoning is looked for."""
@@ -52,30 +55,39 @@ class MessageForm:
         """The text is the content."""
         return self.tools.choice is Choice.NONE and self.opening is None
 
-    def stream(self, response_id: str, choice: int, role: str) -> MessageStream:
+    def parser(self, response_id: str, choice: int) -> MessageParser:
         """For one choice."""
-        ids = CallIds(response_id, choice, short=self.parser == "mistral")
+        if self.plain:
+            return PlainMessage(_ROLE)
+        ids = CallIds(response_id, choice, short=self.tool_call_parser == "mistral")
         hidden = tuple(self.hidden.values())
-        parser: TextParser
+        content: TextParser
         match self.tools.choice:
             case Choice.AUTO:
-                parser = TOOL_PARSERS[self.parser](ids, hidden)
+                content = TOOL_PARSERS[self.tool_call_parser](ids, hidden)
             case Choice.REQUIRED:
-                parser = JsonParser(ids, hidden)
+                content = JsonParser(ids, hidden)
             case Choice.NAMED:
-                parser = NamedParser(ids, self.tools.name)
+                content = NamedParser(ids, self.tools.name)
             case Choice.NONE:
-                parser = TextParser(ids, hidden)
-        return MessageStream(self, parser, TextParser(ids, hidden), role)
+                content = TextParser(ids, hidden)
+        return MessageStream(self, content, TextParser(ids, hidden))
 
 
 def message_form(
-    request: ChatRequest, tokenizer: Tokenizer, prompt: list[int], *, tool_call_parser: str, reasoning_parser: str
+    request: ChatRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    *,
+    tool_call_parser: str,
+    reasoning_parser: str,
 ) -> MessageForm:
     """The form of the answers to a request on a node with these parsers (empty: none).
 
     Raises RequestError if it is left to the model whether to call a tool, and no parser would notice.
     """
+    if isinstance(request, CompletionRequest):
+        return MessageForm(ToolUse())
     tools = asked_tools(request)
     if tools.choice is Choice.AUTO and not tool_call_parser:
         raise RequestError(
@@ -107,15 +119,14 @@ class _Call:
 class MessageStream:
     """One choice, as a MessageParser. `push` pieces of text, cut anywhere, and `finish` once."""
 
-    def __init__(self, form: MessageForm, parser: TextParser, thoughts: TextParser, role: str) -> None:
-        """`parser` for the content; `thoughts` takes markers out of the reasoning."""
+    def __init__(self, form: MessageForm, content: TextParser, thoughts: TextParser) -> None:
+        """`content` and `thoughts` parse what their names say; in thoughts are markers to be taken out at most."""
         self.rendered = frozenset(form.hidden)
         """Special tokens that must have their text here."""
         self._form = form
-        self._parser = parser
+        self._parser = content
         self._split = None if form.opening is None else ReasoningSplit(form.opening)
         self._thoughts: TextParser | None = thoughts
-        self._role = role
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
@@ -135,9 +146,8 @@ class MessageStream:
         """All of it, after `finish`."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [ToolCall(call.id, CalledFunction(call.name, "".join(call.arguments))) for call in self._calls]
-        return ReplyMessage(
-            self._role, content if content or not (reasoning or calls) else None, reasoning or UNSET, calls or UNSET
-        )
+        shown = content if content or not (reasoning or calls) else None
+        return ReplyMessage(_ROLE, shown, reasoning or UNSET, calls or UNSET)
 
     def finish_reason(self, reason: str) -> str:
         """The choice's, after `finish`. A call that the request named ends with `stop` as any text does."""

@@ -13,7 +13,8 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from openai_api.body import decode_chat
-from openai_api.message_stream import MessageForm, MessageStream, message_form
+from openai_api.message import MessageParser
+from openai_api.message_stream import MessageForm, message_form
 from openai_api.reasoning import Opening
 from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
 from openai_api.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ def added_up(deltas: list[Delta]) -> dict[str, Any]:
     return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def told(stream: MessageStream, pieces: list[str]) -> dict[str, Any]:
+def told(stream: MessageParser, pieces: list[str]) -> dict[str, Any]:
     """What deltas add up to; the whole message must be the same."""
     deltas = [delta for piece in pieces for delta in stream.push(piece)] + stream.finish()
     message = added_up(deltas)
@@ -66,8 +67,8 @@ def told(stream: MessageStream, pieces: list[str]) -> dict[str, Any]:
     return message
 
 
-def stream(form: MessageForm, choice: int = 0) -> MessageStream:
-    return form.stream("chatcmpl-1", choice, "assistant")
+def stream(form: MessageForm, choice: int = 0) -> MessageParser:
+    return form.parser("chatcmpl-1", choice)
 
 
 def names(message: dict[str, Any]) -> list[tuple[str, str]]:
