@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from openai_api.not_built import refuse_not_built
-from openai_api.tool_choice import ToolUse, tool_use
+from openai_api.structured import constraint_of
+from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "MAX_CHOICES",
-    "asked_tools",
     "choice_count",
     "decode_chat",
     "decode_completion",
@@ -57,11 +57,6 @@ def decode_chat(body: bytes) -> ChatRequest:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         _check_logprobs("top_logprobs", request.top_logprobs)
     return request
-
-
-def asked_tools(request: ChatRequest) -> ToolUse:
-    """What the request asks of tools. Raises RequestError."""
-    return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
@@ -127,8 +122,11 @@ def sampling_params(
     max_model_len: int,
     vocab_size: int,
     default_seed: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the client gave none.
+
+    `bad_words` are token ids: openai_api/structured.py.
 
     On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises RequestError.
     """
@@ -154,6 +152,9 @@ def sampling_params(
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         logit_bias=tuple((request.logit_bias or {}).items()),
         logprobs=_logprobs(request),
+        constraint=constraint_of(request),
+        allowed_token_ids=_unique(request.allowed_token_ids),
+        bad_words=bad_words,
     )
     return params.check(vocab_size)
 
@@ -250,6 +251,10 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _unique(tokens: list[int] | None) -> tuple[int, ...] | None:
+    return None if tokens is None else tuple(dict.fromkeys(tokens))
 
 
 def _or(value: float | None, default: float) -> float:

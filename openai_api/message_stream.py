@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import UNSET
 
-from openai_api.body import asked_tools
 from openai_api.message import MessageParser, PlainMessage
 from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, Reasoning, joined
-from openai_api.reasoning import MARKERS, Opening, ReasoningSplit, opening
+from openai_api.reasoning import CLOSE, MARKERS, OPEN, Opening, ReasoningSplit, opening
 from openai_api.tokenizer import Tokenizer
-from openai_api.tool_choice import Choice, ToolUse
+from openai_api.tool_choice import Choice, ToolUse, asked_tools
 from openai_api.tool_parsers import TOOL_PARSERS, JsonParser, NamedParser, TextParser
 from openai_api.types import (
     CalledFunction,
@@ -30,6 +30,7 @@ from openai_api.types import (
     ToolCallDelta,
 )
 from wire.errors import RequestError
+from wire.sampling import Constraint
 
 __all__ = ["MessageForm", "MessageStream", "message_form"]
 
@@ -54,6 +55,13 @@ class MessageForm:
     def plain(self) -> bool:
         """The text is the content."""
         return self.tools.choice is Choice.NONE and self.opening is None
+
+    def guided(self, constraint: Constraint | None) -> Constraint | None:
+        """A constraint of the content, as one of the whole text: reasoning is free."""
+        if constraint is None or self.opening is None or self.opening is Opening.BEHIND:
+            return constraint
+        opener = OPEN if self.opening is Opening.FREE else ""
+        return msgspec.structs.replace(constraint, behind=CLOSE, opener=opener)
 
     def parser(self, response_id: str, choice: int) -> MessageParser:
         """For one choice."""

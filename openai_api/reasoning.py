@@ -13,12 +13,12 @@ from collections.abc import Callable
 from openai_api.message_parts import Content, Part, Reasoning, joined
 from openai_api.tool_parsers import beginning_at_end
 
-__all__ = ["CLOSE", "MARKERS", "Opening", "ReasoningSplit", "opening"]
+__all__ = ["CLOSE", "MARKERS", "OPEN", "Opening", "ReasoningSplit", "opening"]
 
-_OPEN = "<think>"
+OPEN = "<think>"
 CLOSE = "</think>"
 """Behind it begins the content."""
-MARKERS = (_OPEN, CLOSE)
+MARKERS = (OPEN, CLOSE)
 """Texts that must be seen also where they are special tokens."""
 
 
@@ -36,7 +36,7 @@ class Opening(enum.Enum):
 def opening(prompt_end: str) -> Opening:
     """How the answer to a prompt with this end begins; the last 64 characters are enough."""
     end = prompt_end.rstrip()
-    if end.endswith(_OPEN):
+    if end.endswith(OPEN):
         return Opening.INSIDE
     return Opening.BEHIND if end.endswith(CLOSE) else Opening.FREE
 
@@ -70,10 +70,10 @@ class ReasoningSplit:
     def _start(self) -> bool:
         """Before anything that counts; the model may open what the prompt has opened already."""
         text = self._buffer.lstrip()
-        if text.startswith(_OPEN):
-            self._buffer = text[len(_OPEN) :]
+        if text.startswith(OPEN):
+            self._buffer = text[len(OPEN) :]
             self._state = self._begin_thinking
-        elif not text or _OPEN.startswith(text):
+        elif not text or OPEN.startswith(text):
             return False
         else:
             self._state = self._begin_thinking if self._inside else self._content

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from openai_api.types import ChatRequest
 from wire.errors import RequestError
 
-__all__ = ["Choice", "ToolUse", "tool_use"]
+__all__ = ["Choice", "ToolUse", "asked_tools", "tool_use"]
 
 _MAX_TOOLS = 1024
 _MAX_NAME_CHARS = 256
@@ -55,6 +56,11 @@ class ToolUse:
             raise RequestError("tools hold a schema that nests too deeply; send fewer levels", param="tools") from why
         schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         return schema if self.parallel else {**schema, "maxItems": 1}
+
+
+def asked_tools(request: ChatRequest) -> ToolUse:
+    """What a request asks of tools. Raises RequestError."""
+    return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
 
 
 def tool_use(

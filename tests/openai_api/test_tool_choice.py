@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from openai_api.body import asked_tools, decode_chat
-from openai_api.tool_choice import Choice, ToolUse, tool_use
+from openai_api.body import decode_chat
+from openai_api.tool_choice import Choice, ToolUse, asked_tools, tool_use
 from wire.errors import RequestError
 
 
