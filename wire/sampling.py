@@ -32,12 +32,16 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
     `whitespace`: json: what may stand between tokens, as a regular expression; None is at most one space.
     `field`: the request's field that asked for it, which an error names.
+    `behind`: the text is free up to this one, and the constraint is about what follows; empty: it is about all. If
+    there is an `opener`, so only where the text begins with that; else the constraint is about all.
     """
 
     kind: ConstraintKind
     text: str
     whitespace: str | None = None
     field: str = "response_format"
+    behind: str = ""
+    opener: str = ""
 
     def check(self) -> Constraint:
         """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""
