@@ -19,6 +19,7 @@ from node.serving import Serving
 from openai_api.chat_template import check_template
 from openai_api.tokenizer import Tokenizer
 from wire.config import NodeConfig
+from wire.engine_messages import EngineReady
 from wire.errors import ConfigError, KvrelayError
 
 __all__ = ["run"]
@@ -69,20 +70,15 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
         info = await node.engine.ready(config.start_deadline_s)
         template = await asyncio.to_thread(_template, config.chat_template)
+        name = _served_name(config, info)
     except Exception as why:
         node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
         log.error("the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError))
         give_up()
         return
-    name = config.served_model_name or info.model_name
     node.metrics = NodeMetrics(
         lambda: node.engine.stats, model_name=name, role=config.role, max_loras=config.engine.adapter_slots
     )
-    if name in [adapter.name for adapter in info.adapters]:
-        node.failure = f"an adapter is named {name!r}, as the model itself is; give it another name with --lora"
-        log.error("the node cannot serve: %s", node.failure)
-        give_up()
-        return
     node.serving = Serving(
         config.role,
         name,
@@ -109,6 +105,13 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
     node.failure = node.engine.failure
     log.error("%s", node.failure)
     give_up()
+
+
+def _served_name(config: NodeConfig, info: EngineReady) -> str:
+    name = config.served_model_name or info.model_name
+    if name in [adapter.name for adapter in info.adapters]:
+        raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name with --lora")
+    return name
 
 
 def _template(path: str) -> str | None:
