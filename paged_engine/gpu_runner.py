@@ -28,7 +28,7 @@ from paged_engine.model_config import ModelConfig
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Chunk
-from paged_engine.step_values import ROW_FIELDS, PlannedStep, Slots, StepValues
+from paged_engine.step_values import ROW_FIELDS, PlannedStep, Slots, SlotState, StepValues
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
 from wire.errors import ConfigError
@@ -72,11 +72,13 @@ class _RankStep(msgspec.Struct, frozen=True, array_like=True):
 
     arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
     admitted: list[tuple[int, Submit]]
+    states: list[SlotState]
 
     @classmethod
     def of(cls, planned: PlannedStep) -> _RankStep:
         arrays = [getattr(planned.values, field.name) for field in fields(StepValues)]
-        return cls([(a.shape, a.tobytes()) for a in arrays], [(s, _submit(r)) for s, r in planned.admitted])
+        admitted = [(slot, _submit(request)) for slot, request in planned.admitted]
+        return cls([(a.shape, a.tobytes()) for a in arrays], admitted, planned.states)
 
     def values(self) -> StepValues:
         return StepValues(*(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays))
@@ -129,7 +131,11 @@ class GpuRunner:
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
         self.max_running = min(config.max_running or _MAX_RUNNING, self.max_batched_tokens)
         self._sampler = GpuSampler(
-            max_slots=self.max_running, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, device=device
+            max_slots=self.max_running,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            device=device,
+            spare_slots=self.max_running if config.speculative_tokens else 0,
         )
         self._operations = GpuOperations(
             model,
@@ -167,7 +173,7 @@ class GpuRunner:
         self._uploads = self._open_uploads(self.max_model_len)
         self._slots = Slots(self.max_running, max_blocks=self._uploads.max_blocks, block_tokens=self._block_tokens)
         self._graphs: dict[int, _Graphs] = {}
-        self._followed: dict[int, Request] = {}
+        self._seated: dict[int, Request] = {}
         self._warm_up()
         self._capture()
         log.info("%s", budget.report(num_blocks * self._block_tokens))
@@ -184,13 +190,16 @@ class GpuRunner:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
+    def draws_ahead(self, request: Request) -> bool:
+        """Not with what changes logits: how does not depend on the row alone."""
+        return self._sampler.draws_ahead(request.params, request.output_tokens)
+
     def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
         """Queue the step on the device; returns at once."""
         planned = self._slots.step(chunks)
         if self._ranks.size > 1:
             self._ranks.tell(msgspec.msgpack.encode(_RankStep.of(planned)))
-        for slot, request in planned.admitted:
-            self._sampler.admit(slot, request)
+        self._tell_slots(planned.admitted, planned.states)
         sampled = self._execute(planned.values, planned.sampling)
         sampled.start_copy()
         return _InFlight(planned.sampling, sampled, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
@@ -198,11 +207,17 @@ class GpuRunner:
     def follow(self, message: bytes) -> None:
         """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
         step = msgspec.msgpack.decode(message, type=_RankStep)
-        for slot, submit in step.admitted:
-            request = self._followed[slot] = Request.of(submit, 0.0)
-            self._sampler.admit(slot, request)
+        self._tell_slots([(slot, Request.of(submit, 0.0)) for slot, submit in step.admitted], step.states)
         values = step.values()
-        self._execute(values, [self._followed[slot] for slot in values.sampled_slots.tolist()])
+        self._execute(values, [self._seated[slot] for slot in values.sampled_slots.tolist()])
+
+    def _tell_slots(self, admitted: Sequence[tuple[int, Request]], states: Sequence[SlotState]) -> None:
+        for slot, request in admitted:
+            self._seated[slot] = request
+            self._sampler.admit(slot, request)
+        for slot, seat, token_index, newest in states:
+            request = self._seated[slot] = self._seated[seat]
+            self._sampler.set(slot, request.params, token_index, newest)
 
     def close(self) -> None:
         """Leave the group; rank 0 ends the others."""

@@ -38,10 +38,10 @@ class Launched(Protocol):
 
     @property
     def requests(self) -> Sequence[Request]:
-        """The requests that sample, in the order of their chunks."""
+        """The request of each sampled row; rows of one request follow one another."""
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Their tokens, as soon as the device has them."""
+        """The rows' tokens, as soon as the device has them."""
 
 
 class Runner(Protocol):
@@ -57,8 +57,11 @@ class Runner(Protocol):
     runs_ahead: bool
     """Whether `launch` returns before the step is done, so that the next one can be scheduled meanwhile."""
 
+    def draws_ahead(self, request: Request) -> bool:
+        """Whether proposals of this request's next tokens can be sampled in one step with the token before them."""
+
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Begin a step: write the chunks' KV and sample a token for each chunk that samples."""
+        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows."""
 
     def follow(self, message: bytes) -> None:
         """A rank other than 0: do the step that rank 0 has launched."""
@@ -72,14 +75,13 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: list[int]
     start: int
-    samples: bool
+    sampled_rows: int
     blocks: list[int]
 
     @classmethod
     def of(cls, chunk: Chunk) -> ChunkValues:
         """The chunk's tokens, and the blocks of its request."""
-        tokens = chunk.request.token_ids[chunk.start : chunk.start + chunk.count]
-        return cls(tokens, chunk.start, chunk.samples, chunk.request.blocks)
+        return cls(chunk.token_ids, chunk.start, chunk.sampled_rows, chunk.request.blocks)
 
     @property
     def count(self) -> int:
@@ -145,13 +147,19 @@ class CpuRunner:
         torch.exp(torch.zeros(16))
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
+    def draws_ahead(self, request: Request) -> bool:
+        """Always: the sampler keeps nothing between two rows."""
+        return True
+
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Compute the step, all of it."""
-        sampling = [chunk.request for chunk in chunks if chunk.samples]
-        return _Done(sampling, *self._sampler.sample(self.run(chunks), sampling))
+        rows = [(chunk.request, chunk.proposals[:ahead]) for chunk in chunks for ahead in range(chunk.sampled_rows)]
+        states = [request.supposing(ahead) if ahead else request for request, ahead in rows]
+        tokens, logprobs = self._sampler.sample(self.run(chunks), states)
+        return _Done([request for request, _ in rows], tokens, logprobs)
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Write the chunks' KV; fp32 logits [chunks that sample, vocab] in the order of `chunks`."""
+        """Write the chunks' KV; fp32 logits [sampled rows, vocab] in the order of `chunks`."""
         values = [ChunkValues.of(chunk) for chunk in chunks]
         if self._ranks.size > 1:
             self._ranks.tell(msgspec.msgpack.encode(values))
@@ -179,7 +187,8 @@ class CpuRunner:
         # Rows that nobody owns are written to the null block.
         token_ids, positions, offsets = (np.zeros(rows, np.int64) for _ in range(3))
         blocks = np.full(rows, NULL_BLOCK, np.int64)
-        spans, sampled, row = [], [], 0
+        spans, row = [], 0
+        sampled: list[int] = []
         for chunk in chunks:
             end = row + chunk.count
             token_ids[row:end] = chunk.token_ids
@@ -188,8 +197,7 @@ class CpuRunner:
             offsets[row:end] = place % block_tokens
             blocks[row:end] = np.asarray(chunk.blocks, np.int64)[place // block_tokens]
             spans.append(SequenceSpan(row, chunk.count, chunk.start, chunk.blocks))
-            if chunk.samples:
-                sampled.append(end - 1)
+            sampled += range(end - chunk.sampled_rows, end)
             row = end
         samples = len(sampled)
         sampled += [0] * (max(samples, self._min_rows) - samples)

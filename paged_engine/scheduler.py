@@ -3,7 +3,8 @@
 Pure Python: no torch, no sockets; `now` is an argument. One token budget per step is shared by decodes (first) and
 prefill chunks. A step may be scheduled while the tokens of the one before are still *pending* on the device. A request
 that finds no block for its next token preempts the youngest; the preempted one is computed again later, mostly from the
-prefix cache. Blocks that a transfer may touch are never given to anybody else.
+prefix cache. Blocks that a transfer may touch are never given to anybody else. What a step has left of its budget, its
+rows and the free blocks goes to tokens that are only proposed (paged_engine/speculation.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from paged_engine.blocks import BlockPool
 from paged_engine.kept_blocks import KeptBlocks
 from paged_engine.request import Request, State
+from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.outputs import Finish, Load
 
@@ -33,6 +35,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Collection[int],
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
         self._block_tokens = block_tokens
@@ -46,6 +49,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
+        self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
         """Of fetches that failed, blocks that need not be computed again."""
@@ -147,6 +151,8 @@ class Scheduler:
         for request in sorted(self._running, key=lambda r: r.uncomputed > 1):
             if request.state is not State.RUNNING or not budget or self._ends_with_pending(request):
                 continue
+            if request.proposals:  # which token is to be computed next is not known yet
+                continue
             chunk = Chunk.next_of(request, budget)
             while not self._grow(request, chunk.start + chunk.count):
                 preempted = True
@@ -163,8 +169,26 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.count
         offers: list[Request] = []
-        fetches = [] if preempted else list(self._admit(chunks, offers, budget, now))
-        return StepPlan(chunks, fetches, offers)
+        if preempted:
+            return StepPlan(chunks, [], offers)
+        fetches = list(self._admit(chunks, offers, budget, now))
+        return StepPlan(self._with_proposals(chunks), fetches, offers)
+
+    def _with_proposals(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Let decodes compute what may come next too, with what all others have left of budget, rows and blocks."""
+        budget = self._max_batched_tokens - sum(chunk.count for chunk in chunks)
+        rows = self._max_running - sum(chunk.samples for chunk in chunks)
+        # The last token of a context is never computed.
+        return self.speculation.extended(chunks, min(budget, rows), self._max_model_len - 1, self._room_for)
+
+    def _room_for(self, request: Request, tokens: int) -> int:
+        """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
+        return tokens if self._grow(request, tokens) else min(tokens, len(request.blocks) * self._block_tokens)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the tokens of the step under way should be awaited before the next step is scheduled."""
+        return self.speculation.wants_tokens(self._running, self._max_running)
 
     def _admit(self, chunks: list[Chunk], offers: list[Request], budget: int, now: float) -> Iterator[Fetch]:
         """Start waiting requests in order of arrival, while seats, budget and blocks last."""
@@ -264,9 +288,23 @@ class Scheduler:
     def launched(self, chunk: Chunk) -> None:
         """The KV of a chunk is written, or will be before any later step reads it: full blocks become findable."""
         request = chunk.request
-        request.num_computed = chunk.start + chunk.count
+        request.num_computed = chunk.start + chunk.count - len(chunk.proposals)
         request.num_pending += chunk.samples
+        request.proposals = chunk.proposals
         self._publish(request)
+
+    def append_drawn(self, request: Request, drawn: Sequence[int], now: float) -> int:
+        """Add the tokens drawn at the rows of a launched chunk, as far as its proposals agree; how many were added."""
+        known = len(request.token_ids)
+        for count, token_id in enumerate(self.speculation.borne_out(request, drawn)):
+            if count:
+                request.num_pending += 1
+                if request.state is State.RUNNING:  # not preempted: the KV of the proposal that came true is there
+                    request.num_computed += 1
+                    self._publish(request)
+            if self.append(request, token_id, now) is not None:
+                break
+        return len(request.token_ids) - known
 
     def append(self, request: Request, token_id: int, now: float) -> Finish | None:
         """Add a token that was pending; if it ends the request, give back or hold its blocks and say why it ended.

@@ -18,6 +18,18 @@ class Chunk:
     count: int
     samples: bool
     """Whether the chunk ends at the newest token, so that its logits decide the next."""
+    proposals: tuple[int, ...] = ()
+    """Tokens that may come behind the newest one; the last ones of `count`."""
+
+    @property
+    def sampled_rows(self) -> int:
+        """How many of its last rows are sampled."""
+        return 1 + len(self.proposals) if self.samples else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to compute, as far as they are known; pending ones are missing at the end."""
+        return self.request.token_ids[self.start : self.start + self.count] + list(self.proposals)
 
     @classmethod
     def next_of(cls, request: Request, budget: int) -> Chunk:

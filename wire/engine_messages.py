@@ -105,6 +105,9 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     """From the launch of the first decode step to its token."""
     told_s: float = 0.0
     """With a transfer: from the news that the KV was complete to the token of the first step."""
+    draft_tokens: int = 0
+    """Tokens that were proposed before they were drawn, and those of them that were drawn."""
+    accepted_tokens: int = 0
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +167,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0
