@@ -172,14 +172,10 @@ class Scheduler:
         if preempted:
             return StepPlan(chunks, [], offers)
         fetches = list(self._admit(chunks, offers, budget, now))
-        return StepPlan(self._with_proposals(chunks), fetches, offers)
-
-    def _with_proposals(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Let decodes compute what may come next too, with what all others have left of budget, rows and blocks."""
-        budget = self._max_batched_tokens - sum(chunk.count for chunk in chunks)
-        rows = self._max_running - sum(chunk.samples for chunk in chunks)
+        left = min(self._max_batched_tokens - sum(c.count for c in chunks), self._max_running - len(chunks))
         # The last token of a context is never computed.
-        return self.speculation.extended(chunks, min(budget, rows), self._max_model_len - 1, self._room_for)
+        chunks = self.speculation.extended(chunks, left, self._max_model_len - 1, self._room_for)
+        return StepPlan(chunks, fetches, offers)
 
     def _room_for(self, request: Request, tokens: int) -> int:
         """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
