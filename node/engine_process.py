@@ -298,8 +298,9 @@ class EngineProcess:
             timing=request.timing(time.monotonic()) if request.finish or early else None,
             fetch_error=request.fetch_error,
             error=error,
+            prompt_logprobs=request.prompt_logprobs or None,
         )
-        request.new_tokens, request.new_logprobs = [], []
+        request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
         return update
 
     def _completed(self, request: Request) -> KvTransferParams | None:

@@ -172,6 +172,9 @@ class Engine:
             for chunk in step.chunks:
                 if chunk.request.offered and chunk.request.finish is None:
                     handover.grow(chunk.request, chunk.start + chunk.count)
+        if any(chunk.scored for chunk in step.chunks):
+            for request, entries in step.launched.scores():
+                request.prompt_logprobs += entries
         updated = []
         drawn = zip(step.launched.requests, tokens, logprobs, strict=True)
         for request, rows in itertools.groupby(drawn, key=lambda row: row[0]):

@@ -21,13 +21,14 @@ from paged_engine.blocks import NULL_BLOCK
 from paged_engine.decoder import Decoder
 from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
 from paged_engine.gpu_operations import GpuOperations, GpuStep
-from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan
+from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
 from paged_engine.gpu_uploads import StepUploads
 from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
+from paged_engine.prompt_scores import PromptScores
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
-from paged_engine.step_plan import Chunk
+from paged_engine.step_plan import Chunk, ScoredRows
 from paged_engine.step_values import ROW_FIELDS, PlannedStep, Slots, SlotState, StepValues
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
@@ -52,10 +53,15 @@ class _InFlight:
 
     requests: Sequence[Request]
     sampled: Sampled
+    prompt_scores: PromptScores | None
+    on_host: tuple[torch.Tensor, ...]  # the columns of the scores, once the sampled tokens are there
     deadline_s: float | None
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         return self.sampled.wait(self.deadline_s)
+
+    def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
+        return () if self.prompt_scores is None else self.prompt_scores.of_requests(self.on_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +206,11 @@ class GpuRunner:
         if self._ranks.size > 1:
             self._ranks.tell(msgspec.msgpack.encode(_RankStep.of(planned)))
         self._tell_slots(planned.admitted, planned.states)
-        sampled = self._execute(planned.values, planned.sampling)
+        sampled, scores = self._execute(planned.values, planned.sampling, planned.scored)
+        on_host = () if scores is None else tuple(to_host(column) for column in scores.columns)
         sampled.start_copy()
-        return _InFlight(planned.sampling, sampled, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
+        deadline_s = _RANKS_DEADLINE_S if self._ranks.size > 1 else None
+        return _InFlight(planned.sampling, sampled, scores, on_host, deadline_s)
 
     def follow(self, message: bytes) -> None:
         """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
@@ -229,7 +237,10 @@ class GpuRunner:
         self._ranks.close()
 
     @torch.inference_mode()
-    def _execute(self, values: StepValues, sampling: Sequence[Request]) -> Sampled:
+    def _execute(
+        self, values: StepValues, sampling: Sequence[Request], scored: ScoredRows | None = None
+    ) -> tuple[Sampled, PromptScores | None]:
+        """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
         plan = self._sampler.prepare(values.sampled_slots.tolist(), sampling)
         if values.is_decode:
             graphs = self._graphs[self._bucket(plan.rows)]
@@ -239,11 +250,19 @@ class GpuRunner:
             if not plan.adjusted:
                 sampler, tokens = graphs.samplers[plan.cut]
                 sampler.replay()
-                return self._sampler.read(logits, tokens[: plan.rows], plan)
-        else:
-            step, slots = self._uploads.chunks(values)
-            logits = self._forward(step)
-        return self._sampler.launch(logits, slots, plan)
+                return self._sampler.read(logits, tokens[: plan.rows], plan), None
+            return self._sampler.launch(logits, slots, plan), None
+        step, slots = self._uploads.chunks(values)
+        self._operations.plan(step, self._block_tokens)
+        hidden = self._decoder.hidden(step, self.pool)
+        of_prompts = hidden[plan.rows :]
+        sampled = self._sampler.launch(self._decoder.logits(hidden[: plan.rows]), slots, plan)
+        # Behind the sampler: all logits lie in the same memory.
+        if scored is not None:
+            return sampled, PromptScores(scored, of_prompts, self._decoder.logits, self.max_running)
+        for part in torch.split(of_prompts, self.max_running) if len(of_prompts) else ():
+            self._decoder.logits(part)
+        return sampled, None
 
     def _forward(self, step: GpuStep) -> torch.Tensor:
         self._operations.plan(step, self._block_tokens)
@@ -320,6 +339,7 @@ class GpuRunner:
             new_blocks=np.zeros((2, 0), np.int32),
             sampled_rows=(np.cumsum(counts) - 1).astype(np.int32),
             sampled_slots=np.arange(sequences, dtype=np.int32),
+            scored_rows=np.zeros(0, np.int32),
         )
         step, slots = self._uploads.chunks(values)
         self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))

@@ -21,7 +21,7 @@ from paged_engine.request import Request
 from wire.outputs import TokenLogprobs
 from wire.sampling import SamplingParams
 
-__all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask"]
+__all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask", "to_host"]
 
 _Ints = npt.NDArray[np.int32]
 
@@ -253,7 +253,7 @@ class Sampled:
 
     def start_copy(self) -> None:
         """Queue the copy to the host behind the launch."""
-        self._on_host = [_to_host(tensor) for tensor in (self.tokens, *(self.logprobs or ()))]
+        self._on_host = [to_host(tensor) for tensor in (self.tokens, *(self.logprobs or ()))]
         if self.tokens.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -315,7 +315,8 @@ def _await(event: torch.cuda.Event, deadline_s: float) -> None:
         time.sleep(2e-5)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is there once the device has done what is queued so far."""
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -46,6 +46,8 @@ class Request:
     lookup: NgramIndex | None = None
     draft_tokens: int = 0  # proposals so far, and those of them that were drawn
     accepted_tokens: int = 0
+    num_scored: int = 0  # positions of the prompt whose logits are computed or under way, if they are asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not reported yet
     hashes: list[BlockHash] = field(default_factory=list)
     num_published: int = 0
     cached_tokens: int | None = None  # prefix hit when first scheduled; None before
@@ -93,6 +95,12 @@ class Request:
     def supposing(self, proposals: Iterable[int]) -> Request:
         """What a sampler would see if these were its next tokens. For reading only."""
         return replace(self, token_ids=[*self.token_ids, *proposals])
+
+    def to_score(self, start: int, end: int) -> range:
+        """Positions from `start` to `end` at which the log-probability of the prompt's next token is asked for."""
+        if self.params.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, self.num_scored), min(end, self.prompt_tokens - 1))
 
     def block_hashes(self, block_tokens: int) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far."""

@@ -18,10 +18,11 @@ from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
 from paged_engine.kv_pool import CPU_POOL_BYTES, KVPool, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
+from paged_engine.prompt_scores import PromptScores
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.sampler import Sampler
-from paged_engine.step_plan import Chunk
+from paged_engine.step_plan import Chunk, ScoredRows
 from wire.config import EngineConfig
 from wire.outputs import TokenLogprobs
 
@@ -31,6 +32,8 @@ __all__ = ["CpuRunner", "Launched", "Runner"]
 # A chunk is as small as two cores compute at full speed, so that the first of several prompts is not held up by the
 # others: 128 tokens give 1P1D a TTFT p50 of 420 ms under 8 clients, 512 give 585 ms, at equal throughput.
 _STEP_TOKENS = 128
+# Of a prompt whose tokens' log-probabilities are asked for, so many rows of logits exist at a time.
+_SCORED_ROWS = 64
 
 
 class Launched(Protocol):
@@ -42,6 +45,9 @@ class Launched(Protocol):
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The rows' tokens, as soon as the device has them."""
+
+    def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
+        """Behind wait(), if a chunk has scored positions: their log-probabilities, by request."""
 
 
 class Runner(Protocol):
@@ -76,12 +82,14 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     start: int
     sampled_rows: int
+    scored: tuple[int, int]  # first scored row, and how many
     blocks: list[int]
 
     @classmethod
     def of(cls, chunk: Chunk) -> ChunkValues:
         """The chunk's tokens, and the blocks of its request."""
-        return cls(chunk.token_ids, chunk.start, chunk.sampled_rows, chunk.request.blocks)
+        scored = (chunk.scored.start - chunk.start, len(chunk.scored))
+        return cls(chunk.token_ids, chunk.start, chunk.sampled_rows, scored, chunk.request.blocks)
 
     @property
     def count(self) -> int:
@@ -96,9 +104,13 @@ class _Done:
     requests: Sequence[Request]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+    prompt_scores: PromptScores | None
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         return self.tokens, self.logprobs
+
+    def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
+        return () if self.prompt_scores is None else self.prompt_scores.of_requests(self.prompt_scores.columns)
 
 
 class CpuRunner:
@@ -155,15 +167,19 @@ class CpuRunner:
         """Compute the step, all of it."""
         rows = [(chunk.request, chunk.proposals[:ahead]) for chunk in chunks for ahead in range(chunk.sampled_rows)]
         states = [request.supposing(ahead) if ahead else request for request, ahead in rows]
-        tokens, logprobs = self._sampler.sample(self.run(chunks), states)
-        return _Done([request for request, _ in rows], tokens, logprobs)
+        logits, scores = self._run(chunks)
+        tokens, logprobs = self._sampler.sample(logits, states)
+        return _Done([request for request, _ in rows], tokens, logprobs, scores)
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Write the chunks' KV; fp32 logits [sampled rows, vocab] in the order of `chunks`."""
+        return self._run(chunks)[0]
+
+    def _run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, PromptScores | None]:
         values = [ChunkValues.of(chunk) for chunk in chunks]
         if self._ranks.size > 1:
             self._ranks.tell(msgspec.msgpack.encode(values))
-        return self._compute(values)
+        return self._compute(values, ScoredRows.of(chunks))
 
     def follow(self, message: bytes) -> None:
         """Compute what rank 0 computes; it alone samples."""
@@ -175,10 +191,26 @@ class CpuRunner:
             self._ranks.tell(b"")
         self._ranks.close()
 
-    def _compute(self, chunks: Sequence[ChunkValues]) -> torch.Tensor:
+    def _compute(
+        self, chunks: Sequence[ChunkValues], scored: ScoredRows | None = None
+    ) -> tuple[torch.Tensor, PromptScores | None]:
+        """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
         step, samples = self._step_input(chunks)
-        logits = self._decoder.forward(step, self.pool)
-        return logits[:samples]
+        hidden = self._decoder.hidden(step, self.pool)
+        to_score = sum(chunk.scored[1] for chunk in chunks)
+        hidden, of_prompts = hidden[: len(hidden) - to_score], hidden[len(hidden) - to_score :]
+        logits = self._decoder.logits(hidden)[:samples]
+        if scored is not None:
+            return logits, PromptScores(scored, of_prompts, self._slice_logits, _SCORED_ROWS)
+        for part in torch.split(of_prompts, _SCORED_ROWS) if to_score else ():
+            self._slice_logits(part)
+        return logits, None
+
+    def _slice_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = len(hidden)
+        if rows < self._min_rows:
+            hidden = hidden[torch.arange(self._min_rows) % rows]
+        return self._decoder.logits(hidden)[:rows]
 
     def _step_input(self, chunks: Sequence[ChunkValues]) -> tuple[CpuStep, int]:
         config, device, block_tokens = self._decoder.config, self._decoder.device, self.pool.block_tokens
@@ -189,6 +221,7 @@ class CpuRunner:
         blocks = np.full(rows, NULL_BLOCK, np.int64)
         spans, row = [], 0
         sampled: list[int] = []
+        scored: list[int] = []
         for chunk in chunks:
             end = row + chunk.count
             token_ids[row:end] = chunk.token_ids
@@ -198,9 +231,10 @@ class CpuRunner:
             blocks[row:end] = np.asarray(chunk.blocks, np.int64)[place // block_tokens]
             spans.append(SequenceSpan(row, chunk.count, chunk.start, chunk.blocks))
             sampled += range(end - chunk.sampled_rows, end)
+            scored += range(row + chunk.scored[0], row + sum(chunk.scored))
             row = end
         samples = len(sampled)
-        sampled += [0] * (max(samples, self._min_rows) - samples)
+        sampled += [0] * (max(samples, self._min_rows) - samples) + scored
         plans = {
             window: plan_attention(
                 spans,

@@ -149,9 +149,13 @@ class Scheduler:
         preempted = False
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
         for request in sorted(self._running, key=lambda r: r.uncomputed > 1):
-            if request.state is not State.RUNNING or not budget or self._ends_with_pending(request):
-                continue
-            if request.proposals:  # which token is to be computed next is not known yet
+            # With proposals under way it is not known which token comes next.
+            if (
+                request.state is not State.RUNNING
+                or request.proposals
+                or not budget
+                or self._ends_with_pending(request)
+            ):
                 continue
             chunk = Chunk.next_of(request, budget)
             while not self._grow(request, chunk.start + chunk.count):
@@ -254,6 +258,8 @@ class Scheduler:
     def _cached_prefix(self, request: Request, tokens: int) -> list[int]:
         if not self._prefix_cache:
             return []
+        if request.to_score(0, tokens):  # what is not computed has no logits
+            tokens = request.num_scored
         return self.pool.lookup(request.block_hashes(self._block_tokens)[: tokens // self._block_tokens])
 
     def _grow(self, request: Request, tokens: int) -> bool:
@@ -287,6 +293,8 @@ class Scheduler:
         request.num_computed = chunk.start + chunk.count - len(chunk.proposals)
         request.num_pending += chunk.samples
         request.proposals = chunk.proposals
+        if chunk.scored:
+            request.num_scored = chunk.scored.stop
         self._publish(request)
 
     def append_drawn(self, request: Request, drawn: Sequence[int], now: float) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paged_engine.request import Request, State
-from paged_engine.step_plan import Chunk
+from paged_engine.step_plan import Chunk, ScoredRows
 
 __all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "SlotState", "Slots", "StepValues"]
 
@@ -35,11 +35,13 @@ class StepValues:
     new_blocks: np.ndarray  # [2, N] index into the flattened block tables of the slots, block id
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
+    scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/prompt_scores.py
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one row, and samples: what CUDA graphs are captured for."""
-        return bool(len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1])
+        one_row_each = len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1]
+        return bool(one_row_each and not len(self.scored_rows))
 
 
 class SlotState(NamedTuple):
@@ -63,6 +65,8 @@ class PlannedStep:
     """What slots must be told before they sample, beside those that were given to requests just now."""
     sampling: list[Request]
     """The requests of `values.sampled_rows`."""
+    scored: ScoredRows | None
+    """What is asked of `values.scored_rows`."""
 
 
 @dataclass(slots=True)
@@ -93,6 +97,7 @@ class Slots:
         rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
         sequences, new_blocks, end = [], [], 0
         sampled_rows: list[int] = []
+        scored_rows: list[int] = []
         sampled: list[tuple[int, Request]] = []
         states: list[SlotState] = []
         for chunk, (seat, _) in zip(chunks, seated, strict=True):
@@ -105,6 +110,7 @@ class Slots:
             seat.known = newest + 1
             sequences.append((seat.slot, context_len, seat.blocks[newest]))
             sampled_rows += range(end - chunk.sampled_rows, end)
+            scored_rows += [start + position - chunk.start for position in chunk.scored]
             if chunk.samples:
                 slots, told = self._sampled(chunk, seat, len(sampled))
                 sampled += [(slot, chunk.request) for slot in slots]
@@ -116,12 +122,14 @@ class Slots:
             new_blocks=_int32(new_blocks, 2).T,
             sampled_rows=_int32(sampled_rows),
             sampled_slots=_int32([slot for slot, _ in sampled]),
+            scored_rows=_int32(scored_rows),
         )
         return PlannedStep(
             values,
             admitted=[(seat.slot, c.request) for c, (seat, new) in zip(chunks, seated, strict=True) if new],
             states=states,
             sampling=[request for _, request in sampled],
+            scored=ScoredRows.of(chunks),
         )
 
     def _sampled(self, chunk: Chunk, seat: _Seat, row: int) -> tuple[list[int], list[SlotState]]:

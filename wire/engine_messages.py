@@ -116,7 +116,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     The last one has a `timing`, and so have the first two with tokens: the caller may end a request by itself.
     `held` is set when a request that holds its KV begins to be computed, and again when it has ended and its KV is kept
     under a lease; `fetch_error` when its KV could not be fetched: then the prompt is computed here instead, or the
-    request ends with ERROR.
+    request ends with ERROR. `prompt_logprobs` (from the second token on) come with the first token.
     """
 
     request_id: str
@@ -128,6 +128,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     timing: Timing | None = None
     fetch_error: str | None = None
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):

@@ -22,7 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling of one choice. Token i is a function of (logits, these values, i): see kernels/philox.py.
 
     `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1 are off;
-    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely.
+    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely; `prompt_logprobs`
+    means the same of the prompt's tokens from the second one on.
     """
 
     max_tokens: int
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def check(self, vocab_size: int) -> SamplingParams:
         """Return self, or raise RequestError naming the field, its value and its limits."""
@@ -68,6 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             _within("logit_bias", bias, -100, 100)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         return self
 
 

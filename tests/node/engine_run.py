@@ -28,7 +28,12 @@ def main() -> None:
     for index, length in enumerate((1, 17, 60)):
         tokens = [rng.randrange(3, 200) for _ in range(length)]
         params = SamplingParams(
-            12 if not forever else 10**6, seed=index, temperature=0.7 * (index == 2), logprobs=4, ignore_eos=True
+            12 if not forever else 10**6,
+            seed=index,
+            temperature=0.7 * (index == 2),
+            logprobs=4,
+            prompt_logprobs=index or None,
+            ignore_eos=True,
         )
         requests.append(Request.of(Submit(f"r{index}", tokens, params), 0.0))
         engine.scheduler.add(requests[-1])
@@ -37,8 +42,9 @@ def main() -> None:
         if forever and engine.counters.steps == 3:
             print("running", flush=True)
         for request in engine.step():
-            logprobs[request.request_id] += [entry.logprob for entry in request.new_logprobs]
-            request.new_logprobs = []
+            entries = [*request.prompt_logprobs, *request.new_logprobs]
+            logprobs[request.request_id] += [entry.logprob for entry in entries]
+            request.prompt_logprobs, request.new_logprobs = [], []
     engine.close()
     print(json.dumps({"tokens": [r.token_ids[r.prompt_tokens :] for r in requests], "logprobs": logprobs}))
 
