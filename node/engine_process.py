@@ -19,6 +19,8 @@ import zmq
 
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
+from node.compiling import Compiling
+from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
@@ -81,6 +83,7 @@ class EngineProcess:
         self.engine = Engine(config.engine, ranks)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
+        self._compiling = Compiling(config.engine.model, self.engine, self.wake)
         self._announce(time.monotonic() - began)
 
     def _open_connector(self, ranks: Ranks) -> Connector:
@@ -134,6 +137,7 @@ class EngineProcess:
         while not self._stopping:
             self._wait(progressed)
             self._take_commands()
+            self._take_compiled()
             self._take_transfer_events()
             progressed = self._step()
             self._report()
@@ -178,30 +182,33 @@ class EngineProcess:
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
+        request = Request.of(submit, time.monotonic())
         try:
-            self._check(submit)
-            self.engine.scheduler.add(Request.of(submit, time.monotonic()))
+            self.engine.check(submit)
+            if submit.params.constraint is None:
+                request.guide = self.engine.guide(submit.params)
+                self.engine.scheduler.add(request)
+            else:
+                self._compiling.begin(request)
         except ValueError as why:
             self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
             return
         if submit.fetch is not None:
             self.connector.watch(submit.request_id, submit.fetch)
 
-    def _check(self, submit: Submit) -> None:
-        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine."""
-        tokens = [*submit.prompt_token_ids, *submit.generated]
-        vocab_size, fetch = self.engine.model.vocab_size, submit.fetch
-        if not 0 < len(tokens) <= self.engine.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
-        if submit.hold and submit.params.max_tokens != 1:
-            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
-        if fetch is not None:
-            blocks = -(-fetch.num_tokens // self.engine.pool.block_tokens)
-            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
-                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
+    def _take_compiled(self) -> None:
+        for request, error in self._compiling.ready(time.monotonic()):
+            if error is None and request.guide is not None and not request.guide.over:
+                self.engine.scheduler.add(request)
+                continue
+            # Its grammar has ended with what was generated elsewhere, or cannot be followed.
+            request.finish = Finish.STOP if error is None else Finish.ERROR
+            self._updates.append(self._update(request, error=error))
+            if request.fetch is not None:
+                self.connector.cancel(request.request_id)
 
     def _abort(self, request_id: str) -> None:
-        request = self.engine.scheduler.abort(request_id)
+        request = self.engine.scheduler.abort(request_id) or self._compiling.drop(request_id)
         if request is None or request.offered:
             # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will fetch it.
             self.connector.release(request_id)
@@ -235,7 +242,8 @@ class EngineProcess:
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
         request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
-        completion = fetched.completion or Completion([])
+        # The source has drawn for the first choice.
+        completion = (fetched.completion if request.params.choice == 0 else None) or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
         self.engine.scheduler.fetched(request.request_id, completion.generated)
@@ -288,6 +296,8 @@ class EngineProcess:
     def _update(self, request: Request, error: str | None = None) -> RequestUpdate:
         early = bool(request.new_tokens) and request.timings_told < 2
         request.timings_told += early
+        if request.finish is Finish.ERROR and error is None and request.guide is not None:
+            error = request.guide.error
         update = RequestUpdate(
             request.request_id,
             request.new_tokens,
@@ -298,6 +308,7 @@ class EngineProcess:
             timing=request.timing(time.monotonic()) if request.finish or early else None,
             fetch_error=request.fetch_error,
             error=error,
+            refused=error is not None and request.params.constraint is not None and request.fetch_error is None,
             prompt_logprobs=request.prompt_logprobs or None,
         )
         request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
@@ -323,37 +334,10 @@ class EngineProcess:
         now = time.monotonic()
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = self._stats()
+            stats = stats_of(self.engine, self.connector)
             if stats != self._reported or now >= self._pulse_due:
                 self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)
-
-    def _stats(self) -> EngineStats:
-        scheduler, counters, transfers = self.engine.scheduler, self.engine.counters, self.connector.stats()
-        return EngineStats(
-            load=scheduler.load(),
-            held_blocks=scheduler.kept.num_held,
-            quarantined_blocks=scheduler.pool.quarantined,
-            cached_blocks=scheduler.pool.cached,
-            steps=counters.steps,
-            step_s=counters.step_s,
-            prompt_tokens=counters.prompt_tokens,
-            cached_prompt_tokens=counters.cached_prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=scheduler.preemptions,
-            drafts=scheduler.speculation.drafts,
-            draft_tokens=scheduler.speculation.draft_tokens,
-            accepted_tokens=scheduler.speculation.accepted_tokens,
-            fetches=transfers.fetches,
-            fetch_failures=dict(transfers.failures),
-            fetch_retries=transfers.retries,
-            fetch_kept_blocks=scheduler.kept_blocks,
-            fetched_bytes=transfers.fetched_bytes,
-            fetch_s=transfers.fetch_s,
-            leases_granted=transfers.leases_granted,
-            leases_released=transfers.leases_released,
-            leases_expired=transfers.leases_expired,
-        )
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))

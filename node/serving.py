@@ -5,22 +5,27 @@ Pure apart from drawing a seed for a request that has none. Knows no HTTP and no
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 import uuid
 from dataclasses import dataclass
 
 from decode_node.leg import DecodeLeg
-from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
+from node.compiling import grammars_for
+from openai_api.body import MAX_CHOICES, choice_count, decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
-from openai_api.leg import Leg
+from openai_api.leg import Leg, with_forks
+from openai_api.structured import bad_word_ids
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
+from paged_engine.grammar import Grammars
 from prefill_node.leg import PrefillLeg
 from wire.config import Role
 from wire.engine_messages import EngineReady, Submit
 from wire.errors import NotFound, RequestError
+from wire.sampling import Constraint
 from wire.transfer import KvTransferParams
 
 __all__ = ["Call", "Serving"]
@@ -69,9 +74,10 @@ class Serving:
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
         prompt = transfer.prompt_token_ids or self._tokenize(request)
-        self._check_tokens([*prompt, *transfer.generated])
+        self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         sampling = sampling_params(
             request,
+            bad_words=bad_word_ids(request.bad_words, lambda word: self._tokenizer.encode(word, False)),
             vocab_size=self.info.vocab_size,
             prompt_tokens=len(prompt),
             max_model_len=self.info.max_model_len,
@@ -86,18 +92,30 @@ class Serving:
             model=self.model_name,
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
-            generated=transfer.generated,
-            generated_logprobs=transfer.generated_logprobs,
-            sent_text=transfer.sent_text,
+            so_far=transfer.so_far(choice_count(request)),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
-        engine_id, salt = f"{call.id}-{uuid.uuid4().hex[:8]}", request.cache_salt
-        if transfer.do_remote_decode:
-            ends_here = token_limit(request, len(prompt), self.info.max_model_len) == 1
-            return PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt, ends_here=ends_here), request
+        engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
+        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt)
         if transfer.do_remote_prefill:
-            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info), request
-        return Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer), request
+            return DecodeLeg(submit, transfer, writer, self.info), request
+        if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
+            return PrefillLeg(submit, transfer, writer), request
+        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer), request
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether this constraint is known to be one that can be followed."""
+        return "_grammars" in self.__dict__ and self._grammars.known(constraint)
+
+    def compile(self, constraint: Constraint) -> None:
+        """Try to follow a constraint; takes some milliseconds and more, so not on the event loop.
+
+        Raises RequestError with the grammar library's reason."""
+        self._grammars.matcher(constraint)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return grammars_for(self._tokenizer, self.info.vocab_size, self.info.eos_token_ids)
 
     def _check_role(self, transfer: KvTransferParams) -> None:
         if transfer.do_remote_decode and transfer.do_remote_prefill:

@@ -10,11 +10,15 @@ from typing import TypeVar
 import msgspec
 
 from openai_api.not_built import refuse_not_built
+from openai_api.structured import constraint_of
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["decode_chat", "decode_completion", "sampling_params", "token_limit"]
+__all__ = ["MAX_CHOICES", "choice_count", "decode_chat", "decode_completion", "sampling_params", "token_limit"]
+
+MAX_CHOICES = 128
+"""Of one request, over all of its prompts: each is a request of the engine."""
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 # Every token is compared with every stop string; these bounds keep that below a microsecond for what people send.
@@ -66,6 +70,11 @@ def decode_completion(body: bytes) -> CompletionRequest:
     return request
 
 
+def choice_count(request: ChatRequest | CompletionRequest) -> int:
+    """How many choices are generated for each prompt."""
+    return request.n or 1
+
+
 def token_limit(request: SamplingFields, prompt_tokens: int, max_model_len: int) -> int:
     """How many tokens the client's answer may have. Raises RequestError if the context cannot hold them.
 
@@ -104,8 +113,11 @@ def sampling_params(
     max_model_len: int,
     vocab_size: int,
     default_seed: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the client gave none.
+
+    `bad_words` are token ids: openai_api/structured.py.
 
     On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises RequestError.
     """
@@ -131,6 +143,9 @@ def sampling_params(
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         logit_bias=tuple((request.logit_bias or {}).items()),
         logprobs=_logprobs(request),
+        constraint=constraint_of(request),
+        allowed_token_ids=_unique(request.allowed_token_ids),
+        bad_words=bad_words,
     )
     return params.check(vocab_size)
 
@@ -218,6 +233,10 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _unique(tokens: list[int] | None) -> tuple[int, ...] | None:
+    return None if tokens is None else tuple(dict.fromkeys(tokens))
 
 
 def _or(value: float | None, default: float) -> float:

@@ -17,6 +17,7 @@ import torch
 from paged_engine.before_loading import checked_model, choose_device
 from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
+from paged_engine.guide import Guide, Matcher
 from paged_engine.kv_pool import KVPool
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_tensors
@@ -29,6 +30,8 @@ from paged_engine.sharding import shard_config, shard_weights
 from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
+from wire.engine_messages import Submit
+from wire.sampling import SamplingParams
 
 __all__ = ["Counters", "Engine", "Handover", "aside", "follow"]
 
@@ -120,6 +123,26 @@ class Engine:
         """Whether a step is running on the device."""
         return self._in_flight is not None
 
+    def check(self, submit: Submit) -> None:
+        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine.
+
+        Raises ValueError."""
+        tokens = [*submit.prompt_token_ids, *submit.generated]
+        vocab_size, fetch = self.model.vocab_size, submit.fetch
+        if not 0 < len(tokens) <= self.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
+        if submit.hold and submit.params.max_tokens != 1:
+            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
+        if fetch is not None:
+            blocks = -(-fetch.num_tokens // self.pool.block_tokens)
+            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
+                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
+
+    def guide(self, params: SamplingParams, matcher: Matcher | None = None) -> Guide | None:
+        """What a request with these parameters needs as its `guide`; `matcher`: its constraint's, unused."""
+        model = self.model
+        return Guide.of(params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher)
+
     def close(self) -> None:
         """End the other ranks."""
         self._runner.close()
@@ -147,6 +170,10 @@ class Engine:
                 self._count(chunk)
                 chunk.request.launched(chunk.start, began)
                 self.scheduler.launched(chunk)
+        if before is not None:
+            updated = self._take_tokens(before, handover)
+        if self._in_flight is not None:
+            self._in_flight.launched.sample()
         if before is not None:
             updated = self._take_tokens(before, handover)
             # Only now may others write to blocks that have just become free: the step that has ended was the last one

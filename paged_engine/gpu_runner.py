@@ -8,8 +8,8 @@ host synchronizes once a step, when it takes the tokens of the step before the o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,15 +23,17 @@ from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
 from paged_engine.gpu_operations import GpuOperations, GpuStep
 from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
 from paged_engine.gpu_uploads import StepUploads
+from paged_engine.grammar import masks_of
+from paged_engine.guide import RowMasks
 from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
 from paged_engine.prompt_scores import PromptScores
+from paged_engine.rank_steps import RankMasks, RankStep
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Chunk, ScoredRows
-from paged_engine.step_values import ROW_FIELDS, PlannedStep, Slots, SlotState, StepValues
+from paged_engine.step_values import ROW_FIELDS, Slots, SlotState, StepValues
 from wire.config import EngineConfig
-from wire.engine_messages import Submit
 from wire.errors import ConfigError
 from wire.outputs import TokenLogprobs
 
@@ -48,20 +50,37 @@ _CAPTURE = "thread_local"
 
 
 @dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward pass on the device, of whose logits no tokens have been chosen yet."""
+
+    logits: torch.Tensor  # [rows, vocab]
+    slots: torch.Tensor
+    plan: SamplePlan
+    graphs: _Graphs | None  # None: not one of the graphs' steps
+    of_prompts: torch.Tensor | None = None  # hidden state of the scored rows
+
+
+@dataclass(slots=True)
 class _InFlight:
     """A step that the device is running."""
 
     requests: Sequence[Request]
-    sampled: Sampled
-    prompt_scores: PromptScores | None
-    on_host: tuple[torch.Tensor, ...]  # the columns of the scores, once the sampled tokens are there
     deadline_s: float | None
+    sampled: Sampled | None = None
+    prompt_scores: PromptScores | None = None
+    later: Callable[[], tuple[Sampled, PromptScores | None]] | None = None
+    """Chooses the tokens of a step that has guided rows."""
+
+    def sample(self) -> None:
+        if self.later is not None:
+            (self.sampled, self.prompt_scores), self.later = self.later(), None
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        assert self.sampled is not None, "a step with guided rows was not told to sample"
         return self.sampled.wait(self.deadline_s)
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
-        return () if self.prompt_scores is None else self.prompt_scores.of_requests(self.on_host)
+        return () if self.prompt_scores is None else self.prompt_scores.of_requests()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +90,6 @@ class _Graphs:
     forward: torch.cuda.CUDAGraph
     logits: torch.Tensor  # [rows, vocab]
     samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]  # by whether rows are cut; tokens int64 [rows]
-
-
-class _RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others of a step."""
-
-    arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
-    admitted: list[tuple[int, Submit]]
-    states: list[SlotState]
-
-    @classmethod
-    def of(cls, planned: PlannedStep) -> _RankStep:
-        arrays = [getattr(planned.values, field.name) for field in fields(StepValues)]
-        admitted = [(slot, _submit(request)) for slot, request in planned.admitted]
-        return cls([(a.shape, a.tobytes()) for a in arrays], admitted, planned.states)
-
-    def values(self) -> StepValues:
-        return StepValues(*(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays))
-
-
-def _submit(request: Request) -> Submit:
-    prompt, generated = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
-    return Submit(request.request_id, prompt, request.params, generated=generated)
 
 
 class GpuRunner:
@@ -180,6 +177,7 @@ class GpuRunner:
         self._slots = Slots(self.max_running, max_blocks=self._uploads.max_blocks, block_tokens=self._block_tokens)
         self._graphs: dict[int, _Graphs] = {}
         self._seated: dict[int, Request] = {}
+        self._unsampled: _Forward | None = None
         self._warm_up()
         self._capture()
         log.info("%s", budget.report(num_blocks * self._block_tokens))
@@ -198,26 +196,41 @@ class GpuRunner:
 
     def draws_ahead(self, request: Request) -> bool:
         """Not with what changes logits: how does not depend on the row alone."""
-        return self._sampler.draws_ahead(request.params, request.output_tokens)
+        return request.guide is None and self._sampler.draws_ahead(request.params, request.output_tokens)
 
     def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
         """Queue the step on the device; returns at once."""
         planned = self._slots.step(chunks)
+        guided = any(request.guide is not None for request in planned.sampling)
         if self._ranks.size > 1:
-            self._ranks.tell(msgspec.msgpack.encode(_RankStep.of(planned)))
+            self._ranks.tell(msgspec.msgpack.encode(RankStep.of(planned, guided)))
         self._tell_slots(planned.admitted, planned.states)
-        sampled, scores = self._execute(planned.values, planned.sampling, planned.scored)
-        on_host = () if scores is None else tuple(to_host(column) for column in scores.columns)
-        sampled.start_copy()
-        deadline_s = _RANKS_DEADLINE_S if self._ranks.size > 1 else None
-        return _InFlight(planned.sampling, sampled, scores, on_host, deadline_s)
+        forward = self._forward_pass(planned.values, planned.sampling)
+        launched = _InFlight(planned.sampling, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
+
+        def sample() -> tuple[Sampled, PromptScores | None]:
+            masks = self._masks(forward, planned.sampling) if guided else None
+            return self._sample(forward, masks, planned.scored)
+
+        launched.later = sample
+        if not guided:
+            launched.sample()
+        return launched
 
     def follow(self, message: bytes) -> None:
         """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
-        step = msgspec.msgpack.decode(message, type=_RankStep)
+        if self._unsampled is not None:
+            forward, self._unsampled = self._unsampled, None
+            self._sample(forward, msgspec.msgpack.decode(message, type=RankMasks).masks())
+            return
+        step = msgspec.msgpack.decode(message, type=RankStep)
         self._tell_slots([(slot, Request.of(submit, 0.0)) for slot, submit in step.admitted], step.states)
         values = step.values()
-        self._execute(values, [self._seated[slot] for slot in values.sampled_slots.tolist()])
+        forward = self._forward_pass(values, [self._seated[slot] for slot in values.sampled_slots.tolist()])
+        if step.guided:
+            self._unsampled = forward
+        else:
+            self._sample(forward, None)
 
     def _tell_slots(self, admitted: Sequence[tuple[int, Request]], states: Sequence[SlotState]) -> None:
         for slot, request in admitted:
@@ -237,32 +250,53 @@ class GpuRunner:
         self._ranks.close()
 
     @torch.inference_mode()
-    def _execute(
-        self, values: StepValues, sampling: Sequence[Request], scored: ScoredRows | None = None
+    def _forward_pass(self, values: StepValues, sampling: Sequence[Request]) -> _Forward:
+        plan = self._sampler.prepare(values.sampled_slots.tolist(), sampling)
+        if not values.is_decode:
+            step, slots = self._uploads.chunks(values)
+            self._operations.plan(step, self._block_tokens)
+            hidden = self._decoder.hidden(step, self.pool)
+            logits = self._decoder.logits(hidden[: plan.rows])
+            return _Forward(logits, slots, plan, None, hidden[plan.rows :] if len(values.scored_rows) else None)
+        graphs = self._graphs[self._bucket(plan.rows)]
+        self._uploads.decodes(values)
+        graphs.forward.replay()
+        return _Forward(graphs.logits[: plan.rows], self._uploads.decode_slots[: plan.rows], plan, graphs)
+
+    def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
+        masks = masks_of(sampling, forward.logits.shape[1])
+        if self._ranks.size > 1:
+            self._ranks.tell(msgspec.msgpack.encode(RankMasks.of(masks)))
+        return masks
+
+    @torch.inference_mode()
+    def _sample(
+        self, forward: _Forward, masks: RowMasks | None, scored: ScoredRows | None = None
     ) -> tuple[Sampled, PromptScores | None]:
         """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
-        plan = self._sampler.prepare(values.sampled_slots.tolist(), sampling)
-        if values.is_decode:
-            graphs = self._graphs[self._bucket(plan.rows)]
-            self._uploads.decodes(values)
-            graphs.forward.replay()
-            logits, slots = graphs.logits[: plan.rows], self._uploads.decode_slots[: plan.rows]
-            if not plan.adjusted:
-                sampler, tokens = graphs.samplers[plan.cut]
-                sampler.replay()
-                return self._sampler.read(logits, tokens[: plan.rows], plan), None
-            return self._sampler.launch(logits, slots, plan), None
-        step, slots = self._uploads.chunks(values)
-        self._operations.plan(step, self._block_tokens)
-        hidden = self._decoder.hidden(step, self.pool)
-        of_prompts = hidden[plan.rows :]
-        sampled = self._sampler.launch(self._decoder.logits(hidden[: plan.rows]), slots, plan)
+        logits, plan = forward.logits, forward.plan
+        if masks is not None:
+            sampled = self._sampler.launch(logits, forward.slots, plan, self._sampler.mask(masks, plan.rows))
+        elif forward.graphs is None or plan.adjusted:
+            sampled = self._sampler.launch(logits, forward.slots, plan)
+        else:
+            sampler, tokens = forward.graphs.samplers[plan.cut]
+            sampler.replay()
+            sampled = self._sampler.read(logits, tokens[: plan.rows], plan)
         # Behind the sampler: all logits lie in the same memory.
-        if scored is not None:
-            return sampled, PromptScores(scored, of_prompts, self._decoder.logits, self.max_running)
-        for part in torch.split(of_prompts, self.max_running) if len(of_prompts) else ():
-            self._decoder.logits(part)
-        return sampled, None
+        scores = None if forward.of_prompts is None else self._score(forward.of_prompts, scored)
+        if self._ranks.rank == 0:
+            sampled.start_copy()
+        return sampled, scores
+
+    def _score(self, hidden: torch.Tensor, scored: ScoredRows | None) -> PromptScores | None:
+        if scored is None:
+            for part in torch.split(hidden, self.max_running):
+                self._decoder.logits(part)
+            return None
+        scores = PromptScores(scored, hidden, self._decoder.logits, self.max_running)
+        scores.columns = tuple(to_host(column) for column in scores.columns)
+        return scores
 
     def _forward(self, step: GpuStep) -> torch.Tensor:
         self._operations.plan(step, self._block_tokens)
@@ -322,7 +356,7 @@ class GpuRunner:
             if max(counts) <= largest and sum(counts) <= self.max_batched_tokens and len(counts) <= self.max_running:
                 self._run_dummy(counts)
         self._uploads.append(torch.zeros(2, 1, dtype=torch.int32, device=self._device))
-        self._sampler.warm_up(self._decoder.dtype)
+        self._sampler.warm_up(self._decoder.dtype, masked=True)
         torch.cuda.synchronize()
 
     def _run_dummy(self, counts: Sequence[int]) -> None:

@@ -38,11 +38,11 @@ class PromptScores:
         for some, wanted in zip(torch.split(hidden, at_a_time), torch.split(targets, at_a_time), strict=True):
             parts += _scores(logits(some), wanted, rows.most)
         self.columns: Columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        """On the device."""
+        """On the device, until whoever launched the step has queued their copy."""
 
-    def of_requests(self, columns: Columns) -> Iterator[tuple[Request, list[TokenLogprobs]]]:
-        """What each request asked for; `columns` are those of this step, on the host."""
-        values = zip(self._rows.targets, *(column.tolist() for column in columns), strict=True)
+    def of_requests(self) -> Iterator[tuple[Request, list[TokenLogprobs]]]:
+        """What each request asked for, once the columns are on the host."""
+        values = zip(self._rows.targets, *(column.tolist() for column in self.columns), strict=True)
         for request, count in self._rows.parts:
             k = request.params.prompt_logprobs or 0
             entries = []

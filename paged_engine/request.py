@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from paged_engine.guide import Guide
 from paged_engine.ngram import NgramIndex
 from wire.engine_messages import Submit, Timing
 from wire.hashes import BlockHash, extend, root_of
@@ -36,6 +37,10 @@ class Request:
     arrival_s: float
     root: BlockHash
     hold: bool = False
+    hold_stopped: bool = False
+    fork_of: str | None = None
+    priority: int = 0
+    order: int = 0  # of arrival, set by the scheduler
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None
     state: State = State.WAITING
@@ -67,6 +72,7 @@ class Request:
     first_step_s: float | None = None  # when that was launched
     stepped_s: float | None = None  # and when its token was there
     timings_told: int = 0
+    guide: Guide | None = None  # which tokens may come next, if not all
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> Request:
@@ -79,6 +85,9 @@ class Request:
             arrival_s=now,
             root=root_of(submit.cache_salt),
             hold=submit.hold,
+            hold_stopped=submit.hold_stopped,
+            fork_of=submit.fork_of,
+            priority=submit.priority,
             fetch=submit.fetch,
         )
 
@@ -86,6 +95,11 @@ class Request:
     def output_tokens(self) -> int:
         """Tokens generated so far, here or on an earlier node."""
         return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Who is served first: a lower priority number, then the earlier arrival. The last is preempted first."""
+        return self.priority, self.order
 
     @property
     def uncomputed(self) -> int:

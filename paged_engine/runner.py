@@ -43,6 +43,9 @@ class Launched(Protocol):
     def requests(self) -> Sequence[Request]:
         """The request of each sampled row; rows of one request follow one another."""
 
+    def sample(self) -> None:
+        """Choose the tokens that could not be chosen before those of the step before were known."""
+
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """The rows' tokens, as soon as the device has them."""
 
@@ -67,7 +70,8 @@ class Runner(Protocol):
         """Whether proposals of this request's next tokens can be sampled in one step with the token before them."""
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows."""
+        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows, at the latest when the
+        step is told to: a guide has a say only when all earlier tokens are known."""
 
     def follow(self, message: bytes) -> None:
         """A rank other than 0: do the step that rank 0 has launched."""
@@ -106,11 +110,13 @@ class _Done:
     logprobs: list[TokenLogprobs | None]
     prompt_scores: PromptScores | None
 
+    def sample(self) -> None: ...
+
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         return self.tokens, self.logprobs
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
-        return () if self.prompt_scores is None else self.prompt_scores.of_requests(self.prompt_scores.columns)
+        return () if self.prompt_scores is None else self.prompt_scores.of_requests()
 
 
 class CpuRunner:
@@ -160,8 +166,8 @@ class CpuRunner:
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
     def draws_ahead(self, request: Request) -> bool:
-        """Always: the sampler keeps nothing between two rows."""
-        return True
+        """A guide follows one text; all else is a function of the tokens so far."""
+        return request.guide is None
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Compute the step, all of it."""

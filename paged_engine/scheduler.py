@@ -2,21 +2,23 @@
 
 Pure Python: no torch, no sockets; `now` is an argument. One token budget per step is shared by decodes (first) and
 prefill chunks. A step may be scheduled while the tokens of the one before are still *pending* on the device. A request
-that finds no block for its next token preempts the youngest; the preempted one is computed again later, mostly from the
-prefix cache. Blocks that a transfer may touch are never given to anybody else. What a step has left of its budget, its
-rows and the free blocks goes to tokens that are only proposed (paged_engine/speculation.py).
+that finds no block for its next token preempts the last in order; the preempted one is computed again later, mostly
+from the prefix cache. A fork shares the blocks that its prompt fills with its parent (paged_engine/waiting.py); what
+follows each computes in blocks of its own, so that no block has two writers. Blocks that a transfer may touch are never
+given to anybody else. What a step has left goes to tokens that are only proposed (paged_engine/speculation.py).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from paged_engine.blocks import BlockPool
+from paged_engine.endings import Endings
 from paged_engine.kept_blocks import KeptBlocks
 from paged_engine.request import Request, State
 from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
+from paged_engine.waiting import WaitingLine
 from wire.outputs import Finish, Load
 
 __all__ = ["Scheduler"]
@@ -41,11 +43,11 @@ class Scheduler:
         self._block_tokens = block_tokens
         self._max_batched_tokens = max_batched_tokens
         self._max_running = max_running
-        self._max_model_len = max_model_len
-        self._eos = frozenset(eos_token_ids)
+        self._endings = Endings(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingLine(self._requests, block_tokens)
+        self._arrivals = 0
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
@@ -53,6 +55,8 @@ class Scheduler:
         self.preemptions = 0
         self.kept_blocks = 0
         """Of fetches that failed, blocks that need not be computed again."""
+        self.forked_blocks = 0
+        """Blocks that forks have shared with the request they fork from, once for each fork."""
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
@@ -61,7 +65,9 @@ class Scheduler:
         if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._arrivals += 1
+        request.order = self._arrivals
+        self._waiting.join(request)
 
     def get(self, request_id: str) -> Request | None:
         """The live request of this id."""
@@ -87,7 +93,7 @@ class Scheduler:
         request.state = State.RUNNING
         self._running.append(request)
         self._publish(request)
-        if generated and (over := self._over(request)) is not None:
+        if generated and (over := self._endings.over(request)) is not None:
             self._end(request, over)
 
     def fetch_failed(self, request_id: str, reason: str, proven: int = 0) -> None:
@@ -121,8 +127,7 @@ class Scheduler:
             self._running.append(request)
             return
         self._drop_blocks(request)
-        request.state = State.WAITING
-        self._waiting.appendleft(request)
+        self._waiting.join(request)
 
     # --- probes: blocks of no request ----------------------------------------------------------------------------
 
@@ -149,20 +154,14 @@ class Scheduler:
         preempted = False
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
         for request in sorted(self._running, key=lambda r: r.uncomputed > 1):
-            # With proposals under way it is not known which token comes next.
-            if (
-                request.state is not State.RUNNING
-                or request.proposals
-                or not budget
-                or self._ends_with_pending(request)
-            ):
+            if request.state is not State.RUNNING or not budget or self._endings.awaited(request):
                 continue
             chunk = Chunk.next_of(request, budget)
             while not self._grow(request, chunk.start + chunk.count):
                 preempted = True
                 # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
-                going_on = [r for r in self._running if not (r.offered or self._ends_with_pending(r))]
-                victim = max(going_on, key=lambda r: r.arrival_s, default=None)
+                going_on = [r for r in self._running if not (r.offered or self._endings.awaited(r))]
+                victim = max(going_on, key=lambda r: r.turn, default=None)
                 if victim is None:
                     break
                 self._preempt(victim)
@@ -177,8 +176,7 @@ class Scheduler:
             return StepPlan(chunks, [], offers)
         fetches = list(self._admit(chunks, offers, budget, now))
         left = min(self._max_batched_tokens - sum(c.count for c in chunks), self._max_running - len(chunks))
-        # The last token of a context is never computed.
-        chunks = self.speculation.extended(chunks, left, self._max_model_len - 1, self._room_for)
+        chunks = self.speculation.extended(chunks, left, self._endings.max_model_len, self._room_for)
         return StepPlan(chunks, fetches, offers)
 
     def _room_for(self, request: Request, tokens: int) -> int:
@@ -191,9 +189,10 @@ class Scheduler:
         return self.speculation.wants_tokens(self._running, self._max_running)
 
     def _admit(self, chunks: list[Chunk], offers: list[Request], budget: int, now: float) -> Iterator[Fetch]:
-        """Start waiting requests in order of arrival, while seats, budget and blocks last."""
-        while self._waiting and len(self._running) + len(self._fetching) < self._max_running:
-            request = self._waiting[0]
+        """Start waiting requests in the order of their turns, while seats, budget and blocks last."""
+        for request in self._waiting.candidates():
+            if len(self._running) + len(self._fetching) >= self._max_running:
+                return
             if request.fetch is not None:
                 fetch = self._start_fetch(request)
                 if fetch is None:
@@ -215,15 +214,21 @@ class Scheduler:
             budget -= chunk.count
 
     def _start(self, request: Request) -> bool:
-        """Give a waiting request its cached prefix and a seat, if all its tokens are known and would fit now."""
+        """Give a waiting request the blocks of its parent or its cached prefix, and a seat, if all its tokens are known
+        and would fit now."""
         if request.num_pending:
             return False
         shared = self._cached_prefix(request, len(request.token_ids) - 1)
+        forked = self._waiting.parents_blocks(request)
+        if forked and len(forked) >= len(shared):
+            shared = forked
         needed = self._blocks_for(len(request.token_ids)) - len(shared)
         if needed > self.pool.free_after(shared):
             return False
-        self._waiting.popleft()
+        self._waiting.leave(request)
         self.pool.share(shared)
+        if shared is forked:
+            self.forked_blocks += len(forked)
         request.blocks = shared
         request.num_computed = len(shared) * self._block_tokens
         request.num_published = len(shared)
@@ -244,7 +249,7 @@ class Scheduler:
         room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
-        self._waiting.popleft()
+        self._waiting.leave(request)
         self.pool.share(shared)
         fresh = self.pool.take(needed)
         assert fresh is not None
@@ -273,17 +278,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._drop_blocks(request)
-        request.state = State.WAITING
-        self._waiting.appendleft(request)
+        self._waiting.join(request)
         self.preemptions += 1
-
-    def _ends_with_pending(self, request: Request) -> bool:
-        """Whether a token that is still pending is the last one, whatever it is."""
-        outputs, total = request.output_tokens, len(request.token_ids)
-        pending = request.num_pending
-        return pending > 0 and (
-            outputs + pending >= request.params.max_tokens or total + pending >= self._max_model_len
-        )
 
     # --- after the step ------------------------------------------------------------------------------------------
 
@@ -318,33 +314,27 @@ class Scheduler:
         request.num_pending -= 1
         if request.finish is not None:
             return request.finish
+        if request.guide is not None and request.guide.spent:  # this token was drawn of all
+            self._end(request, Finish.STOP if request.guide.error is None else Finish.ERROR)
+            return request.finish
         request.token_ids.append(token_id)
         request.new_tokens.append(token_id)
         request.appended(now)
-        if (over := self._over(request)) is not None:
+        if (over := self._endings.over(request)) is not None:
             self._end(request, over)
         return request.finish
-
-    def _over(self, request: Request) -> Finish | None:
-        """Why a request's newest token is its last one, if it is."""
-        params, token_id = request.params, request.token_ids[-1]
-        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
-            return Finish.STOP
-        if request.output_tokens >= params.max_tokens or len(request.token_ids) >= self._max_model_len:
-            return Finish.LENGTH
-        return None
 
     def _end(self, request: Request, why: Finish) -> None:
         """The one place where a request ends."""
         if request.state is State.RUNNING:
             self._running.remove(request)
         elif request.state is State.WAITING:
-            self._waiting.remove(request)
+            self._waiting.leave(request)
         request.finish = why
         del self._requests[request.request_id]
         if request.request_id in self._fetching:
             self._set_aside(self._fetching.pop(request.request_id))
-        elif why is Finish.LENGTH and request.hold:
+        elif request.hold and (why is Finish.LENGTH or (why is Finish.STOP and request.hold_stopped)):
             self.kept.hold(request.request_id, request.blocks)
             request.blocks = []
         else:
@@ -386,8 +376,7 @@ class Scheduler:
         return Load(
             running=len(self._running) + len(self._fetching),
             waiting=len(self._waiting),
-            waiting_tokens=sum(r.uncomputed for r in self._waiting)
-            + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
+            waiting_tokens=self._waiting.tokens + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
             free_blocks=self.pool.free,
             total_blocks=self.pool.total,
         )
@@ -399,8 +388,13 @@ class Scheduler:
         owned += self.kept.blocks
         assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
         states = {r.request_id: r.state for r in self._requests.values()}
-        assert all(states[r.request_id] is State.WAITING and not r.blocks for r in self._waiting)
+        self._waiting.check()
         assert all(states[r.request_id] is State.RUNNING for r in self._running)
         assert len(states) == len(self._waiting) + len(self._running) + len(self._fetching)
+        writers: dict[int, str] = {}
         for request in self._running:
             assert len(request.blocks) >= self._blocks_for(request.num_computed)
+        for request in [*self._running, *self._fetching.values()]:
+            first = max(request.num_computed // self._block_tokens, request.num_published)
+            for block in request.blocks[first:]:
+                assert writers.setdefault(block, request.request_id) == request.request_id, f"block {block}"

@@ -42,18 +42,18 @@ class Speculation:
         return tuple(request.lookup.propose(request.token_ids, limit))
 
     def extended(
-        self, chunks: Sequence[Chunk], rows: int, last: int, room_for: Callable[[Request, int], int]
+        self, chunks: Sequence[Chunk], rows: int, max_model_len: int, room_for: Callable[[Request, int], int]
     ) -> list[Chunk]:
         """A step's chunks with up to `rows` proposals behind decodes all of whose tokens are known.
 
-        `last`: at most so many first tokens of a request are computed. `room_for(request, tokens)` makes room for the
-        KV of the first `tokens` tokens and says for how many there is room.
+        The last token of a context is never computed. `room_for(request, tokens)` makes room for the KV of the first
+        `tokens` tokens and says for how many there is room.
         """
         extended = []
         for chunk in chunks:
             request, end = chunk.request, chunk.start + 1
             if chunk.samples and chunk.count == 1 and not request.num_pending:
-                proposals = self.proposals(request, min(rows, last - end))
+                proposals = self.proposals(request, min(rows, max_model_len - 1 - end))
                 proposals = proposals[: room_for(request, end + len(proposals)) - end]
                 chunk = replace(chunk, count=1 + len(proposals), proposals=proposals)
                 rows -= len(proposals)

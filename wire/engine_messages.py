@@ -36,7 +36,10 @@ PROBE_PREFIX = "probe-"
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start a request. `generated` are output tokens it already has; `fetch` says where its KV is held.
 
-    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over).
+    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over), and with
+    `hold_stopped` also when a stop token ends it: other choices go on from it. `fork_of` is the id of a request with
+    the same prompt, sent before: this one waits until that one's prompt is there, and shares its blocks. A lower
+    `priority` is served first.
     """
 
     request_id: str
@@ -46,6 +49,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None = None
     hold: bool = False
     fetch: KvTransferParams | None = None
+    hold_stopped: bool = False
+    fork_of: str | None = None
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -128,6 +134,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     timing: Timing | None = None
     fetch_error: str | None = None
     error: str | None = None
+    refused: bool = False
+    """With an error: the request itself is wrong, and would be on any node."""
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
@@ -168,6 +176,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    forked_blocks: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

@@ -26,8 +26,8 @@ def make(blocks: int = 64, **options) -> Scheduler:
     return Scheduler(BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 5, **submit) -> Request:
-    params = SamplingParams(max_tokens, seed=0, temperature=0)
+def request(name: str, prompt: list[int], max_tokens: int = 5, choice: int = 0, **submit) -> Request:
+    params = SamplingParams(max_tokens, seed=0, choice=choice, temperature=0)
     return Request.of(Submit(name, prompt, params, **submit), 0.0)
 
 
@@ -331,6 +331,105 @@ def test_the_blocks_of_a_probe_that_failed_stay_quarantined_until_settled():
     assert scheduler.pool.free == scheduler.pool.total
 
 
+def test_forks_wait_for_the_prompt_and_share_its_blocks():
+    scheduler = make(max_batched_tokens=32, prefix_cache=False)
+    prompt = list(range(40))
+    parent = request("r", prompt)
+    forks = [request(f"r.{i}", prompt, choice=i, fork_of="r") for i in (1, 2)]
+    for each in (parent, *forks, request("other", [7] * 3)):
+        scheduler.add(each)
+    assert step(scheduler) == [("r", 0, 32)]
+    # The budget is spent on older work first; the two blocks that the prompt fills are there.
+    assert step(scheduler) == [("r", 32, 8), ("r.1", 32, 8), ("r.2", 32, 8), ("other", 0, 3)]
+    assert scheduler.forked_blocks == 4
+    assert [each.blocks[:2] for each in forks] == [parent.blocks[:2]] * 2
+    assert len({each.blocks[2] for each in (parent, *forks)}) == 3
+    assert (scheduler.pool.total - scheduler.pool.free) == 2 + 3 + 1
+    scheduler.abort("r")
+    scheduler.check()
+    drain(scheduler)
+    for each in forks:
+        assert each.token_ids == expected(prompt, 5)
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_others_pass_a_fork_that_waits():
+    scheduler = make()
+    prompt = list(range(40))
+    scheduler.add(fetching("r", prompt))
+    scheduler.add(request("r.1", prompt, choice=1, fork_of="r"))
+    scheduler.add(request("other", [7] * 3))
+    plan = scheduler.schedule(0.0)
+    assert [fetch.request.request_id for fetch in plan.fetches] == ["r"]
+    assert [chunk.request.request_id for chunk in plan.chunks] == ["other"]
+    for chunk in plan.chunks:
+        scheduler.launched(chunk)
+        scheduler.append(chunk.request, 5, 0.0)
+    assert scheduler.load().waiting_tokens == 40 - 32
+    scheduler.fetched("r")
+    assert step(scheduler) == [("other", 3, 1), ("r", 40, 1), ("r.1", 32, 8)]
+
+
+@pytest.mark.parametrize("how", ["aborted", "unknown", "ended"])
+def test_a_fork_without_its_parent_starts_by_itself(how):
+    scheduler = make(max_running=1)
+    prompt = list(range(40))
+    fork = request("r.1", prompt, choice=1, fork_of="r")
+    if how != "unknown":
+        scheduler.add(request("r", prompt))
+    scheduler.add(fork)
+    if how == "aborted":
+        scheduler.abort("r")
+    drain(scheduler)
+    assert fork.token_ids == expected(prompt, 5)
+    assert fork.cached_tokens == (32 if how == "ended" else 0)
+    assert scheduler.forked_blocks == 0
+
+
+def test_a_fork_of_a_preempted_parent_waits_for_it_again():
+    scheduler = make(blocks=9, max_batched_tokens=16)
+    older = request("older", [3] * 60, max_tokens=40)
+    scheduler.add(older)
+    for _ in range(5):
+        step(scheduler)
+    parent = request("r", [5] * 33, max_tokens=20)
+    fork = request("r.1", [5] * 33, max_tokens=20, choice=1, fork_of="r")
+    scheduler.add(parent)
+    scheduler.add(fork)
+    drain(scheduler)
+    assert scheduler.preemptions > 0
+    assert [each.token_ids for each in (parent, fork)] == [expected([5] * 33, 20)] * 2
+    assert older.token_ids == expected([3] * 60, 40)
+
+
+def test_what_stops_at_its_first_token_is_held_for_other_choices_if_there_are_any():
+    scheduler = make()
+    req = request("r", list(range(40)), max_tokens=1, hold=True, hold_stopped=True)
+    scheduler.add(req)
+    plan = scheduler.schedule(0.0)
+    scheduler.launched(plan.chunks[0])
+    assert scheduler.append(req, EOS, 0.0) is Finish.STOP
+    assert len(scheduler.kept.held("r") or ()) == 3
+    scheduler.kept.released("r")
+
+
+def test_a_lower_priority_number_is_admitted_first_and_preempted_last():
+    scheduler = make(blocks=9, max_running=2)
+    first = request("first", [3] * 60, max_tokens=60, priority=1)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(request("late", [5] * 10, max_tokens=3, priority=1))
+    urgent = request("urgent", [4] * 40, max_tokens=60)
+    scheduler.add(urgent)
+    assert step(scheduler) == [("first", 60, 1), ("urgent", 0, 40)]
+    while not scheduler.preemptions:
+        step(scheduler)
+    assert (first.state, urgent.state) == (State.WAITING, State.RUNNING)
+    drain(scheduler)
+    assert first.token_ids == expected([3] * 60, 60)
+    assert urgent.token_ids == expected([4] * 40, 60)
+
+
 def test_load_counts_what_waits_and_runs():
     scheduler = make(max_running=1)
     scheduler.add(request("a", [3] * 100))
@@ -351,7 +450,10 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     rng = random.Random(seed)
     pending: list[Chunk] = []
     scheduler = make(
-        blocks=rng.choice([14, 24, 60]), max_batched_tokens=rng.choice([8, 33, 64]), max_running=rng.choice([2, 5])
+        blocks=rng.choice([14, 24, 60]),
+        max_batched_tokens=rng.choice([8, 33, 64]),
+        max_running=rng.choice([2, 5]),
+        prefix_cache=rng.random() < 0.8,
     )
     live: dict[str, tuple[Request, list[int], int]] = {}
     in_flight: list[str] = []
@@ -373,6 +475,11 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
                 req = request(name, prompt, count)
             scheduler.add(req)
             live[name] = (req, prompt, count)
+            if not req.hold and rng.random() < 0.4:
+                for choice in range(1, rng.randint(2, 4)):
+                    again = request(f"{name}.{choice}", prompt, count, choice, fork_of=name)
+                    scheduler.add(again)
+                    live[again.request_id] = (again, prompt, count)
         plan = scheduler.schedule(float(turn))
         in_flight += [fetch.request.request_id for fetch in plan.fetches]
         for chunk in plan.chunks:
