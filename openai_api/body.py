@@ -173,8 +173,8 @@ def _named(message: str) -> RequestError:
 def _check_common(request: SamplingFields) -> None:
     if request.n is not None and request.n < 1:
         raise RequestError(f"n must be at least 1, got {request.n}", param="n")
-    if request.n is not None and request.n > 1:
-        raise RequestError(f"n above 1 is not supported yet, got {request.n}; send several requests", param="n")
+    if request.n is not None and request.n > MAX_CHOICES:
+        raise RequestError(f"n must be at most {MAX_CHOICES}, got {request.n}; send several requests", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.cache_salt == "":

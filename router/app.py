@@ -157,7 +157,7 @@ class Router:
         timeline, progress = walk.timeline, walk.progress
         timeline.ended = time.monotonic()
         self.metrics.running.dec()
-        self.metrics.finished(walk.job.path, status, timeline, len(progress.token_ids))
+        self.metrics.finished(walk.job.path, status, timeline, progress.output_tokens)
         handover = progress.handover
         prompt = len(handover.prompt_token_ids) if handover and handover.prompt_token_ids else None
         _log.info(
@@ -166,7 +166,7 @@ class Router:
             walk.job.path,
             status,
             "-" if prompt is None else prompt,
-            len(progress.token_ids),
+            progress.output_tokens,
             walk.prefill_node.url if walk.prefill_node else "-",
             walk.decode_node.url if walk.decode_node else "-",
             timeline.line(),

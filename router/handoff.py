@@ -140,7 +140,6 @@ class Walk:
                 self._metrics.failovers.labels("prefill").inc()
                 return True
             if not self.progress.start_over():
-                self.progress.decode_params()  # raises where the answer cannot be continued
                 self._metrics.failovers.labels("prefill").inc()
                 return True
             self._require_another(Role.PREFILL, tried, failure)
@@ -153,8 +152,7 @@ class Walk:
             with self._pool.lease(Role.DECODE, tried, self.progress.tokens_to_compute(params)) as lease:
                 self.decode_node = lease.node
                 try:
-                    place = Place(len(params.generated), decoding=True)
-                    await self._leg(lease, decode_body(self.job, params), place)
+                    await self._leg(lease, decode_body(self.job, params), Place.behind(params))
                     return
                 except Diverged as why:
                     # Nobody's fault; the next leg begins behind what the client has.
@@ -163,7 +161,6 @@ class Walk:
                 except LegFailed as why:
                     self._blame(lease.node, why, tried)
                     failure = why
-            self.progress.decode_params()  # raises where the answer cannot be continued
             self._require_another(Role.DECODE, tried, failure)
 
     async def _leg(self, lease: Lease, body: bytes, place: Place) -> FrameKind:
@@ -179,8 +176,8 @@ class Walk:
                     if frame.token_ids:
                         self.timeline.tokens(now)
                     self.reply.put(self._timed(frame, now))
-                if frame.token_ids:
-                    self.timeline.told(place.at, now, decoding)
+                if frame.token_ids and not frame.choice:
+                    self.timeline.told(place.at[0], now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
             await self.reply.room()

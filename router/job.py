@@ -38,8 +38,6 @@ class _Asked(msgspec.Struct):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     seed: int | None = None
-    n: int | None = None
-    logprobs: bool | int | None = None
     include_metrics: bool | None = None
 
 
@@ -56,8 +54,6 @@ class Job:
     max_tokens: int
     min_tokens: int | None
     prompt_tokens: int
-    resumable: bool
-    """Can be continued from its token ids alone: no log-probabilities of lost frames, no second choice."""
     wants_stages: bool
     """The client asks for the break-down at the end of its answer."""
     fields: dict[str, msgspec.Raw]
@@ -88,8 +84,6 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
     limit = getattr(asked, limit_field)
     _check_limits(asked, limit_field, _DEFAULT_COMPLETION_TOKENS if limit is None and path != CHAT_PATH else limit)
     prompt = bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")).strip()
-    several = path == COMPLETIONS_PATH and prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
-    wants_logprobs = asked.logprobs is not None and asked.logprobs is not False
     return Job(
         id=job_id,
         path=path,
@@ -100,7 +94,6 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         max_tokens=limit or 0,
         min_tokens=asked.min_tokens,
         prompt_tokens=len(prompt) // _BYTES_PER_TOKEN,
-        resumable=not (several or wants_logprobs or (asked.n or 1) > 1),
         wants_stages=bool(asked.include_metrics),
         fields=fields,
     )

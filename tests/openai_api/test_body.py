@@ -88,9 +88,9 @@ def test_a_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (2, "n above 1 is not supported")]
+    ("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (129, "n must be at most 128")]
 )
-def test_n_is_one(n: int, words: str) -> None:
+def test_n_has_bounds(n: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         chat(n=n)
     assert refused.value.param == "n"
