@@ -156,6 +156,8 @@ class Progress:
                 client_max_tokens=self._job.max_tokens,
                 created=self._job.created,
                 seed=self._job.seed,
+                part=self._job.part,
+                first_index=self._job.first_index,
             )
         )
         first, nothing = self._choices[0].so_far(), _Choice()

@@ -1,11 +1,10 @@
 """Answers of several choices among real processes: equal to those of one node, however they were computed."""
 
 import json
-import threading
 
 import httpx2
 import pytest
-from real_cluster import Cluster, running, tiny_model, wait_until
+from real_cluster import Cluster, running, tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -92,3 +91,35 @@ def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
         t for c in chunks if c["choices"] and c["choices"][0]["logprobs"] for t in c["choices"][0]["logprobs"]["tokens"]
     ]
     assert len(tokens) == 36
+
+
+PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 1}])
+def test_several_prompts_are_answered_as_each_alone(cluster, fields):
+    (decode,) = cluster.of("decode")
+    n = fields.get("n", 1)
+    answer = asked(cluster.url, prompt=PROMPTS, **fields)
+    alone = [choice for prompt in PROMPTS for choice in choices(asked(cluster.url, prompt=prompt, **fields))]
+    assert choices(answer) == alone
+    assert choices(asked(decode.url, prompt=PROMPTS, **fields)) == alone
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert answer["usage"]["completion_tokens"] == 12 * 3 * n
+    for url in (cluster.url, decode.url):
+        chunks, texts = streamed(url, prompt=PROMPTS, stream_options={"include_usage": True}, **fields)
+        assert [texts[index] for index in range(3 * n)] == [choice[0] for choice in alone]
+        assert [chunk["usage"] for chunk in chunks if not chunk["choices"]] == [answer["usage"]]
+        assert len({chunk["id"] for chunk in chunks}) == len({chunk["created"] for chunk in chunks}) == 1
+
+
+def test_prompts_as_texts_and_without_a_seed_differ(cluster):
+    answer = asked(cluster.url, prompt=["Hello", "Hello"], seed=None)
+    assert len({choice["text"] for choice in answer["choices"]}) == 2
+
+
+def test_one_bad_prompt_ends_the_request(cluster):
+    for url in (cluster.url, cluster.of("decode")[0].url):
+        body = {"model": "tiny", "prompt": [[5], [99999]], "max_tokens": 400}
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
