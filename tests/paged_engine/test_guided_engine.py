@@ -90,7 +90,7 @@ GBNF = 'root ::= "<" [0-9] [0-9]? ">"'
 TAGS = json.dumps({"structures": [{"begin": "<f=", "schema": {"enum": [12, 345]}, "end": ">"}], "triggers": ["<f"]})
 KINDS = [
     (JSON, lambda answer: check_schema(json.loads(answer)) is None),
-    (Constraint("json", '{"enum": ["é", {"a": [1]}, "x y"]}'), lambda answer: json.loads(answer) in ("é", {"a": [1]}, "x y")),
+    (Constraint("json", '{"enum": ["é", {"a": [1]}, "x y"]}'), lambda a: json.loads(a) in ("é", {"a": [1]}, "x y")),
     (Constraint("json", '{"const": {"a": 1}}', whitespace="[\n]{2}"), lambda answer: answer == '{"a":\n\n1}'),
     (Constraint("regex", r"\d{3}-[a-f]+/\w{2}"), lambda answer: re.fullmatch(r"[0-9]{3}-[a-f]+/\w{2}", answer)),
     (Constraint("choice", '["positive", "pos", "négatif \\"x\\""]'), lambda a: a in ("positive", "pos", 'négatif "x"')),
