@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -20,7 +23,6 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from node.callers import authorize, read_body, request_id, unless_gone
 from node.compiling import COMPILE_DEADLINE_S
 from node.engine_client import EngineClient, Updates
 from node.joined_frames import joined_frames
@@ -35,12 +37,15 @@ from openai_api.types import ModelCard, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
 from wire.errors import (
+    BodyTooLarge,
     DeadlineExceeded,
     EngineDead,
     KvrelayError,
     NotFound,
     Overloaded,
     RequestError,
+    RequestTimeout,
+    Unauthorized,
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
@@ -50,11 +55,14 @@ __all__ = ["Node", "create_app"]
 
 log = logging.getLogger("kvrelay.node")
 
+T = TypeVar("T")
+
 # Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
 INLINE_BODY_BYTES = 16 << 10
 MAX_QUEUED = 1024
 # The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0
+READ_DEADLINE_S = 60.0
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -102,12 +110,12 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        authorize(node.config.api_key, request)
+        _authorize(node.config.api_key, request)
         return _json(ModelList(data=[_card(node)]))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        authorize(node.config.api_key, request)
+        _authorize(node.config.api_key, request)
         card = _card(node)
         if name != card.id:
             raise NotFound(f"model {name!r} is not served here; {card.id!r} is", param="model", code="model_not_found")
@@ -120,8 +128,8 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
             request_ids = msgspec.json.decode(body, type=_ReleaseBody).request_ids
         except msgspec.DecodeError as why:
             raise RequestError(f'the body must be {{"request_ids": [...]}}: {why}') from why
-        for held in request_ids:
-            node.engine.release(held)
+        for request_id in request_ids:
+            node.engine.release(request_id)
         return _json({"released": len(request_ids)})
 
     @app.post("/kv/probe/offer")
@@ -164,12 +172,12 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors."""
     began = time.monotonic()
-    authorize(node.config.api_key, request)
+    _authorize(node.config.api_key, request)
     serving = node.ready()
-    body = await read_body(request, node.config.max_body_bytes)
+    body = await _read_body(request, node.config.max_body_bytes)
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
-    call = Call(chat, body, request_id(request))
+    call = Call(chat, body, _request_id(request))
     if len(body) > INLINE_BODY_BYTES:
         legs, parsed = await asyncio.to_thread(serving.legs, call)
     else:
@@ -181,7 +189,7 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
-    first = await unless_gone(request, anext(frames))
+    first = await _unless_gone(request, anext(frames))
     if first is None:
         await frames.aclose()
         return Response(status_code=499)  # nobody is there to read it
@@ -195,7 +203,7 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     if parsed.stream:
         events = payloads(first, frames, leg, since)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers | SSE_HEADERS)
-    answer = await unless_gone(request, whole(first, frames, leg, since))
+    answer = await _unless_gone(request, whole(first, frames, leg, since))
     if answer is None:
         return Response(status_code=499)
     status, content = answer
@@ -311,10 +319,61 @@ async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:
             yield pack(frame)
 
 
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None if the client left first; `work` is cancelled then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body, refused before it is read whole when it is too long."""
+    size = int(request.headers.get("content-length") or 0)
+    body = bytearray()
+    if size <= limit:
+        try:
+            async with asyncio.timeout(READ_DEADLINE_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    size = max(size, len(body))
+                    if size > limit:
+                        break
+        except TimeoutError as why:
+            raise RequestTimeout(f"the request body did not arrive within {READ_DEADLINE_S:g} s") from why
+    if size > limit:
+        raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
+    return bytes(body)
+
+
 async def _node_body(node: Node, request: Request) -> bytes:
     """The body of what the cluster itself asks: from those only who know the nodes' key."""
-    authorize(node.config.api_key, request)
-    return await read_body(request, node.config.max_body_bytes)
+    _authorize(node.config.api_key, request)
+    return await _read_body(request, node.config.max_body_bytes)
+
+
+def _request_id(request: Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    if given and len(given) <= 128 and given.isascii() and given.isprintable() and " " not in given:
+        return given
+    return uuid.uuid4().hex
+
+
+def _authorize(key: str, request: Request) -> None:
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if key and not hmac.compare_digest(given.encode(), key.encode()):
+        raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
 
 
 def _card(node: Node) -> ModelCard:

@@ -70,6 +70,11 @@ class Serving:
         self._tokenizer = tokenizer
         self._chat_template = chat_template or tokenizer.chat_template
 
+    def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
+        """Of a call with one prompt; see `legs`."""
+        legs, request = self.legs(call)
+        return legs[0], request
+
     def legs(self, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
         """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
