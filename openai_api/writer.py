@@ -58,17 +58,19 @@ class AnswerWriter:
         so_far: Sequence[ChoiceSoFar] = (ChoiceSoFar(),),
         part: bool = False,
         first_index: int = 0,
-        message: Callable[[], MessageParser] = lambda: PlainMessage(_ROLE),
+        message: Callable[[int], MessageParser] = lambda _: PlainMessage(_ROLE),
     ) -> None:
-        """`message` makes the parser of one choice. A `part` of a request with several prompts counts its choices from
-        `first_index` and leaves the end of a stream to openai_api/join.py. Raises RequestError for a `so_far` that
-        cannot be gone on from."""
+        """`message` makes the parser of the choice of an index. A `part` of a request with several prompts counts its
+        choices from `first_index` and leaves the end of a stream to openai_api/join.py.
+
+        Raises RequestError for a `so_far` that cannot be gone on from.
+        """
         self.streams = bool(request.stream)
         self._part = part
         self.cached_tokens = cached_tokens
         """Of the prompt, those found in a prefix cache. Known when the first update comes; set it then."""
         self.choices = [
-            ChoiceWriter(request, tokenizer, params, first_index + at, message(), each)
+            ChoiceWriter(request, tokenizer, params, first_index + at, message(first_index + at), each)
             for at, each in enumerate(so_far)
         ]
         self._chat = isinstance(request, ChatRequest)
