@@ -15,7 +15,15 @@ import msgspec
 
 from decode_node.leg import DecodeLeg
 from node.compiling import grammars_for
-from openai_api.body import MAX_CHOICES, choice_count, decode_chat, decode_completion, sampling_params, token_limit
+from openai_api.body import (
+    MAX_CHOICES,
+    choice_count,
+    decode_chat,
+    decode_completion,
+    prompts_of,
+    sampling_params,
+    token_limit,
+)
 from openai_api.chat_template import render
 from openai_api.leg import Leg, with_forks
 from openai_api.message_stream import message_form
@@ -71,7 +79,12 @@ class Serving:
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
 
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
-        """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
+        """Of a call with one prompt; see `legs`."""
+        legs, request = self.legs(call)
+        return legs[0], request
+
+    def legs(self, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
+        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         if request.model is None:
             raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
@@ -83,6 +96,23 @@ class Serving:
             )
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
+        prompts = prompts_of(request) if isinstance(request, CompletionRequest) else []
+        if not isinstance(request, CompletionRequest) or len(prompts) == 1:
+            only = msgspec.structs.replace(request, prompt=prompts[0]) if prompts else request
+            return [self._leg(call, only, transfer)], request
+        if transfer.do_remote_decode or transfer.do_remote_prefill:
+            raise RequestError("a leg has one prompt; send one for each", param="prompt")
+        created = int(time.time())
+        return [
+            self._leg(
+                call,
+                msgspec.structs.replace(request, prompt=prompt),
+                KvTransferParams(created=created, part=True, first_index=at * (request.n or 1)),
+            )
+            for at, prompt in enumerate(prompts)
+        ], request
+
+    def _leg(self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams) -> Leg:
         prompt = transfer.prompt_token_ids or self._tokenize(request)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         form = message_form(
@@ -111,16 +141,18 @@ class Serving:
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
             so_far=transfer.so_far(choice_count(request)),
+            part=transfer.part,
+            first_index=transfer.first_index,
             message=lambda choice: form.parser(call.response_id, choice),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
         submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt)
         if transfer.do_remote_prefill:
-            return DecodeLeg(submit, transfer, writer, self.info), request
+            return DecodeLeg(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
-            return PrefillLeg(submit, transfer, writer), request
-        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer), request
+            return PrefillLeg(submit, transfer, writer)
+        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer)
 
     def knows(self, constraint: Constraint) -> bool:
         """Whether this constraint is known to be one that can be followed."""

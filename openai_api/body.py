@@ -18,9 +18,11 @@ from wire.sampling import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "MAX_CHOICES",
+    "check_choices",
     "choice_count",
     "decode_chat",
     "decode_completion",
+    "prompts_of",
     "sampling_params",
     "token_limit",
 ]
@@ -44,6 +46,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 def decode_chat(body: bytes) -> ChatRequest:
     """The chat request in `body`. Raises RequestError."""
     request = _decode(body, _chat_decoder)
+    check_choices(1, choice_count(request))
     _check_messages(request)
     asked_tools(request)
     for name in _TEMPLATE_VARIABLES:
@@ -60,23 +63,36 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """The completion request in `body`; its prompt is a text or token ids. Raises RequestError."""
+    """The completion request in `body`. Raises RequestError."""
     request = _decode(body, _completion_decoder)
     if request.logprobs is not None:
         _check_logprobs("logprobs", request.logprobs)
-    prompt = request.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise RequestError(
-                f"prompt holds {len(prompt)} prompts; several prompts are not supported yet, send one request for each",
-                param="prompt",
-            )
-        only = prompt[0]
-        prompt = only if isinstance(only, str) else list(only)
-        request = msgspec.structs.replace(request, prompt=prompt)
-    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
-        raise RequestError("prompt mixes token ids with something else", param="prompt")
+    for prompt in prompts_of(request):
+        ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        if not (ids or isinstance(prompt, str)):
+            raise RequestError("prompt mixes token ids with something else", param="prompt")
+    check_choices(len(prompts_of(request)), choice_count(request))
     return request
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """Each prompt, a text or token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+def check_choices(prompts: int, choices: int) -> None:
+    """Raise RequestError if a request asks for more choices than one may, over all of its prompts."""
+    if prompts * choices > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and the limit of one "
+            f"request is {MAX_CHOICES}; send several requests",
+            param="prompt" if prompts > 1 else "n",
+        )
 
 
 def choice_count(request: ChatRequest | CompletionRequest) -> int:
@@ -189,8 +205,6 @@ def _named(message: str) -> RequestError:
 def _check_common(request: SamplingFields) -> None:
     if request.n is not None and request.n < 1:
         raise RequestError(f"n must be at least 1, got {request.n}", param="n")
-    if request.n is not None and request.n > 1:
-        raise RequestError(f"n above 1 is not supported yet, got {request.n}; send several requests", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.cache_salt == "":

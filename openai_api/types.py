@@ -180,6 +180,11 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
+    @classmethod
+    def of(cls, prompt: int, generated: int, cached: int) -> Usage:
+        """From the numbers of tokens."""
+        return cls(prompt, generated, prompt + generated, PromptTokensDetails(cached))
+
 
 class TopLogprob(msgspec.Struct, frozen=True):
     """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character."""
