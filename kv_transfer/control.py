@@ -26,7 +26,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.fetches import PeerKey
+from kv_transfer.commands import PeerKey
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
 from kv_transfer.poke import Poke
 from kv_transfer.zmq_address import listen, tcp

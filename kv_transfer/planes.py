@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.connector import PoolRegion
-from kv_transfer.fetches import PeerKey, Read
 from kv_transfer.shares import Share
 from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError

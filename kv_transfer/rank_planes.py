@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.parts import Finished, Joined, Outcome, Part, PartTable
 from kv_transfer.planes import PlaneDesk, PlaneThread, Source
 from kv_transfer.rank_link import RankLink

@@ -28,6 +28,7 @@ from simulated_plane import SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
 import kv_transfer.desk
+import kv_transfer.peers
 import kv_transfer.plane_choice
 import kv_transfer.planes
 from node import engine_process
@@ -69,7 +70,7 @@ def simulation(world: World) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "time", CLOCK))
         stack.enter_context(mock.patch.object(kv_transfer.desk, "ControlThread", SimulatedControl))
         stack.enter_context(mock.patch.object(kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread))
-        for module in (kv_transfer.desk, kv_transfer.planes, engine_process):
+        for module in (kv_transfer.peers, kv_transfer.planes, engine_process):
             stack.enter_context(mock.patch.object(module, "log", mock.Mock()))
         yield
 

@@ -13,9 +13,9 @@ from simulated_device import BLOCK_BYTES, BLOCK_TOKENS, EOS, MAX_MODEL_LEN, Devi
 from simulated_plane import SimulatedPlane, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.connector import Completion, Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.desk import Desk
-from kv_transfer.fetches import PeerKey, Read
 from kv_transfer.leases import LeaseId
 from kv_transfer.messages import End, Ended, Message
 from node.engine_process import EngineProcess

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from simulated_world import CLOCK, QUICK_S
 
-from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
 from wire.errors import PeerLost, TransferError
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.fetches import PeerKey
+from kv_transfer.commands import PeerKey
 from kv_transfer.messages import Message, decode, encode
 
 if TYPE_CHECKING:

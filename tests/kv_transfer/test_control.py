@@ -23,9 +23,9 @@ from shared_plane import pattern
 from zmq.utils import z85
 
 import kv_transfer.control
+from kv_transfer.commands import PeerKey
 from kv_transfer.connector import Completion, Fetched, Settled
 from kv_transfer.control import ControlThread
-from kv_transfer.fetches import PeerKey
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refused, encode
 from kv_transfer.tickets import signed
 from wire.config import TransferConfig

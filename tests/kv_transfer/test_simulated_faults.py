@@ -12,8 +12,9 @@ import pytest
 from simulated_faults import FAULTS, STATES, run_many
 from simulated_world import Violation
 
-import kv_transfer.fetches
+import kv_transfer.fetch
 from kv_transfer.desk import Desk
+from kv_transfer.fetch import Fetch
 from kv_transfer.fetches import FetchTable
 from kv_transfer.growth import GrowthTable
 from kv_transfer.lease_words import LeaseWords
@@ -40,7 +41,7 @@ def test_every_fault_in_every_state_leaves_nothing_behind_and_nothing_wrong() ->
 
 
 def no_entry_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_transfer.fetches, "MARGIN", -3.0)
+    patch.setattr(kv_transfer.fetch, "MARGIN", -3.0)
 
 
 def no_exit_fence(patch: pytest.MonkeyPatch) -> None:
@@ -100,11 +101,11 @@ def no_expiry(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_deadline(patch: pytest.MonkeyPatch) -> None:
-    def never(real: Callable[..., Any], table: FetchTable, fetch: Any, now: float) -> None:
-        real(table, fetch, now)
+    def never(real: Callable[..., Any], fetch: Fetch, now: float) -> None:
+        real(fetch, now)
         fetch.deadline = now + 1e6
 
-    around(patch, FetchTable, "_hurry", never)
+    around(patch, Fetch, "hurry", never)
 
 
 MUTANTS = [
