@@ -30,7 +30,7 @@ from kv_transfer.planes import DataPlane
 from kv_transfer.rank_link import RankLink
 from kv_transfer.tickets import refusal, signed
 from wire.config import TransferConfig
-from wire.errors import Incompatible, KvrelayError
+from wire.errors import Incompatible, KvrelayError, PeerLost
 from wire.transfer import Fingerprint, KvTransferParams
 
 __all__ = ["Desk"]
@@ -229,8 +229,9 @@ class Desk:
         with self._lock:
             self._peers.take_leave()
             self._words.close()
-        self._control.close(JOIN_S)
+        # The planes first: who finds nobody at our address takes it that nothing of ours is on its way any more.
         self._planes.close(JOIN_S)
+        self._control.close(JOIN_S)
 
     # Called from the control thread.
 
@@ -266,7 +267,12 @@ class Desk:
     def gone(self, peer: PeerKey) -> None:
         """Reader: the connection to a source has ended."""
         with self._turn():
-            self._peers.gone(peer)
+            self._peers.gone(peer, time.monotonic())
+
+    def vanished(self, peer: PeerKey) -> None:
+        """Reader: nobody listens at a source's address any more."""
+        with self._turn():
+            self._peers.vanished(peer, time.monotonic())
 
     def beat(self, now: float) -> float:
         """Leases that end, fetches that are late, peers to hear from. Returns seconds until something is due."""
@@ -289,13 +295,15 @@ class Desk:
         """All bytes of a read are in."""
         with self._turn():
             self._fetches.read_ended(read_id, time.monotonic())
-            self._peers.retire(peer)
+            self._peers.read_over(peer)
 
     def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
         """A read broke."""
         with self._turn():
+            if isinstance(error, PeerLost):
+                self._peers.way_lost(peer)
             self._fetches.read_failed(read_id, error, time.monotonic(), in_flight=in_flight)
-            self._peers.retire(peer)
+            self._peers.read_over(peer)
 
     def serving(self) -> bool:
         """Whether peers may be reading from here: leases are out, or a reader has said something lately."""

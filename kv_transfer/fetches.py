@@ -18,8 +18,9 @@ Growth. A growing ticket names all its blocks, of which the first `ready` can be
 announced since the last one, and the fetch ends when the KV is complete and read. Until then its deadline is that of
 the source's next renewal: the prompt is being computed, and may take as long as it takes.
 
-The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the transfer was seen done or
-disconnected: NIXL hands back a cancelled handle and goes on writing (seen: 969 of 1024 MiB landed after the release).
+The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the plane has said that nothing
+of it can land any more (kv_transfer/planes.py): NIXL hands back a cancelled handle and goes on writing (seen: 969 of
+1024 MiB landed after the release). A peer that is lost meanwhile may be met again; the READ stays its own.
 """
 
 from __future__ import annotations
@@ -120,6 +121,10 @@ class FetchTable:
         self._ready.add(peer)
         for fetch in self._of(peer):
             self._start(fetch, now)
+
+    def peer_not_ready(self, peer: PeerKey) -> None:
+        """Until `peer_ready` no READ from this peer is posted; what waits for it goes on waiting."""
+        self._ready.discard(peer)
 
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
         """This peer will not answer any more. Its reads in flight end by themselves."""

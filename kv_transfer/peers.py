@@ -2,6 +2,12 @@
 
 Owns the table of peers and what is said to each; no lock, no clock and no threads. The desk calls with its lock held,
 and says in `now` what its clock says. What a lost peer means for a fetch is the fetches' to say.
+
+Three things that end apart from one another. The *connection* to a peer: its fetches fail, and the next one dials
+again. The *plane's* way to it, which only the plane can see: it is joined anew, when no READ is on the old way. And the
+*process*: it is gone only if somebody else answers for it, or its host says that nobody listens there any more. A peer
+whose READ hangs is remembered for as long as it does, and dialled with every heartbeat: it may need our word to go on
+sending, and nobody else tells us that its process is gone.
 """
 
 from __future__ import annotations
@@ -35,16 +41,23 @@ RENEW_BATCH = 1000
 class _Peer:
     """A process that we read from, or are about to, or did."""
 
-    answer_by: float
+    answer_by: float = 0.0
     welcomed: bool = False
-    renew_at: float = 0.0
+    due: float = 0.0
+    """The next heartbeat of one that is welcomed; the next attempt to dial of one that is lost."""
     lost: KvrelayError | None = None
+    vanished: bool = False
+    """The process is gone for certain."""
     words: HeldWords | None = None
     """Its leases, if it runs on this host."""
     plane: str = ""
     """The plane that we read through, or are about to."""
+    sources: list[tuple[int, Source]] = field(default_factory=list)
+    """Which rank of ours reads what through it."""
+    joined: bool = False
+    """The plane can read, as far as is known."""
     choices: list[tuple[str, list[tuple[int, Source]]]] = field(default_factory=list)
-    """Planes that were not tried yet, the best first; and which rank of ours reads what."""
+    """Planes that were not tried yet, the best first; and their sources."""
     missed: dict[str, str] = field(default_factory=dict)
     """Planes that one of us does not have, or that did not work; and why."""
 
@@ -69,11 +82,12 @@ class Peers:
         """A request is watched whose KV this peer has: its lease is cared for from now on, or its fetch is doomed."""
         known = self._peers.get(peer)
         if known is None:
-            # Whoever does not answer for a lease has let it run out, too.
-            self._peers[peer] = _Peer(answer_by=now + self._config.lease_s)
-            self._control.dial(peer, self._hello)
-        elif known.lost is not None:
+            known = self._peers[peer] = _Peer()
+            self._dial(peer, known, now)
+        elif known.lost is not None and known.vanished:
             self._fetches.doom(request_id, known.lost)
+        elif known.lost is not None:
+            self._dial(peer, known, now)
         elif known.welcomed:
             self._renew(peer, [lease], now)
             self._control.say(peer, Follow(lease))
@@ -119,72 +133,114 @@ class Peers:
         elif isinstance(message, Grown):
             self._fetches.grown(peer, message.lease, message.ready, message.completion, now)
         elif isinstance(message, Refused):
-            self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"))
+            self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now)
         elif isinstance(message, Welcome) and not known.welcomed:
             self._be_welcomed(peer, known, message, now)
 
-    def gone(self, peer: PeerKey) -> None:
-        """The connection to this peer has ended."""
-        self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} has ended or was refused"))
+    def gone(self, peer: PeerKey, now: float) -> None:
+        """The connection to this peer has ended, or could not be made."""
+        self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} has ended or was refused"), now)
+        if self._fetches.reading(peer):
+            self._control.knock(peer)
+
+    def vanished(self, peer: PeerKey, now: float) -> None:
+        """The process of this peer is gone for certain."""
+        known = self._peers.get(peer)
+        if known is None or known.vanished:
+            return
+        known.vanished = True
+        if known.plane:
+            self._planes[known.plane].peer_gone(peer)
+        self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
 
     def beat(self, now: float) -> float:
-        """Renew what is due, and lose who has not answered. Returns the second at which something is due again."""
+        """Say what is due, and lose who has not answered. Returns the second at which something is due again."""
         for peer, known in list(self._peers.items()):
-            if known.lost is None and known.welcomed and now >= known.renew_at:
-                self._renew_all(peer, now)
-                known.renew_at = now + self._config.heartbeat_s
-            elif known.lost is None and not known.welcomed and now >= known.answer_by:
+            if known.lost is not None:
+                if now >= known.due and not known.vanished:
+                    self._dial(peer, known, now)
+            elif known.welcomed:
+                if now >= known.due:
+                    known.due = now + self._config.heartbeat_s
+                    self._renew_all(peer, now)
+            elif now >= known.answer_by:
                 waited_s = self._config.lease_s
-                self._lose(peer, PeerLost(f"no answer from {peer.host}:{peer.port} within {waited_s:g} s"))
-        due = (p.renew_at if p.welcomed else p.answer_by for p in self._peers.values() if p.lost is None)
-        return min(due, default=float("inf"))
+                self._lose(peer, PeerLost(f"no answer from {peer.host}:{peer.port} within {waited_s:g} s"), now)
+        return min(map(_due, self._peers.values()), default=float("inf"))
 
     # What the planes tell.
 
     def joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
         """The plane can read from a peer, or cannot."""
-        if error is not None:
-            self._try_next_plane(peer, error)
-        elif peer in self._peers and self._peers[peer].lost is None:
-            log.info("KV of %s:%d comes by %s", peer.host, peer.port, self._peers[peer].plane)
-            self._fetches.peer_ready(peer, now)
-
-    def retire(self, peer: PeerKey) -> None:
-        """Forget a lost peer, once nothing of it can land here any more."""
         known = self._peers.get(peer)
-        if known is not None and known.lost is not None and not self._fetches.reading(peer):
+        if known is None or known.lost is not None:
+            return
+        if error is not None:
+            self._try_next_plane(peer, known, error, now)
+            return
+        log.info("KV of %s:%d comes by %s", peer.host, peer.port, known.plane)
+        known.joined = True
+        self._fetches.peer_ready(peer, now)
+
+    def way_lost(self, peer: PeerKey) -> None:
+        """The plane has lost its way to a peer, which may be there all the same: no READ starts on this way."""
+        if peer in self._peers:
+            self._peers[peer].joined = False
+            self._fetches.peer_not_ready(peer)
+
+    def read_over(self, peer: PeerKey) -> None:
+        """A READ from this peer has ended. Without any, a lost peer is forgotten, and a lost way looked for anew."""
+        known = self._peers.get(peer)
+        if known is None or self._fetches.reading(peer):
+            return
+        if known.lost is not None:
             del self._peers[peer]
             if known.plane:
                 self._planes[known.plane].drop_peer(peer)
+        elif known.welcomed and not known.joined and known.plane:
+            self._planes[known.plane].drop_peer(peer)
+            self._planes[known.plane].add_peer(peer, known.sources)
 
     # Meeting.
 
-    def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
-        where, ours = f"{peer.host}:{peer.port}", self._hello.fingerprint
-        difference = ours.difference(welcome.fingerprint)
-        if difference is not None:
-            self._lose(peer, Incompatible(f"{where}: {difference}; both nodes need the same model and KV settings"))
-        elif welcome.generation != peer.generation:
-            self._lose(
-                peer, PeerLost(f"{where} has restarted: the KV is of {peer.generation}, it is {welcome.generation} now")
-            )
-        else:
-            known.welcomed, known.renew_at = True, now + self._config.heartbeat_s
-            if welcome.lease_words is not None:
-                with contextlib.suppress(TransferError):  # another host, or another user: we ask
-                    known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
-            leases = self._fetches.leases(peer)
-            self._renew(peer, leases, now)
-            for lease in leases:
-                self._control.say(peer, Follow(lease))  # also of complete KV: it may have had another reader
-            self._join(peer, known, welcome)
+    def _dial(self, peer: PeerKey, known: _Peer, now: float) -> None:
+        # Whoever does not answer for a lease has let it run out, too.
+        known.lost, known.welcomed, known.answer_by = None, False, now + self._config.lease_s
+        self._control.dial(peer, self._hello)
 
-    def _join(self, peer: PeerKey, known: _Peer, welcome: Welcome) -> None:
+    def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
+        where = f"{peer.host}:{peer.port}"
+        if welcome.generation != peer.generation:
+            restarted = f"{where} has restarted: the KV is of {peer.generation}, it is {welcome.generation} now"
+            self._lose(peer, PeerLost(restarted), now)
+            self.vanished(peer, now)
+            return
+        difference = self._hello.fingerprint.difference(welcome.fingerprint)
+        if difference is not None:
+            differs = f"{where}: {difference}; both nodes need the same model and KV settings"
+            self._lose(peer, Incompatible(differs), now)
+            return
+        known.welcomed, known.due = True, now + self._config.heartbeat_s
+        if welcome.lease_words is not None and known.words is None:
+            with contextlib.suppress(TransferError):  # another host, or another user: we ask
+                known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
+        leases = self._fetches.leases(peer)
+        self._renew(peer, leases, now)
+        for lease in leases:
+            self._control.say(peer, Follow(lease))  # also of complete KV: it may have had another reader
+        if not known.plane:
+            self._join(peer, known, welcome, now)
+        elif known.joined:  # we were here before, and a READ is still on this way
+            self._fetches.peer_ready(peer, now)
+        else:
+            self.read_over(peer)
+
+    def _join(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
         """Through the best plane that both have."""
         try:
             known.choices = self._planes.shared(welcome)
         except Incompatible as error:
-            self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"))
+            self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"), now)
             return
         known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
         shared = {kind for kind, _ in known.choices}
@@ -192,19 +248,19 @@ class Peers:
         known.missed |= dict.fromkeys(absent, "the node that is read does not have it; its log says why")
         theirs = ", ".join(welcome.ranks[0].planes) or "none"
         both = f"{', '.join(self._planes)} here and {theirs} there"
-        self._try_next_plane(peer, Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}"))
+        none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
+        self._try_next_plane(peer, known, none, now)
 
-    def _try_next_plane(self, peer: PeerKey, error: KvrelayError) -> None:
+    def _try_next_plane(self, peer: PeerKey, known: _Peer, error: KvrelayError, now: float) -> None:
         """`error` is why there is none so far."""
-        known = self._peers.get(peer)
-        if known is None or known.lost is not None or not known.choices:
-            self._lose(peer, error)
+        if not known.choices:
+            self._lose(peer, error, now)
             return
         if known.plane:
             known.missed[known.plane] = error.message
             log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
-        known.plane, sources = known.choices.pop(0)
-        self._planes[known.plane].add_peer(peer, sources)
+        known.plane, known.sources = known.choices.pop(0)
+        self._planes[known.plane].add_peer(peer, known.sources)
 
     # Caring for leases.
 
@@ -227,13 +283,18 @@ class Peers:
 
     # Losing.
 
-    def _lose(self, peer: PeerKey, error: KvrelayError) -> None:
+    def _lose(self, peer: PeerKey, error: KvrelayError, now: float) -> None:
         known = self._peers.get(peer)
         if known is None or known.lost is not None:
             return
-        known.lost = error
+        known.lost, known.due = error, now + self._config.heartbeat_s
         self._fetches.peer_lost(peer, error)
         self._control.hang_up(peer)
-        if known.plane:
-            self._planes[known.plane].peer_gone(peer)
-        self.retire(peer)
+        self.read_over(peer)
+
+
+def _due(peer: _Peer) -> float:
+    """When there is something to do about it."""
+    if peer.lost is not None and peer.vanished:
+        return float("inf")
+    return peer.due if peer.lost is not None or peer.welcomed else peer.answer_by

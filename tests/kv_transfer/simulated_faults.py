@@ -70,6 +70,8 @@ def simulation(world: World) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "time", CLOCK))
         stack.enter_context(mock.patch.object(kv_transfer.desk, "ControlThread", SimulatedControl))
         stack.enter_context(mock.patch.object(kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread))
+        # Longer than a READ of this world takes, also if its source is stopped meanwhile.
+        stack.enter_context(mock.patch.object(kv_transfer.planes, "BROKEN_S", 20.0))
         for module in (kv_transfer.peers, kv_transfer.planes, engine_process):
             stack.enter_context(mock.patch.object(module, "log", mock.Mock()))
         yield
@@ -144,7 +146,7 @@ class Schedule:
             world.disturbed_until(world.now)
             return False
         alive = [node for node in world.nodes if node.alive]
-        if any(node.plane.transfers for node in alive):
+        if any(node.plane.delays() for node in alive):
             world.disturbed_until(world.now)  # a READ that takes long is a fault, too
         if not world.events or world.now >= world.calm_at + FREE_WITHIN_S:
             return True

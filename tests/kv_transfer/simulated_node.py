@@ -261,7 +261,7 @@ class SimulatedNode(EngineProcess):
                 pass
 
     def _forsake(self, ticket: KvTransferParams, reason: str) -> None:
-        """A source that cannot be told (or is not, as long as a READ hangs) keeps the KV for a lease."""
+        """A source that cannot be told keeps the KV for a lease."""
         source = self.world.listening.get((ticket.remote_host or "", ticket.remote_port or 0))
         if source is None or not reason.startswith("PeerLost"):
             return
