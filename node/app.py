@@ -22,7 +22,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from node.engine_client import EngineClient
+from node.engine_client import EngineClient, Updates
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
@@ -209,23 +209,26 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
     tokens, error = 0, None
     last: RequestUpdate | None = None
-    updates = node.engine.updates(leg.submit)
+    updates: Updates | None = None
     try:
-        opening = leg.opening_frame()
-        if opening is not None:
-            if leg.done and leg.submit.fetch is not None:
-                node.engine.give_up(leg.submit)
+        for opening in leg.opening_frames():
+            if leg.done and leg.unneeded is not None:
+                node.engine.give_up(leg.unneeded)
             yield opening
-        while not leg.done:
+        if not leg.done:
+            updates = node.engine.start_requests(leg.submits)
+        while updates is not None and not leg.done:
             # Only around the waiting: a timeout must not be left open across a yield, which may resume in another task.
             async with asyncio.timeout_at(deadline):
-                update, load = await anext(updates)
+                update, load = await updates.next()
             last = update
             tokens += len(update.token_ids)
             if first_token_s is None and update.token_ids:
                 first_token_s = time.monotonic() - began
             for frame in leg.frames(update, load):
                 yield frame
+            if leg.over(update.request_id):
+                updates.stop(update.request_id)
     except KvrelayError as why:
         error = why.message
         yield leg.error(why)
@@ -234,9 +237,10 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
         error = f"not done within {limit:g} s"
         yield leg.error(DeadlineExceeded(f"the request was {error}; ask for fewer tokens or raise request_deadline_s"))
     finally:
-        await updates.aclose()
+        if updates is not None:
+            updates.close()
         if last is not None and last.held is not None and leg.finish is Finish.STOP:
-            node.engine.release(leg.submit.request_id)  # a stop string ended it: no decode node will come
+            node.engine.release(last.request_id)  # a stop string ended it: no decode node will come
         _account(node, leg, call, time.monotonic() - began, first_token_s, tokens, last, error)
 
 
@@ -253,8 +257,8 @@ def _account(
     """Metrics and the one log line of a request."""
     finish = leg.finish or Finish.ABORT
     timing = leg.timing
-    if timing is not None and (last is None or last.finish is None):
-        # It ended here and not in the engine, which has told of its beginning only.
+    if timing is not None and (last is None or last.timing is not timing or last.finish is None):
+        # It ended here and not in the engine, which has told of its beginning only; or another choice was the last.
         decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
         timing = msgspec.structs.replace(timing, decode_s=decode_s)
     if node.metrics is not None:
@@ -267,7 +271,7 @@ def _account(
         "%s %s prompt=%d cached=%d out=%d%s total_ms=%.2f%s",
         call.response_id,
         finish,
-        len(leg.submit.prompt_token_ids),
+        leg.writer.prompt_tokens,
         last.cached_tokens if last is not None else 0,
         tokens,
         "".join(f" {name}_ms={stages[name]:.2f}" for name in STAGES if name in stages),
