@@ -180,12 +180,20 @@ class EngineProcess:
     def _submit(self, submit: Submit) -> None:
         try:
             self._check(submit)
-            self.engine.scheduler.add(Request.of(submit, time.monotonic()))
+            request = Request.of(submit, time.monotonic())
+            if submit.fetch is not None:
+                self.connector.watch(submit.request_id, submit.fetch)
+            self._queue(request)
         except ValueError as why:
             self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
-            return
-        if submit.fetch is not None:
-            self.connector.watch(submit.request_id, submit.fetch)
+
+    def _queue(self, request: Request) -> None:
+        try:
+            self.engine.scheduler.add(request)
+        except ValueError:
+            if request.fetch is not None:
+                self.connector.cancel(request.request_id)
+            raise
 
     def _check(self, submit: Submit) -> None:
         """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine."""
