@@ -22,6 +22,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from node.compiling import COMPILE_DEADLINE_S
 from node.engine_client import EngineClient, Updates
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
@@ -45,6 +46,7 @@ from wire.errors import (
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
+from wire.sampling import Constraint
 
 __all__ = ["Node", "create_app"]
 
@@ -177,6 +179,7 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
         leg, parsed = await asyncio.to_thread(serving.leg, call)
     else:
         leg, parsed = serving.leg(call)
+    await _check_constraint(serving, leg.submits[0].params.constraint if leg.submits else None)
     frames = _frames(node, leg, call)
     wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     headers = {LOAD_HEADER: node.engine.load.header()}
@@ -201,6 +204,19 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
         return Response(status_code=499)
     status, content = answer
     return Response(content, status, headers, "application/json")
+
+
+async def _check_constraint(serving: Serving, constraint: Constraint | None) -> None:
+    """Whether what an answer must match can be followed. Raises RequestError."""
+    if constraint is None or serving.knows(constraint):
+        return
+    try:
+        await asyncio.wait_for(asyncio.to_thread(serving.compile, constraint), COMPILE_DEADLINE_S)
+    except TimeoutError as why:
+        raise RequestError(
+            f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile; make it simpler",
+            param=constraint.field,
+        ) from why
 
 
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:

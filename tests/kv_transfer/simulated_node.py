@@ -131,6 +131,8 @@ class SimulatedNode(EngineProcess):
         self._updates, self._stopping, self._stats_due, self._pulse_due, self._reported = [], False, 0.0, 0.0, None
         self.engine = _Engine(self.device)
         self._probes = SimpleNamespace(heard=lambda event: False)  # type: ignore[assignment]
+        no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
+        self._compiling = no_grammars  # type: ignore[assignment]
         with self.at_work():
             region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
             config = TransferConfig(

@@ -36,6 +36,18 @@ class FakeConnector:
         self.watched.remove(request_id)
 
 
+class _Engine(Engine):
+    """The real one, as far as requests come in."""
+
+    def __init__(self) -> None:
+        self.max_model_len = 99
+        self.model = SimpleNamespace(vocab_size=300, eos_token_ids=())  # type: ignore[assignment]
+        self.pool = SimpleNamespace(block_tokens=16)  # type: ignore[assignment]
+        self.scheduler = Scheduler(
+            BlockPool(33), block_tokens=16, max_batched_tokens=64, max_running=4, max_model_len=99, eos_token_ids=()
+        )
+
+
 class Process(EngineProcess):
     """Without sockets, device and model."""
 
@@ -43,11 +55,7 @@ class Process(EngineProcess):
         self.fake = FakeConnector()
         self.connector = cast(Connector, self.fake)
         self._updates = []
-        scheduler = Scheduler(
-            BlockPool(33), block_tokens=16, max_batched_tokens=64, max_running=4, max_model_len=99, eos_token_ids=()
-        )
-        model, pool = SimpleNamespace(vocab_size=300), SimpleNamespace(block_tokens=16)
-        self.engine = cast(Engine, SimpleNamespace(scheduler=scheduler, model=model, pool=pool, max_model_len=99))
+        self.engine = _Engine()
 
     def submit(self, request_id: str, fetch: KvTransferParams | None = TICKET) -> list[RequestUpdate]:
         self._submit(Submit(request_id, [7] * 20, SamplingParams(max_tokens=4, seed=1), fetch=fetch))
