@@ -301,12 +301,13 @@ def _account(
         node.metrics.ended(finish, total_s, tokens, timing, not_fetched=not_fetched)
     stages = {} if timing is None else stages_ms(timing)
     log.info(
-        "%s %s prompt=%d cached=%d out=%d%s total_ms=%.2f%s",
+        "%s %s prompt=%d cached=%d out=%d%s%s total_ms=%.2f%s",
         call.response_id,
         finish,
         leg.writer.prompt_tokens,
         last.cached_tokens if last is not None else 0,
         tokens,
+        f" drafted={timing.draft_tokens} accepted={timing.accepted_tokens}" if timing and timing.draft_tokens else "",
         "".join(f" {name}_ms={stages[name]:.2f}" for name in STAGES if name in stages),
         total_s * 1e3,
         f" error={error}" if error else "",
