@@ -88,7 +88,8 @@ def test_a_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (129, "129 choices, and the limit of one request is 128")]
+    ("n", "words"),
+    [(0, "n must be at least 1"), (-1, "at least 1"), (129, "129 choices, and the limit of one request is 128")],
 )
 def test_n_has_bounds(n: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
