@@ -152,13 +152,12 @@ def _shrink(
     column = rest % (C // BC) * BC + tl.arange(0, BC)
     row = rest // (C // BC) * BM + tl.arange(0, BM)
     inside = row < count
-    # Uploaded before the step began: no kernel writes it.
-    adapter = tl.load(adapters + row, mask=inside, other=-1)
-    highest = tl.max(adapter)
-    lowest = tl.min(tl.where(adapter < 0, highest, adapter))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    adapter = tl.load(adapters + row, mask=inside, other=-1)
+    highest = tl.max(adapter)
+    lowest = tl.min(tl.where(adapter < 0, highest, adapter))
     if highest >= 0:
         steps: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
         rows = x + row.to(tl.int64)[:, None] * x_stride
@@ -214,12 +213,12 @@ def _expand(
     here = column < width
     column += first
     inside = row < count
-    adapter = tl.load(adapters + row, mask=inside, other=-1)
-    highest = tl.max(adapter)
-    lowest = tl.min(tl.where(adapter < 0, highest, adapter))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    adapter = tl.load(adapters + row, mask=inside, other=-1)
+    highest = tl.max(adapter)
+    lowest = tl.min(tl.where(adapter < 0, highest, adapter))
     if highest >= 0:
         outputs: tl.constexpr = N0 + N1 + N2
         total = tl.zeros((BM, BN), tl.float32)

@@ -78,8 +78,7 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._updates: list[RequestUpdate] = []
         self._stopping = False
-        self._stats_due = 0.0
-        self._pulse_due = 0.0
+        self._stats_due = self._pulse_due = 0.0
         self._reported: EngineStats | None = None
 
         ranks = join_as_rank_0(config.engine)
@@ -190,9 +189,13 @@ class EngineProcess:
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
+        watched = False
         try:
             self.engine.check(submit)
             request = self.engine.request(submit, time.monotonic())
+            if submit.fetch is not None:
+                self.connector.watch(submit.request_id, submit.fetch)
+            watched = submit.fetch is not None
             if (unlike := self._adapters.unlike(request)) is not None and not self._kv_left(request, unlike):
                 return
             if submit.params.constraint is None:
@@ -203,14 +206,11 @@ class EngineProcess:
         except (ValueError, AdapterNotLoaded) as why:
             update = RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why))
             self._updates.append(msgspec.structs.replace(update, lacks_adapter=isinstance(why, AdapterNotLoaded)))
-            return
-        if request.fetch is not None:
-            self.connector.watch(submit.request_id, request.fetch)
+            if watched:
+                self.connector.cancel(submit.request_id)
 
     def _kv_left(self, request: Request, unlike: str) -> bool:
         """A request that is new leaves its KV where it is, for this reason; whether it goes on without."""
-        assert request.fetch is not None
-        self.connector.watch(request.request_id, request.fetch)
         self.connector.cancel(request.request_id)
         log.warning("request %s: KV not fetched: %s", request.request_id, unlike)
         request.fetch, request.fetch_error = None, f"Incompatible: {unlike}"
@@ -333,8 +333,9 @@ class EngineProcess:
             fetch_error=request.fetch_error,
             error=error,
             refused=error is not None and request.params.constraint is not None and request.fetch_error is None,
+            prompt_logprobs=request.prompt_logprobs or None,
         )
-        request.new_tokens, request.new_logprobs = [], []
+        request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
         return update
 
     def _completed(self, request: Request) -> KvTransferParams | None:

@@ -1,4 +1,4 @@
-"""What the engine process says of itself twice a second: counters and gauges of its engine, transfers and adapters."""
+"""What an engine process reports: the numbers of its engine, scheduler, connector and adapters in one value."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads) -> En
         generated_tokens=counters.generated_tokens,
         preemptions=scheduler.preemptions,
         forked_blocks=scheduler.forked_blocks,
+        drafts=scheduler.speculation.drafts,
+        draft_tokens=scheduler.speculation.draft_tokens,
+        accepted_tokens=scheduler.speculation.accepted_tokens,
         fetches=transfers.fetches,
         fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=adapters.unlike_kv)),
         fetch_retries=transfers.retries,

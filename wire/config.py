@@ -24,6 +24,9 @@ __all__ = [
 
 MIN_SECRET_CHARS = 16
 MAX_LORA_RANK = 512
+# Each proposal costs a row of a step, whether it comes true or not.
+MAX_SPECULATIVE_TOKENS = 32
+MAX_NGRAM = 16
 
 
 class Role(enum.StrEnum):
@@ -114,6 +117,13 @@ class EngineConfig:
     """Reuse the KV of equal prefixes."""
     batch_invariant: bool = False
     """Fixed tiles and splits: tokens do not depend on the batch. (The CPU path always is.)"""
+    speculative_tokens: int = 0
+    """Tokens that a decode step proposes per request at most, by looking its newest ones up in its own text, and checks
+    in the same step; the answer stays the same. 0 proposes none."""
+    ngram_max: int = 4
+    """Longest run of newest tokens that speculative_tokens looks up."""
+    ngram_min: int = 2
+    """Shortest run of newest tokens that speculative_tokens looks up."""
     threads: int = 0
     """CPU threads of the engine; 0 takes all cores of this machine."""
     lora: tuple[str, ...] = ()
@@ -181,6 +191,15 @@ class EngineConfig:
         _require(
             self.max_model_len >= 0,
             f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
+        )
+        _require(
+            0 <= self.speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            f"speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.speculative_tokens}",
+        )
+        _require(
+            1 <= self.ngram_min <= self.ngram_max <= MAX_NGRAM,
+            f"ngram_min and ngram_max must be between 1 and {MAX_NGRAM}, the first not above the second, got "
+            f"{self.ngram_min} and {self.ngram_max}",
         )
         _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
 
@@ -311,6 +330,8 @@ class NodeConfig:
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
+    trust_request_chat_template: bool = False
+    """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
     tool_call_parser: str = ""
     """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
     reasoning_parser: str = ""

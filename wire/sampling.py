@@ -57,8 +57,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling of one choice. Token i is a function of (logits, these values, i): see kernels/philox.py.
 
     `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1 are off;
-    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely. Of each of
-    `bad_words` the last token never follows the others.
+    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely; `prompt_logprobs`
+    means the same of the prompt's tokens from the second one on. Of each of `bad_words` the last token never follows
+    the others.
     """
 
     max_tokens: int
@@ -79,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     constraint: Constraint | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
     def check(self, vocab_size: int) -> SamplingParams:
         """Return self, or raise RequestError naming the field, its value and its limits."""
@@ -116,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         _at_most("bad_words", sum(map(len, self.bad_words)))
         for token in itertools.chain(*self.bad_words):
             _within("bad_words", token, 0, vocab_size - 1)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         return self
 
 
