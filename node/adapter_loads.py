@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from paged_engine.adapters import Reading
+from paged_engine.adapters import Reading, slots_in_use
 from paged_engine.engine import Engine
 from paged_engine.request import Request
 from wire.engine_messages import (
@@ -73,9 +73,7 @@ class AdapterLoads:
                 self._send(AdapterLoaded(ask.load_id, adapters.finish(reading)))
             except ConfigError as why:
                 self._refuse(ask, why.message)
-        adapters.remove_unused(
-            lambda: set.union(*self._engine.scheduler.adapters(), {request.adapter_slot for request in waiting})
-        )
+        adapters.remove_unused([*self._engine.scheduler.live, *waiting] if adapters.slots.ending else ())
 
     @property
     def loaded(self) -> list[AdapterFacts]:
@@ -89,7 +87,7 @@ class AdapterLoads:
         found = [self._engine.adapters.named(facts.name) for facts in self.loaded]
         running, waiting = (
             sorted(each.facts.name for each in found if each is not None and each.slot in slots)
-            for slots in self._engine.scheduler.adapters()
+            for slots in slots_in_use(self._engine.scheduler.live)
         )
         return running, waiting
 

@@ -8,7 +8,7 @@ request: which of them use a slot is the scheduler's to say.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,11 +20,21 @@ from paged_engine.adapter_slots import AdapterSlots, Loaded
 from paged_engine.lora_files import Adapter, read_adapter
 from paged_engine.model_config import ModelConfig
 from paged_engine.ranks import Ranks
+from paged_engine.request import Request, State
 from wire.config import EngineConfig
 from wire.engine_messages import AdapterFacts
 from wire.errors import ConfigError
 
-__all__ = ["ABOUT_ADAPTERS", "AdapterReader", "AdapterStore", "Adapters", "FollowedAdapters", "Reading", "slots_of"]
+__all__ = [
+    "ABOUT_ADAPTERS",
+    "AdapterReader",
+    "AdapterStore",
+    "Adapters",
+    "FollowedAdapters",
+    "Reading",
+    "slots_in_use",
+    "slots_of",
+]
 
 # Before rank 0's messages about adapters; see `_ASIDE` in paged_engine/engine.py.
 ABOUT_ADAPTERS = b"\xc1\xc1"
@@ -171,11 +181,11 @@ class Adapters:
         self.slots.fill(reading.slot, reading.facts)
         return reading.facts
 
-    def remove_unused(self, used: Callable[[], Collection[int]]) -> None:
+    def remove_unused(self, live: Iterable[Request]) -> None:
         """Free the slots of adapters that have ended, once no live request uses them."""
         if not self.slots.ending:
             return
-        for slot in self.slots.free_unused(used()):
+        for slot in self.slots.free_unused(set.union(*slots_in_use(live))):
             self._tell(_Remove(slot))
             self._store.remove(slot)
 
@@ -205,6 +215,16 @@ class FollowedAdapters:
                     self._store.install(slot, reading.prepared)
             case _Remove(slot):
                 self._store.remove(slot)
+
+
+def slots_in_use(requests: Iterable[Request]) -> tuple[set[int], set[int]]:
+    """Slots of the adapters of requests: of those that run or fetch, and of those that wait."""
+    running: set[int] = set()
+    waiting: set[int] = set()
+    for request in requests:
+        if request.adapter is not None:
+            (waiting if request.state is State.WAITING else running).add(request.adapter.slot)
+    return running, waiting
 
 
 def _install_given(store: AdapterStore, given: Sequence[Adapter]) -> None:

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from paged_engine.adapters import AdapterStore, slots_of
 from paged_engine.before_loading import compute_dtype
-from paged_engine.blocks import NULL_BLOCK
 from paged_engine.decoder import Decoder
 from paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
 from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
@@ -34,7 +32,7 @@ from paged_engine.rank_steps import RankMasks, RankStep
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Chunk, ScoredRows
-from paged_engine.step_values import ROW_FIELDS, Slots, SlotState, StepValues
+from paged_engine.step_values import Slots, SlotState, StepValues, null_step
 from wire.config import EngineConfig
 from wire.errors import ConfigError
 from wire.outputs import TokenLogprobs
@@ -392,22 +390,7 @@ class GpuRunner:
         return (-1,) if self.adapters is None else (-1, 0)
 
     def _run_dummy(self, counts: Sequence[int], adapter: int) -> None:
-        counts = sorted(counts, key=lambda count: count > 1)
-        total, sequences = sum(counts), len(counts)
-        rows = np.zeros((ROW_FIELDS, total), np.int32)
-        rows[1] = -1
-        rows[2] = np.concatenate([np.arange(count) for count in counts])
-        rows[3], rows[4], rows[5] = NULL_BLOCK, rows[2] % self._block_tokens, adapter
-        values = StepValues(
-            rows=rows,
-            sequences=np.stack((np.arange(sequences), np.array(counts), np.zeros(sequences))).astype(np.int32),
-            counts=np.array(counts, np.int32),
-            new_blocks=np.zeros((2, 0), np.int32),
-            sampled_rows=(np.cumsum(counts) - 1).astype(np.int32),
-            sampled_slots=np.arange(sequences, dtype=np.int32),
-            scored_rows=np.zeros(0, np.int32),
-        )
-        step, slots = self._uploads.chunks(values)
+        step, slots = self._uploads.chunks(null_step(counts, self._block_tokens, adapter))
         self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))
 
 

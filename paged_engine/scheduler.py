@@ -381,14 +381,10 @@ class Scheduler:
             total_blocks=self.pool.total,
         )
 
-    def adapters(self) -> tuple[set[int], set[int]]:
-        """Slots of the adapters that live requests use: of those that run or fetch, and of those that wait."""
-        running: set[int] = set()
-        waiting: set[int] = set()
-        for request in self._requests.values():
-            if request.adapter is not None:
-                (waiting if request.state is State.WAITING else running).add(request.adapter.slot)
-        return running, waiting
+    @property
+    def live(self) -> Collection[Request]:
+        """All requests that have not ended."""
+        return self._requests.values()
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""

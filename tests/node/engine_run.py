@@ -70,7 +70,7 @@ def main() -> None:
     if engine.adapters is not None:
         for facts in engine.adapters.slots.loaded:
             engine.adapters.slots.retire(facts.name)
-        engine.adapters.remove_unused(lambda: set.union(*engine.scheduler.adapters()))
+        engine.adapters.remove_unused(engine.scheduler.live)
         assert not engine.adapters.slots.ending
     engine.close()
     print(json.dumps({"tokens": [r.token_ids[r.prompt_tokens :] for r in requests], "logprobs": logprobs}))

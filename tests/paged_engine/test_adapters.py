@@ -159,7 +159,7 @@ def load(engine: Engine, name: str, path: Path, *, in_place: bool = False) -> Ad
 
 def test_loaded_and_unloaded_while_requests_run(base, two):
     engine = make(base, max_loras=1, allow_runtime_lora=True)
-    adapters, used = engine.adapters, lambda: set.union(*engine.scheduler.adapters())
+    adapters, live = engine.adapters, engine.scheduler.live
     assert adapters is not None
     plain = ask(engine, "plain", prompt(40), max_tokens=60)
     load(engine, "x", two[0])
@@ -173,13 +173,13 @@ def test_loaded_and_unloaded_while_requests_run(base, two):
     new = ask(engine, "new", prompt(40), "x")
     with pytest.raises(ValueError, match="still run"):
         adapters.begin("x", str(two[0]), in_place=True, done=lambda: None)
-    adapters.remove_unused(used)
+    adapters.remove_unused(live)
     assert adapters.slots.ending
     adapters.slots.retire("x")
     with pytest.raises(LookupError, match="not loaded"):
         ask(engine, "late", prompt(4), "x")
     drain(engine)
-    adapters.remove_unused(used)
+    adapters.remove_unused(live)
     assert not adapters.slots.ending
     assert sorted(adapters.slots._free) == [0, 1]
     assert not any(linear.slots for sites in engine._runner._decoder.sites() for linear in sites.values())

@@ -163,4 +163,4 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
         adapted.adapters.finish(reading)
         got = answers(adapted, [1], ("x",) * 5)[1]
         assert got == answers(engine(base, lora=(f"x={path}",), prefix_cache=False), [1], ("x",) * 5)[1]
-        adapted.adapters.remove_unused(lambda: set.union(*adapted.scheduler.adapters()))
+        adapted.adapters.remove_unused(adapted.scheduler.live)
