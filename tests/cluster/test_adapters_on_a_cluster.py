@@ -91,6 +91,10 @@ def test_a_hand_over_gives_what_one_node_gives(cluster):
         again = answer(cluster.url, name)  # with the prefix cached on both nodes
         assert said(again) == answers[name]
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+    several = {"n": 2, "temperature": 0.9, "seed": 4, "model": "two"}
+    choices = [[c["text"] for c in answer(url, **several)["choices"]] for url in (cluster.url, alone)]
+    assert choices[0] == choices[1]
+    assert choices[0][0] != choices[0][1]
     assert len({tuple(logprobs) for _, logprobs in answers.values()}) == 3
     assert of(cluster, "decode").metric("kvrelay_fetches_failed_total") == 0
     assert of(cluster, "decode").metric("kvrelay_fetches_total") >= 3
