@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -22,12 +23,14 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from node.directly import Directly
 from node.engine_client import EngineClient
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.leg import Leg
+from openai_api.routes import add_routes, error_shape, given_key
 from openai_api.stages import STAGES, stages_ms
 from openai_api.types import ModelCard, ModelList
 from wire.config import NodeConfig
@@ -99,6 +102,14 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     async def chat(request: Request) -> Response:
         return await _complete(node, request, chat=True)
 
+    def check_key(request: Request) -> None:
+        _authorize(node.config.api_key, request)
+
+    async def in_words(request: Request, body: bytes) -> Response:
+        return await _complete(node, request, chat=True, body=body)
+
+    add_routes(app, Directly(node.ready, check_key, partial(_node_body, node), in_words))
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _complete(node, request, chat=False)
@@ -164,12 +175,17 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     return app
 
 
-async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
-    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors."""
+async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | None = None) -> Response:
+    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors.
+
+    `body`: what the client means as a chat completion, if it has said it in another dialect; then it gets no frames.
+    """
     began = time.monotonic()
     _authorize(node.config.api_key, request)
     serving = node.ready()
-    body = await _read_body(request, node.config.max_body_bytes)
+    wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
+    if body is None:
+        body = await _read_body(request, node.config.max_body_bytes)
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     call = Call(chat, body, _request_id(request))
@@ -178,7 +194,6 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     else:
         leg, parsed = serving.leg(call)
     frames = _frames(node, leg, call)
-    wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
@@ -334,8 +349,7 @@ def _request_id(request: Request) -> str:
 
 
 def _authorize(key: str, request: Request) -> None:
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if key and not hmac.compare_digest(given.encode(), key.encode()):
+    if key and not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
         raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
 
 
@@ -353,7 +367,8 @@ async def _error_answer(request: Request, why: Exception) -> Response:
     headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
     if why.status != 503:  # a node that loads says so twice a second
         log.info("%s %s refused with %d: %s", request.method, request.url.path, why.status, why.message)
-    return Response(why.json(), why.status, headers, "application/json")
+    body = error_shape(request.url.path)(why.status, why.body())
+    return Response(body, why.status, headers, "application/json")
 
 
 async def _nobody_there(_: Request, __: Exception) -> Response:
@@ -372,4 +387,6 @@ async def _http_error_answer(request: Request, why: Exception) -> Response:
         return await _error_answer(request, NotFound(f"there is no route {request.url.path} here"))
     error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
     error.status = why.status_code
-    return await _error_answer(request, error)
+    answer = await _error_answer(request, error)
+    answer.headers.update(why.headers or {})
+    return answer

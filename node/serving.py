@@ -10,10 +10,14 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import msgspec
+
 from decode_node.leg import DecodeLeg
 from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
+from openai_api.json_body import reading
 from openai_api.leg import Leg
+from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
@@ -58,14 +62,7 @@ class Serving:
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
         """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
-        if request.model is None:
-            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
-        if request.model != self.model_name:
-            raise NotFound(
-                f"model {request.model!r} is not served here; {self.model_name!r} is",
-                param="model",
-                code="model_not_found",
-            )
+        self._check_model(request.model)
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
         prompt = transfer.prompt_token_ids or self._tokenize(request)
@@ -99,6 +96,31 @@ class Serving:
             return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info), request
         return Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer), request
 
+    def tokenized(self, body: bytes) -> Tokenized:
+        """POST /tokenize: the prompt that a completion or chat with this body would have. Raises RequestError."""
+        with reading():
+            asked = msgspec.json.decode(body, type=ToTokenize)
+        self._check_model(asked.model, needed=False)
+        tokens = self._tokenize(decode_completion(body) if asked.messages is None else decode_chat(body))
+        texts = [self._tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
+        return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
+
+    def detokenized(self, body: bytes) -> Detokenized:
+        """POST /detokenize. Raises RequestError."""
+        with reading():
+            asked = msgspec.json.decode(body, type=ToDetokenize)
+        self._check_model(asked.model, needed=False)
+        self._check_tokens(asked.tokens, "tokens")
+        return Detokenized(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
+
+    def _check_model(self, name: str | None, *, needed: bool = True) -> None:
+        if name is None and needed:
+            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
+        if name not in (None, self.model_name):
+            raise NotFound(
+                f"model {name!r} is not served here; {self.model_name!r} is", param="model", code="model_not_found"
+            )
+
     def _check_role(self, transfer: KvTransferParams) -> None:
         if transfer.do_remote_decode and transfer.do_remote_prefill:
             raise RequestError(
@@ -128,9 +150,9 @@ class Serving:
         # The template has written the special tokens already.
         return self._tokenizer.encode(text, bool(request.add_special_tokens))
 
-    def _check_tokens(self, prompt: list[int]) -> None:
+    def _check_tokens(self, prompt: list[int], param: str = "prompt") -> None:
         for token in prompt:
             if not 0 <= token < self.info.vocab_size:
                 raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens", param="prompt"
+                    f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens", param=param
                 )
