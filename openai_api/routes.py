@@ -1,4 +1,4 @@
-"""Routes that the router and a node asked directly have in common: other dialects, tokenization, version, ping.
+"""Routes that the router and a node asked directly have in common: other dialects, tokenization, version, ping, docs.
 
 Owns what HTTP adds to them (ids, pages, error shapes). Chat and text completions have their routes in router/app.py and
 node/app.py; both answer these here through `Server`.
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from openai_api.anthropic_answer import anthropic_error, speak_anthropic
 from openai_api.anthropic_request import count_body
 from openai_api.dialect import Speak, openai_error
+from openai_api.openapi import add_docs
 from openai_api.response_store import ResponseStore
 from openai_api.responses_call import speak_responses, stored_items
 from openai_api.tokenize_types import Tokenized
@@ -78,6 +79,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     """Add them all."""
     _add_responses(app, server, ResponseStore())
     _add_anthropic(app, server)
+    add_docs(app, version())
 
     async def tokenization(request: Request) -> Response:
         server.check_key(request)
