@@ -101,7 +101,7 @@ class Serving:
         with reading():
             asked = msgspec.json.decode(body, type=ToTokenize)
         self._check_model(asked.model, needed=False)
-        tokens = self._tokenize(decode_completion(body) if asked.messages is None else decode_chat(body))
+        tokens = self._tokenize(decode_chat(body) if asked.is_chat else decode_completion(body))
         texts = [self._tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
         return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
 

@@ -14,8 +14,13 @@ class ToTokenize(msgspec.Struct, frozen=True):
     """What is read before the prompt: which of the two kinds it is, and what to tell beside the ids."""
 
     model: str | None = None
-    messages: msgspec.Raw | None = None
+    messages: msgspec.Raw = msgspec.Raw()
     return_token_strs: bool | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """It has messages."""
+        return bytes(self.messages).strip() not in (b"", b"null")
 
 
 class Tokenized(msgspec.Struct, frozen=True):
