@@ -56,6 +56,12 @@ class Directly:
             return True
         return False
 
+    def served(self) -> list[str]:
+        """The model's name, once it is loaded."""
+        with contextlib.suppress(EngineDead):
+            return [self._ready().model_name]
+        return []
+
     async def complete(self, request: Request, speak: Speak) -> Response:
         """A chat completion in a dialect. Raises KvrelayError."""
         self._ready()

@@ -6,7 +6,7 @@ the cluster says to itself (/kv) is left out. A test compares the paths here wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,6 +194,8 @@ def _parameter(name: str, where: str, schema: Schema, about: str = "") -> Schema
 
 
 _TEXT = {"type": "string"}
+# Of each event of a stream.
+_EVENT: Schema = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
 _MODEL = (_parameter("model", "path", _TEXT),)
 _RESPONSE_ID = (_parameter("response_id", "path", _TEXT),)
 _PAGE = (
@@ -254,12 +256,12 @@ _OPERATIONS = (
 )
 
 
-def add_docs(app: FastAPI, version: str) -> None:
-    """Serve the document and its page. Nothing is loaded from elsewhere."""
-    written = msgspec.json.encode(document(app.title, version))
+def add_docs(app: FastAPI, version: str, served: Callable[[], list[str]]) -> None:
+    """Serve the document, with the model names that are served now, and its page. Nothing is loaded from elsewhere."""
 
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
+        written = msgspec.json.encode(document(app.title, version, served()))
         return Response(written, media_type="application/json")
 
     @app.get("/docs", response_model=None)
@@ -267,13 +269,17 @@ def add_docs(app: FastAPI, version: str) -> None:
         return HTMLResponse(DOCS_PAGE)
 
 
-def document(title: str, version: str) -> Schema:
-    """The OpenAPI 3.1 document."""
+def document(title: str, version: str, models: Sequence[str] = ()) -> Schema:
+    """The OpenAPI 3.1 document. `models`: the names that requests may have; none if they are not known yet."""
     types = list(dict.fromkeys(kind for each in _OPERATIONS for kind in _types_of(each)))
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
     for name, limits in _LIMITS.items():
         _limit(components[name]["properties"], limits)
+    for request in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "CountRequest"):
+        named: Schema = {"enum": list(models)} if models else {"type": "string"}
+        components[request]["properties"]["model"] = named
+        components[request]["required"] = sorted({*components[request]["required"], "model"})
     for request in ("ChatRequest", "CompletionRequest"):
         # Between the router and its nodes only; from a client the router refuses it.
         del components[request]["properties"]["kv_transfer_params"]
@@ -330,7 +336,7 @@ def _operation(each: _Operation, schema_of: dict[Any, Schema]) -> Schema:
     else:
         content = {} if each.answers is None else {"application/json": {"schema": schema_of[each.answers]}}
     if each.streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": _EVENT}
     said: Schema = {
         "summary": each.about.partition(". ")[0].rstrip("."),
         "description": each.about,

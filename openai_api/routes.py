@@ -51,6 +51,10 @@ class Server(Protocol):
         """What POST /tokenize or /detokenize answers to the request's body, translated. Raises KvrelayError."""
         ...
 
+    def served(self) -> list[str]:
+        """The names of the models that requests may ask for now."""
+        ...
+
     def healthy(self) -> bool:
         """Whether requests can be served now."""
         ...
@@ -79,7 +83,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
     """Add them all."""
     _add_responses(app, server, ResponseStore())
     _add_anthropic(app, server)
-    add_docs(app, version())
+    add_docs(app, version(), server.served)
 
     async def tokenization(request: Request) -> Response:
         server.check_key(request)

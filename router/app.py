@@ -145,6 +145,10 @@ class Router:
         body = {"status": "ok" if ready else "unavailable", **counts, "requests": len(self._live), "nodes": nodes}
         return (200 if ready else 503), msgspec.json.encode(body)
 
+    def served(self) -> list[str]:
+        """The names of the models that nodes have reported."""
+        return sorted(self.pool.models())
+
     def healthy(self) -> bool:
         """Whether a request could walk through both of its legs now."""
         return all(self.pool.up(role) for role in (Role.PREFILL, Role.DECODE))
