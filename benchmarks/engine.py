@@ -23,7 +23,7 @@ import triton
 from node.ranks import join_as_rank_0
 from paged_engine.engine import Engine
 from paged_engine.request import Request
-from paged_engine.scheduler import Fetch
+from paged_engine.step_plan import Fetch
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
 from wire.sampling import SamplingParams

@@ -3,7 +3,7 @@
     python -m benchmarks.nccl_parts [--devices cuda:0,cuda:1] [--parts wire,copies,reads]
 
 `wire`: NCCL alone, from the call of send until the reader has seen the end; one operation, and eight that are launched
-ahead; by size and by channels (`min_ctas`). `blocks in a group` sends scattered blocks straight from the pool, without
+ahead; by size. `blocks in a group` sends scattered blocks straight from the pool, without
 staging. `copies`: pool to staging and back. `reads`: a plane without its desk; when what has happened, in us since the
 read was asked for, all medians. `python -m benchmarks.transfer` measures all of it with the desk. On CPUs there is
 `reads` alone. Bytes, us, GB of 1e9 bytes.
@@ -87,11 +87,11 @@ class End:
 
     # wire
 
-    def meet(self, facts: str, min_ctas: int | None) -> int:
+    def meet(self, facts: str) -> int:
         """Make a communicator. Returns what it takes of the GPU, once it has moved something."""
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info(self._device)[0]
-        self._backend = NcclBackend(self._device.index or 0, PATIENCE_S, min_ctas)
+        self._backend = NcclBackend(self._device.index or 0, PATIENCE_S)
         deadline = time.monotonic() + PATIENCE_S
         mailbox = Mailbox(lambda key, value: None, deadline)
         self._wire: Any = self._backend.open(self._rank, bytes.fromhex(facts), mailbox, deadline)
@@ -248,27 +248,25 @@ class SourceProcess:
 
 def wire_rows(source: SourceProcess, here: End, device: str) -> Iterator[str]:
     """NCCL alone."""
-    yield f"{'channels':<10}{'what':<26}{'launch us':>10}{'all us':>10}{'GB/s':>9}"
-    for min_ctas in (None, 32):
-        facts = NcclBackend(torch.device(device).index or 0, PATIENCE_S).facts().hex()
-        taken = [num_bytes / MIB for num_bytes in source.both(here, "meet", facts, min_ctas)]
-        name = f">= {min_ctas}" if min_ctas else "default"
-        yield f"{name:<10}a communicator takes {taken[0]:.0f} MiB at the source, {taken[1]:.0f} at the reader"
-        works: list[tuple[str, int, str, tuple[int, int]]] = [
-            (f"{count} x {size} MiB", count * size * MIB, "move", (size * MIB, count))
-            for size in (16, 32, 64, 128, 256, 512)
-            for count in (1, 8)
-        ]
-        works += [
-            (f"{count} blocks in a group", count * size * MIB, "move_blocks", (size * MIB, count))
-            for size, count in ((8, 64), (2, 256))
-        ]
-        for work, num_bytes, method, arguments in works:
-            theirs, ours = source.both(here, method, *arguments)
-            launch_s = statistics.median(launched - began for began, launched, _ in theirs)
-            all_s = statistics.median(mine[2] - its[0] for its, mine in zip(theirs, ours, strict=True))
-            yield f"{name:<10}{work:<26}{launch_s * 1e6:10.0f}{all_s * 1e6:10.0f}{num_bytes / all_s / 1e9:9.1f}"
-        source.both(here, "part")
+    yield f"{'what':<26}{'launch us':>10}{'all us':>10}{'GB/s':>9}"
+    facts = NcclBackend(torch.device(device).index or 0, PATIENCE_S).facts().hex()
+    taken = [num_bytes / MIB for num_bytes in source.both(here, "meet", facts)]
+    yield f"a communicator takes {taken[0]:.0f} MiB at the source, {taken[1]:.0f} at the reader"
+    works: list[tuple[str, int, str, tuple[int, int]]] = [
+        (f"{count} x {size} MiB", count * size * MIB, "move", (size * MIB, count))
+        for size in (16, 32, 64, 128, 256, 512)
+        for count in (1, 8)
+    ]
+    works += [
+        (f"{count} blocks in a group", count * size * MIB, "move_blocks", (size * MIB, count))
+        for size, count in ((8, 64), (2, 256))
+    ]
+    for work, num_bytes, method, arguments in works:
+        theirs, ours = source.both(here, method, *arguments)
+        launch_s = statistics.median(launched - began for began, launched, _ in theirs)
+        all_s = statistics.median(mine[2] - its[0] for its, mine in zip(theirs, ours, strict=True))
+        yield f"{work:<26}{launch_s * 1e6:10.0f}{all_s * 1e6:10.0f}{num_bytes / all_s / 1e9:9.1f}"
+    source.both(here, "part")
 
 
 def copy_rows(here: End) -> Iterator[str]:

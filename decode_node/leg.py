@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
-from openai_api.leg import Leg
+import msgspec
+
+from openai_api.leg import Leg, with_forks
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import EngineReady, RequestUpdate, Submit
 from wire.errors import RequestError
-from wire.frames import Frame
+from wire.frames import Frame, FrameKind
 from wire.outputs import Finish
 from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
@@ -46,51 +48,57 @@ def ticket_of(params: KvTransferParams, block_tokens: int) -> KvTransferParams |
 
 
 class DecodeLeg(Leg):
-    """The writer has replayed `params.generated` already; the engine starts behind them."""
+    """The writer has replayed what `params` say of each choice; the engine starts behind that.
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
-        params: KvTransferParams,
-        writer: AnswerWriter,
-        cache_salt: str | None,
-        info: EngineReady,
-    ) -> None:
+    The first choice that is not over fetches the prompt's KV (or computes it), and the others fork from it.
+    """
+
+    def __init__(self, submit: Submit, params: KvTransferParams, writer: AnswerWriter, info: EngineReady) -> None:
         ticket = ticket_of(params, info.block_tokens)
-        if ticket is not None and ticket.num_tokens != len(prompt_token_ids):
+        prompt_tokens = len(submit.prompt_token_ids)
+        if ticket is not None and ticket.num_tokens != prompt_tokens:
             raise RequestError(
-                f"the prefill node holds KV of {ticket.num_tokens} tokens, the prompt has {len(prompt_token_ids)}; "
+                f"the prefill node holds KV of {ticket.num_tokens} tokens, the prompt has {prompt_tokens}; "
                 "both legs must carry the same prompt",
                 param="kv_transfer_params",
             )
-        submit = Submit(
-            request_id,
-            prompt_token_ids,
-            sampling,
-            generated=list(params.generated),
-            cache_salt=cache_salt,
-            fetch=ticket,
-        )
-        super().__init__(submit, writer)
-        self._over = _already_over(submit, writer, info.eos_token_ids)
+        self._ends: dict[int, Finish] = {}  # of choices that are over and whose client does not know it
+        going_on: dict[int, list[int]] = {}
+        for at, choice in enumerate(params.so_far(len(writer.choices))):
+            if choice.finish is not None:
+                continue
+            over = _over(submit.params, choice.generated, writer.choices[at].stopped, info.eos_token_ids)
+            if over is None:
+                going_on[at] = choice.generated
+            else:
+                self._ends[at] = over
+        first = msgspec.structs.replace(submit, fetch=ticket)
+        super().__init__(with_forks(first, going_on), writer)
+        if ticket is not None and not going_on:
+            self.unneeded = first
 
-    def opening_frame(self) -> Frame | None:
-        """The end, if the last generated token was one; else what the client has not seen of the generated text.
+    def opening_frames(self) -> Iterator[Frame]:
+        """The ends of choices whose last generated token was one; else what the client has not seen of their text.
 
         The first happens after a fail-over, the second behind a proxy that delivers no first token itself.
         """
-        update = RequestUpdate(self.submit.request_id, [])
-        if self._over is not None:
-            return self._end(b"", update, self._over, None)
-        unsent = self.writer.tokens([])
-        return self.tokens(unsent, update) if unsent else None
+        nothing = RequestUpdate("", [])
+        for at, choice in enumerate(self.writer.choices):
+            if choice.ended:
+                continue
+            if at in self._ends:
+                yield self.ended(at, self.writer.end(at, self._ends[at]), nothing, self._ends[at], None)
+            elif unsent := self.writer.tokens(at, []):
+                yield self.tokens(at, unsent, nothing)
+        if self.writer.ended and not self.done:
+            self.done, self.finish = True, Finish.STOP  # its client knows all but the very end
+            yield Frame(FrameKind.END, self.writer.close())
 
 
-def _already_over(submit: Submit, writer: AnswerWriter, eos_token_ids: Collection[int]) -> Finish | None:
-    params, generated = submit.params, submit.generated
-    if writer.stopped:
+def _over(
+    params: SamplingParams, generated: Sequence[int], stopped: bool, eos_token_ids: Collection[int]
+) -> Finish | None:
+    if stopped:
         return Finish.STOP
     if generated and (
         generated[-1] in params.stop_token_ids or (generated[-1] in eos_token_ids and not params.ignore_eos)

@@ -226,8 +226,8 @@ _UINT8 = 1
 class NcclBackend:
     """Between GPUs of one or of two hosts."""
 
-    def __init__(self, device: int, patience_s: float, min_ctas: int | None = None) -> None:
-        """Loads the NCCL that torch brought. Raises ConfigError without one. `min_ctas`: channels at least."""
+    def __init__(self, device: int, patience_s: float) -> None:
+        """Loads the NCCL that torch brought. Raises ConfigError without one."""
         try:
             self.library = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
@@ -242,7 +242,6 @@ class NcclBackend:
             getattr(self.library, name).argtypes = [pointer, ctypes.c_size_t, number, number, pointer, pointer]
         self.device = device
         self.patience_s = patience_s
-        self.min_ctas = _UNDEFINED if min_ctas is None else min_ctas
         # A torch stream is one of 32, given out in turn: one that two pairs share would let a hung one hold up another.
         # So we keep ours, and reuse one only when nothing runs on it any more.
         self.spare_streams: list[torch.cuda.Stream] = []
@@ -308,8 +307,8 @@ class _NcclCommunicator:
         self._comm = self._child
 
     def _config(self, *, blocking: int) -> _Config:
-        ctas = _UNDEFINED, self._backend.min_ctas, _UNDEFINED
-        return _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, blocking, *ctas, None, 1)
+        undefined = [_UNDEFINED] * 3
+        return _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21800, blocking, *undefined, None, 1)
 
     def send(self, staging: torch.Tensor) -> Work:
         return self._start(self._backend.library.ncclSend, staging)

@@ -20,19 +20,18 @@ from typing import TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from node.directly import Directly
-from node.engine_client import EngineClient
+from node.engine_client import EngineClient, Updates
+from node.error_answers import answer_errors
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.leg import Leg
-from openai_api.routes import add_routes, error_shape, given_key
+from openai_api.routes import add_routes, given_key
 from openai_api.stages import STAGES, stages_ms
-from openai_api.types import ModelCard, ModelList
+from openai_api.types import ChatRequest, CompletionRequest, ModelCard, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
 from wire.errors import (
@@ -49,7 +48,7 @@ from wire.errors import (
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
 
-__all__ = ["Node", "create_app"]
+__all__ = ["Node", "create_app", "frames_of", "leg_of"]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -93,10 +92,7 @@ class Node:
 def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
     """The routes over one node."""
     app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(KvrelayError, _error_answer)
-    app.add_exception_handler(HTTPException, _http_error_answer)
-    app.add_exception_handler(ClientDisconnect, _nobody_there)
-    app.add_exception_handler(Exception, _bug_answer)
+    answer_errors(app)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -189,11 +185,8 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     call = Call(chat, body, _request_id(request))
-    if len(body) > INLINE_BODY_BYTES:
-        leg, parsed = await asyncio.to_thread(serving.leg, call)
-    else:
-        leg, parsed = serving.leg(call)
-    frames = _frames(node, leg, call)
+    leg, parsed = await leg_of(serving, call)
+    frames = frames_of(node, leg, call)
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
@@ -218,29 +211,39 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     return Response(content, status, headers, "application/json")
 
 
-async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
+async def leg_of(serving: Serving, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
+    """What a call asks for, checked. Raises RequestError."""
+    if len(call.body) > INLINE_BODY_BYTES:
+        return await asyncio.to_thread(serving.leg, call)
+    return serving.leg(call)
+
+
+async def frames_of(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
     began, first_token_s = time.monotonic(), None
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
     tokens, error = 0, None
     last: RequestUpdate | None = None
-    updates = node.engine.updates(leg.submit)
+    updates: Updates | None = None
     try:
-        opening = leg.opening_frame()
-        if opening is not None:
-            if leg.done and leg.submit.fetch is not None:
-                node.engine.give_up(leg.submit)
+        for opening in leg.opening_frames():
+            if leg.done and leg.unneeded is not None:
+                node.engine.give_up(leg.unneeded)
             yield opening
-        while not leg.done:
+        if not leg.done:
+            updates = node.engine.start_requests(leg.submits)
+        while updates is not None and not leg.done:
             # Only around the waiting: a timeout must not be left open across a yield, which may resume in another task.
             async with asyncio.timeout_at(deadline):
-                update, load = await anext(updates)
+                update, load = await updates.next()
             last = update
             tokens += len(update.token_ids)
             if first_token_s is None and update.token_ids:
                 first_token_s = time.monotonic() - began
             for frame in leg.frames(update, load):
                 yield frame
+            if leg.over(update.request_id):
+                updates.stop(update.request_id)
     except KvrelayError as why:
         error = why.message
         yield leg.error(why)
@@ -249,9 +252,10 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
         error = f"not done within {limit:g} s"
         yield leg.error(DeadlineExceeded(f"the request was {error}; ask for fewer tokens or raise request_deadline_s"))
     finally:
-        await updates.aclose()
+        if updates is not None:
+            updates.close()
         if last is not None and last.held is not None and leg.finish is Finish.STOP:
-            node.engine.release(leg.submit.request_id)  # a stop string ended it: no decode node will come
+            node.engine.release(last.request_id)  # a stop string ended it: no decode node will come
         _account(node, leg, call, time.monotonic() - began, first_token_s, tokens, last, error)
 
 
@@ -268,8 +272,8 @@ def _account(
     """Metrics and the one log line of a request."""
     finish = leg.finish or Finish.ABORT
     timing = leg.timing
-    if timing is not None and (last is None or last.finish is None):
-        # It ended here and not in the engine, which has told of its beginning only.
+    if timing is not None and (last is None or last.timing is not timing or last.finish is None):
+        # It ended here and not in the engine, which has told of its beginning only; or another choice was the last.
         decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
         timing = msgspec.structs.replace(timing, decode_s=decode_s)
     if node.metrics is not None:
@@ -282,7 +286,7 @@ def _account(
         "%s %s prompt=%d cached=%d out=%d%s total_ms=%.2f%s",
         call.response_id,
         finish,
-        len(leg.submit.prompt_token_ids),
+        leg.writer.prompt_tokens,
         last.cached_tokens if last is not None else 0,
         tokens,
         "".join(f" {name}_ms={stages[name]:.2f}" for name in STAGES if name in stages),
@@ -360,33 +364,3 @@ def _card(node: Node) -> ModelCard:
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _error_answer(request: Request, why: Exception) -> Response:
-    assert isinstance(why, KvrelayError)
-    headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
-    if why.status != 503:  # a node that loads says so twice a second
-        log.info("%s %s refused with %d: %s", request.method, request.url.path, why.status, why.message)
-    body = error_shape(request.url.path)(why.status, why.body())
-    return Response(body, why.status, headers, "application/json")
-
-
-async def _nobody_there(_: Request, __: Exception) -> Response:
-    """The client went away while it sent its body."""
-    return Response(status_code=499)
-
-
-async def _bug_answer(request: Request, _: Exception) -> Response:
-    """A fault of ours; the server logs it with its trace."""
-    return await _error_answer(request, KvrelayError("this node failed on the request; its log says why"))
-
-
-async def _http_error_answer(request: Request, why: Exception) -> Response:
-    assert isinstance(why, HTTPException)
-    if why.status_code == 404:
-        return await _error_answer(request, NotFound(f"there is no route {request.url.path} here"))
-    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
-    error.status = why.status_code
-    answer = await _error_answer(request, error)
-    answer.headers.update(why.headers or {})
-    return answer

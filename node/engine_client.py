@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -51,8 +51,41 @@ STOP_DEADLINE_S = 5.0
 _ROOT = Path(__file__).resolve().parent.parent
 
 
+class Updates:
+    """What the engine says of some requests, as it comes. `close` in any case: it aborts those that have not ended."""
+
+    def __init__(self, engine: EngineClient, queue: asyncio.Queue[RequestUpdate | None], request_ids: set[str]) -> None:
+        self._engine = engine
+        self._queue = queue
+        self._live = request_ids
+
+    async def next(self) -> tuple[RequestUpdate, Load]:
+        """The next update of any of them. Raises EngineDead if the engine process ends before they have."""
+        while True:
+            update = await self._queue.get()
+            if update is None:
+                raise EngineDead(self._engine.why_ended())
+            if update.request_id not in self._live:
+                continue  # it was stopped meanwhile
+            if update.finish is not None:
+                self._live.remove(update.request_id)
+                self._engine.forget(update.request_id)
+            return update, self._engine.load
+
+    def stop(self, request_id: str) -> None:
+        """Abort one of them, if it has not ended."""
+        if request_id in self._live:
+            self._live.remove(request_id)
+            self._engine.abort(request_id)
+
+    def close(self) -> None:
+        """Abort all that have not ended."""
+        for request_id in list(self._live):
+            self.stop(request_id)
+
+
 class EngineClient:
-    """Life: `start`, `ready` (an awaitable EngineReady), any number of `updates`, `stop`."""
+    """Life: `start`, `ready` (an awaitable EngineReady), any number of `start_requests`, `stop`."""
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
@@ -112,29 +145,28 @@ class EngineClient:
             raise EngineDead(self.failure or f"the engine was not ready within {deadline_s:g} s")
         return self.info
 
-    async def updates(self, submit: Submit) -> AsyncGenerator[tuple[RequestUpdate, Load], None]:
-        """Run a request to its end. Leaving the iterator early aborts the request.
-
-        Raises EngineDead if the engine process ends before the request does.
-        """
+    def start_requests(self, submits: Sequence[Submit]) -> Updates:
+        """Run these requests, each to its end. Raises EngineDead."""
         if self.ended.is_set():
-            raise EngineDead(self.failure or "the engine process of this node has ended")
+            raise EngineDead(self.why_ended())
         queue: asyncio.Queue[RequestUpdate | None] = asyncio.Queue()
-        self._queues[submit.request_id] = queue
-        done = False
-        try:
+        for submit in submits:
+            self._queues[submit.request_id] = queue
             self._send(submit)
-            while not done:
-                update = await queue.get()
-                if update is None:
-                    done = True
-                    raise EngineDead(self.failure or "the engine process of this node has ended")
-                done = update.finish is not None
-                yield update, self.load
-        finally:
-            del self._queues[submit.request_id]
-            if not done:
-                self._send(Abort(submit.request_id))
+        return Updates(self, queue, {submit.request_id for submit in submits})
+
+    def abort(self, request_id: str) -> None:
+        """Nobody hears of this request any more."""
+        self.forget(request_id)
+        self._send(Abort(request_id))
+
+    def forget(self, request_id: str) -> None:
+        """It has ended."""
+        del self._queues[request_id]
+
+    def why_ended(self) -> str:
+        """For those who wait for it."""
+        return self.failure or "the engine process of this node has ended"
 
     def release(self, request_id: str) -> None:
         """Nobody will fetch what is held for this request."""
@@ -150,7 +182,7 @@ class EngineClient:
     ) -> ProbeOffered | ProbeFetched | ProbeRefused:
         """What the engine process says to a probe. Raises EngineDead, DeadlineExceeded."""
         if self.ended.is_set():
-            raise EngineDead(self.failure or "the engine process of this node has ended")
+            raise EngineDead(self.why_ended())
         answer: asyncio.Future[ProbeOffered | ProbeFetched | ProbeRefused] = asyncio.get_running_loop().create_future()
         self._probes[probe.probe_id] = answer
         try:

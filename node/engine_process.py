@@ -26,7 +26,7 @@ from node.ranks import join_as_rank_0, meet_ranks, region_of
 from paged_engine.engine import Engine
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
-from paged_engine.scheduler import Fetch
+from paged_engine.step_plan import Fetch
 from wire.config import NodeConfig
 from wire.engine_messages import (
     Abort,
@@ -168,7 +168,7 @@ class EngineProcess:
                 case Abort(request_id):
                     self._abort(request_id)
                 case Release(request_id):
-                    for held in self.engine.scheduler.held_for(request_id):
+                    for held in self.engine.scheduler.kept.held_for(request_id):
                         self.connector.release(held)
                 case OfferProbe() as ask:
                     self._probes.offer(ask)
@@ -217,25 +217,26 @@ class EngineProcess:
             match event:
                 case Fetched():
                     if request is None:
-                        scheduler.settled(event.request_id)  # aborted after the last byte was in
+                        scheduler.kept.settled(event.request_id)  # aborted after the last byte was in
                     else:
                         self._fetched(request, event)
                 case FetchFailed():
                     if request is not None:
                         self._not_fetched(request, event)
                 case Settled(request_id):
-                    scheduler.settled(request_id)
+                    scheduler.kept.settled(request_id)
                 case Released(request_id, expired):
                     if expired:
                         log.warning("request %s: nobody fetched its KV before the lease ended", request_id)
-                    scheduler.released(request_id)
+                    scheduler.kept.released(request_id)
 
     def _fetched(self, request: Request, fetched: Fetched) -> None:
         """A request goes on here; if the source has sent its first tokens with the KV, they are this node's too."""
         request.fetched_s, request.fetched_bytes = time.monotonic(), fetched.num_bytes
         request.exposed_s = fetched.exposed_s
         request.told_at_s = request.arrival_s if fetched.told_at is None else fetched.told_at
-        completion = fetched.completion or Completion([])
+        # The source has drawn for the first choice.
+        completion = (fetched.completion if request.params.choice == 0 else None) or Completion([])
         if not request.output_tokens:
             request.new_logprobs += completion.logprobs
         self.engine.scheduler.fetched(request.request_id, completion.generated)
@@ -305,12 +306,12 @@ class EngineProcess:
     def _completed(self, request: Request) -> KvTransferParams | None:
         """An offered request has ended: its ticket, if its KV is held; else nobody will read it."""
         request_id, scheduler = request.request_id, self.engine.scheduler
-        if scheduler.held(request_id) is None:
+        if scheduler.kept.held(request_id) is None:
             self.connector.release(request_id)
             return None
         ticket = self.connector.complete(request_id, Completion(request.new_tokens, request.new_logprobs))
         if ticket is None:  # its lease was ended while it grew
-            scheduler.released(request_id)
+            scheduler.kept.released(request_id)
         return ticket
 
     # --- what goes out -------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ class EngineProcess:
         scheduler, counters, transfers = self.engine.scheduler, self.engine.counters, self.connector.stats()
         return EngineStats(
             load=scheduler.load(),
-            held_blocks=scheduler.held_blocks,
+            held_blocks=scheduler.kept.num_held,
             quarantined_blocks=scheduler.pool.quarantined,
             cached_blocks=scheduler.pool.cached,
             steps=counters.steps,
@@ -340,6 +341,7 @@ class EngineProcess:
             cached_prompt_tokens=counters.cached_prompt_tokens,
             generated_tokens=counters.generated_tokens,
             preemptions=scheduler.preemptions,
+            forked_blocks=scheduler.forked_blocks,
             fetches=transfers.fetches,
             fetch_failures=dict(transfers.failures),
             fetch_retries=transfers.retries,

@@ -51,6 +51,7 @@ class _EngineCollector(Collector):
                 "Prompt tokens looked up in the prefix cache",
                 stats.prompt_tokens + stats.cached_prompt_tokens,
             ),
+            "kvrelay_forked_blocks": ("KV blocks of prompts that further choices have shared", stats.forked_blocks),
             "kvrelay_engine_steps": ("Engine steps", stats.steps),
             "kvrelay_engine_step_seconds": ("Time inside engine steps", stats.step_s),
             "kvrelay_fetches": ("KV fetches started", stats.fetches),

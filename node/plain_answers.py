@@ -14,7 +14,6 @@ import msgspec
 from openai_api.leg import Leg
 from openai_api.stages import with_stages
 from wire.frames import Frame, FrameKind
-from wire.outputs import Finish
 
 __all__ = ["payloads", "whole"]
 
@@ -31,7 +30,7 @@ async def payloads(
 
 def _plain(frame: Frame, leg: Leg, since: float | None) -> bytes:
     """A frame's bytes to a caller that knows none; to it, a hand-over looks like an answer of one token."""
-    payload = frame.payload + (leg.writer.end(Finish.LENGTH) if frame.kind is FrameKind.HANDOVER else b"")
+    payload = frame.payload + (leg.writer.cut() if frame.kind is FrameKind.HANDOVER else b"")
     return _timed(payload, frame, since)
 
 
@@ -52,6 +51,6 @@ async def whole(first: Frame, frames: AsyncGenerator[Frame, None], leg: Leg, sin
         return frame.status, msgspec.json.encode({"error": frame.error})
     if frame.kind is FrameKind.HANDOVER and frame.params is not None:
         # A third-party proxy delivers nothing itself: the decode node emits the first token too.
-        answer = leg.writer.end(Finish.LENGTH, msgspec.structs.replace(frame.params, sent_text=None))
+        answer = leg.writer.cut(msgspec.structs.replace(frame.params, sent_text=None))
         return 200, _timed(answer, frame, since)
     return 200, _timed(frame.payload, frame, since)

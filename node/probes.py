@@ -99,7 +99,7 @@ class Probes:
         scheduler, running = self._engine.scheduler, self._running
         if event.request_id == self._offered:
             assert isinstance(event, Released)
-            scheduler.released(event.request_id)
+            scheduler.kept.released(event.request_id)
             self._offered = None
             return True
         if running is None or event.request_id != running.ask.probe_id:
@@ -107,13 +107,13 @@ class Probes:
         match event:
             case Fetched():
                 self._send(self._compared(running, event))
-                scheduler.released(event.request_id)
+                scheduler.kept.released(event.request_id)
                 self._running = None
             case FetchFailed(probe_id, reason):
-                scheduler.set_aside(probe_id)
+                scheduler.kept.set_aside(probe_id)
                 self._refuse(probe_id, reason)
             case Settled(probe_id):
-                scheduler.settled(probe_id)
+                scheduler.kept.settled(probe_id)
                 self._running = None
         return True
 

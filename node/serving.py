@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import msgspec
 
 from decode_node.leg import DecodeLeg
-from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
+from openai_api.body import MAX_CHOICES, choice_count, decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
 from openai_api.json_body import reading
-from openai_api.leg import Leg
+from openai_api.leg import Leg, with_forks
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import ChatRequest, CompletionRequest
@@ -66,7 +66,7 @@ class Serving:
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
         prompt = transfer.prompt_token_ids or self._tokenize(request)
-        self._check_tokens([*prompt, *transfer.generated])
+        self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         sampling = sampling_params(
             request,
             vocab_size=self.info.vocab_size,
@@ -83,18 +83,16 @@ class Serving:
             model=self.model_name,
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
-            generated=transfer.generated,
-            generated_logprobs=transfer.generated_logprobs,
-            sent_text=transfer.sent_text,
+            so_far=transfer.so_far(choice_count(request)),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
-        engine_id, salt = f"{call.id}-{uuid.uuid4().hex[:8]}", request.cache_salt
-        if transfer.do_remote_decode:
-            ends_here = token_limit(request, len(prompt), self.info.max_model_len) == 1
-            return PrefillLeg(engine_id, prompt, sampling, transfer, writer, salt, ends_here=ends_here), request
+        engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
+        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt)
         if transfer.do_remote_prefill:
-            return DecodeLeg(engine_id, prompt, sampling, transfer, writer, salt, self.info), request
-        return Leg(Submit(engine_id, prompt, sampling, cache_salt=salt), writer), request
+            return DecodeLeg(submit, transfer, writer, self.info), request
+        if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
+            return PrefillLeg(submit, transfer, writer), request
+        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer), request
 
     def tokenized(self, body: bytes) -> Tokenized:
         """POST /tokenize: the prompt that a completion or chat with this body would have. Raises RequestError."""

@@ -15,7 +15,10 @@ from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["decode_chat", "decode_completion", "sampling_params", "token_limit"]
+__all__ = ["MAX_CHOICES", "choice_count", "decode_chat", "decode_completion", "sampling_params", "token_limit"]
+
+MAX_CHOICES = 128
+"""Of one request, over all of its prompts: each is a request of the engine."""
 
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 # Every token is compared with every stop string; these bounds keep that below a microsecond for what people send.
@@ -65,6 +68,11 @@ def decode_completion(body: bytes) -> CompletionRequest:
     if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         raise RequestError("prompt mixes token ids with something else", param="prompt")
     return request
+
+
+def choice_count(request: ChatRequest | CompletionRequest) -> int:
+    """How many choices are generated for each prompt."""
+    return request.n or 1
 
 
 def token_limit(request: SamplingFields, prompt_tokens: int, max_model_len: int) -> int:

@@ -1,11 +1,14 @@
 """One node's part of one request: what to submit to the engine, and how its updates become frames.
 
-The base class serves a request to its end; prefill_node/leg.py ends it with a hand-over instead.
+Each choice of the answer is an engine request of its own; all but the first fork from it. The base class serves a
+request to its end; prefill_node/leg.py ends it with a hand-over instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
 
 from openai_api.stages import stages_ms
 from openai_api.writer import AnswerWriter
@@ -14,48 +17,97 @@ from wire.errors import KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 
-__all__ = ["Leg"]
+__all__ = ["Leg", "with_forks"]
+
+
+def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Submit]:
+    """A request of the engine for each choice; `generated` are the output tokens it has. The first gets `first`'s id
+    and fetch, the others share its prompt."""
+    submits: list[Submit] = []
+    for choice, tokens in generated.items():
+        params = msgspec.structs.replace(first.params, choice=choice)
+        mine = msgspec.structs.replace(first, params=params, generated=list(tokens))
+        if submits:
+            mine = msgspec.structs.replace(
+                mine, request_id=f"{first.request_id}.{choice}", fork_of=first.request_id, fetch=None
+            )
+        submits.append(mine)
+    return submits
 
 
 class Leg:
-    """`done` once the last frame was made, also when the engine has not ended the request (a stop string was hit)."""
+    """`done` once the last frame was made, also when the engine has not ended all requests (a stop string was hit).
 
-    def __init__(self, submit: Submit, writer: AnswerWriter) -> None:
-        self.submit = submit
+    `submits` are those of the choices that are not over yet; choice i of the answer is `writer.choices[i]`.
+    """
+
+    def __init__(self, submits: Sequence[Submit], writer: AnswerWriter) -> None:
+        self.submits = submits
         self.writer = writer
         self.done = False
         self.finish: Finish | None = None
         self.timing: Timing | None = None
-        """The newest from the engine."""
+        """The newest from the engine, of the first request."""
+        self.unneeded: Submit | None = None
+        """A request with a claim on KV elsewhere that needs none: the claim is to be given up."""
+        self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
+        self._live = set(self._choice_of)
 
-    def opening_frame(self) -> Frame | None:
+    def opening_frames(self) -> Iterator[Frame]:
         """What can be said before the engine is asked. If it ends the leg, the engine never is."""
-        return None
+        return iter(())
+
+    def over(self, request_id: str) -> bool:
+        """Whether this request of the engine has nothing more to say, whatever the engine thinks of it."""
+        return request_id not in self._live
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
         """The frames of one engine update. Raises NodeFailed if the engine lost the request, or KvNotLoaded."""
         if update.finish is Finish.ERROR:
             why = update.error or "the engine gave the request up"
             raise KvNotLoaded(why) if update.fetch_error is not None else NodeFailed(why)
-        self.timing = update.timing or self.timing
-        if not self.submit.generated and self.submit.fetch is None:
-            self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
-        payload = self.writer.tokens(update.token_ids, update.logprobs)
-        if self.writer.stopped:
-            yield self._end(payload, update, Finish.STOP, load)
-        elif update.finish is not None:
-            yield from self.last_frames(payload, update, load)
-        else:
-            yield self.tokens(payload, update)
+        first = self.submits[0]
+        if update.request_id == first.request_id:
+            self.timing = update.timing or self.timing
+            if not first.generated and first.fetch is None:
+                self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
+        choice = self._choice_of[update.request_id]
+        payload = self.writer.tokens(choice, update.token_ids, update.logprobs)
+        finish = Finish.STOP if self.writer.choices[choice].stopped else update.finish
+        if finish is None:
+            yield self.tokens(choice, payload, update)
+            return
+        self._live.discard(update.request_id)
+        yield from self.last_frames(choice, payload, update, finish, load)
 
-    def last_frames(self, payload: bytes, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """The engine ended the request: so does this leg."""
-        assert update.finish is not None
-        yield self._end(payload, update, update.finish, load)
+    def last_frames(
+        self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
+    ) -> Iterator[Frame]:
+        """A choice has ended; the leg does when all have."""
+        yield self.ended(choice, payload + self.writer.end(choice, finish), update, finish, load)
 
-    def tokens(self, payload: bytes, update: RequestUpdate) -> Frame:
-        """A frame that is not the last."""
-        return Frame(FrameKind.TOKENS, payload, token_ids=update.token_ids, sent_text=self.writer.sent_text)
+    def tokens(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None = None) -> Frame:
+        """A frame about one choice. `finish`: if it has ended."""
+        return Frame(
+            FrameKind.TOKENS,
+            payload,
+            token_ids=update.token_ids,
+            sent_text=self.writer.choices[choice].sent_text,
+            choice=choice,
+            logprobs=update.logprobs,
+            finish=finish,
+        )
+
+    def ended(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load | None) -> Frame:
+        """A frame about the end of a choice; the last of the leg if all have ended."""
+        frame = self.tokens(choice, payload, update, finish)
+        if not self.writer.ended:
+            return frame
+        self.done = True
+        self.finish = finish
+        return msgspec.structs.replace(
+            frame, kind=FrameKind.END, payload=payload + self.writer.close(), load=load, timing=self.stages(update)
+        )
 
     def error(self, why: KvrelayError) -> Frame:
         """The leg broke."""
@@ -63,23 +115,12 @@ class Leg:
         self.finish = Finish.ERROR
         return Frame(FrameKind.ERROR, self.writer.error(why), status=why.status, error=why.body())
 
-    def _end(self, payload: bytes, update: RequestUpdate, finish: Finish, load: Load | None) -> Frame:
-        self.done = True
-        self.finish = finish
-        return Frame(
-            FrameKind.END,
-            payload + self.writer.end(finish),
-            token_ids=update.token_ids,
-            sent_text=self.writer.sent_text,
-            load=load,
-            timing=self.stages(update),
-        )
-
     def stages(self, update: RequestUpdate) -> dict[str, float] | None:
         """Milliseconds of each stage inside the engine, at the last update."""
         if self.timing is None:
             return None
         stages = stages_ms(self.timing)
-        if update.timing is None:
-            stages.pop("decode", None)  # a stop string has ended it: the engine has not said how long it took
+        if update.timing is not self.timing or update.finish is None:
+            # A stop string has ended it, or another choice was the last: the engine has not said how long it all took.
+            stages.pop("decode", None)
         return stages

@@ -23,8 +23,9 @@ from paged_engine.quantization import dequantized
 from paged_engine.ranks import Alone, Ranks, TorchRanks
 from paged_engine.request import Request
 from paged_engine.runner import CpuRunner, Launched, Runner
-from paged_engine.scheduler import Chunk, Fetch, Scheduler, StepPlan
+from paged_engine.scheduler import Scheduler
 from paged_engine.sharding import shard_config, shard_weights
+from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
 
 __all__ = ["Counters", "Engine", "Handover", "aside", "follow"]

@@ -34,6 +34,10 @@ class Request:
     arrival_s: float
     root: BlockHash
     hold: bool = False
+    hold_stopped: bool = False
+    fork_of: str | None = None
+    priority: int = 0
+    order: int = 0  # of arrival, set by the scheduler
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None
     state: State = State.WAITING
@@ -71,6 +75,9 @@ class Request:
             arrival_s=now,
             root=root_of(submit.cache_salt),
             hold=submit.hold,
+            hold_stopped=submit.hold_stopped,
+            fork_of=submit.fork_of,
+            priority=submit.priority,
             fetch=submit.fetch,
         )
 
@@ -78,6 +85,11 @@ class Request:
     def output_tokens(self) -> int:
         """Tokens generated so far, here or on an earlier node."""
         return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Who is served first: a lower priority number, then the earlier arrival. The last is preempted first."""
+        return self.priority, self.order
 
     @property
     def uncomputed(self) -> int:

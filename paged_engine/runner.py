@@ -21,7 +21,7 @@ from paged_engine.model_config import ModelConfig
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.sampler import Sampler
-from paged_engine.scheduler import Chunk
+from paged_engine.step_plan import Chunk
 from wire.config import EngineConfig
 from wire.outputs import TokenLogprobs
 

@@ -2,57 +2,24 @@
 
 Pure Python: no torch, no sockets; `now` is an argument. One token budget per step is shared by decodes (first) and
 prefill chunks. A step may be scheduled while the tokens of the one before are still *pending* on the device. A request
-that finds no block for its next token preempts the youngest; the preempted one is computed again later, mostly from the
-prefix cache. Blocks that a transfer may touch are never given to anybody else.
+that finds no block for its next token preempts the last in order; the preempted one is computed again later, mostly
+from the prefix cache. A fork shares the blocks that its prompt fills with its parent (paged_engine/waiting.py); what
+follows each computes in blocks of its own, so that no block has two writers. Blocks that a transfer may touch are never
+given to anybody else.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from paged_engine.blocks import BlockPool
+from paged_engine.kept_blocks import KeptBlocks
 from paged_engine.request import Request, State
+from paged_engine.step_plan import Chunk, Fetch, StepPlan
+from paged_engine.waiting import WaitingLine
 from wire.outputs import Finish, Load
 
-__all__ = ["Chunk", "Fetch", "Scheduler", "StepPlan"]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute `count` tokens of a request from position `start` on."""
-
-    request: Request
-    start: int
-    count: int
-    samples: bool
-    """Whether the chunk ends at the newest token, so that its logits decide the next."""
-
-    @classmethod
-    def next_of(cls, request: Request, budget: int) -> Chunk:
-        """The tokens of a request that are not computed yet, at most `budget` of them."""
-        count = min(request.uncomputed, budget)
-        return cls(request, request.num_computed, count, samples=count == request.uncomputed)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Read remote block i into local block i. Empty when the prefix cache held everything."""
-
-    request: Request
-    remote_blocks: list[int]
-    local_blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step does."""
-
-    chunks: list[Chunk]
-    fetches: list[Fetch]
-    offers: list[Request]
-    """Requests that hold their KV for a reader and have just begun: all blocks of their prompt are known."""
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -77,30 +44,34 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingLine(self._requests, block_tokens)
+        self._arrivals = 0
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
-        self._held: dict[str, list[int]] = {}
-        self._unsettled: dict[str, list[int]] = {}
+        self.kept = KeptBlocks(pool)
         self.preemptions = 0
         self.kept_blocks = 0
         """Of fetches that failed, blocks that need not be computed again."""
+        self.forked_blocks = 0
+        """Blocks that forks have shared with the request they fork from, once for each fork."""
 
     # --- what comes in -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError on a second one with the same id."""
-        if request.request_id in self._requests or request.request_id in self._held:
+        if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._arrivals += 1
+        request.order = self._arrivals
+        self._waiting.join(request)
 
     def get(self, request_id: str) -> Request | None:
         """The live request of this id."""
         return self._requests.get(request_id)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a live request now. The blocks of a running fetch stay untouchable until `settled`."""
+        """End a live request now. The blocks of a running fetch stay untouchable until they are settled."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, Finish.ABORT)
@@ -133,7 +104,7 @@ class Scheduler:
         request.fetch_error = reason
 
     def give_up(self, request_id: str, reason: str) -> None:
-        """End a fetching request whose KV will not come. Its blocks stay untouchable until `settled`."""
+        """End a fetching request whose KV will not come. Its blocks stay untouchable until they are settled."""
         request = self._requests[request_id]
         request.fetch_error = reason
         self._end(request, Finish.ERROR)
@@ -153,21 +124,7 @@ class Scheduler:
             self._running.append(request)
             return
         self._drop_blocks(request)
-        request.state = State.WAITING
-        self._waiting.appendleft(request)
-
-    def settled(self, request_id: str) -> None:
-        """No transfer can touch the blocks of a failed or aborted fetch any more."""
-        blocks = self._unsettled.pop(request_id, None)
-        if blocks is not None:
-            self.pool.leave_quarantine(blocks)
-            self.pool.give_back(blocks)
-
-    def released(self, request_id: str) -> None:
-        """Nobody will read the blocks held for this request."""
-        blocks = self._held.pop(request_id, None)
-        if blocks is not None:
-            self.pool.give_back(blocks)
+        self._waiting.join(request)
 
     # --- probes: blocks of no request ----------------------------------------------------------------------------
 
@@ -177,18 +134,13 @@ class Scheduler:
         return 0 if self._waiting else self.pool.free // 2
 
     def lend(self, probe_id: str, count: int) -> list[int] | None:
-        """Fresh blocks, held until `released`; or until `settled`, after `set_aside`. None if they cannot be spared."""
+        """Fresh blocks: `kept` has them until released, or set aside and settled. None if they cannot be spared."""
         if count > self.spare_blocks:
             return None
         blocks = self.pool.take(count)
         assert blocks is not None
-        self._held[probe_id] = blocks
+        self.kept.hold(probe_id, blocks)
         return blocks
-
-    def set_aside(self, probe_id: str) -> None:
-        """A transfer may still write to the blocks lent to this probe: untouchable until `settled`."""
-        self._unsettled[probe_id] = self._held.pop(probe_id)
-        self.pool.quarantine(self._unsettled[probe_id])
 
     # --- one step ------------------------------------------------------------------------------------------------
 
@@ -206,7 +158,7 @@ class Scheduler:
                 preempted = True
                 # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
                 going_on = [r for r in self._running if not (r.offered or self._ends_with_pending(r))]
-                victim = max(going_on, key=lambda r: r.arrival_s, default=None)
+                victim = max(going_on, key=lambda r: r.turn, default=None)
                 if victim is None:
                     break
                 self._preempt(victim)
@@ -221,9 +173,10 @@ class Scheduler:
         return StepPlan(chunks, fetches, offers)
 
     def _admit(self, chunks: list[Chunk], offers: list[Request], budget: int, now: float) -> Iterator[Fetch]:
-        """Start waiting requests in order of arrival, while seats, budget and blocks last."""
-        while self._waiting and len(self._running) + len(self._fetching) < self._max_running:
-            request = self._waiting[0]
+        """Start waiting requests in the order of their turns, while seats, budget and blocks last."""
+        for request in self._waiting.candidates():
+            if len(self._running) + len(self._fetching) >= self._max_running:
+                return
             if request.fetch is not None:
                 fetch = self._start_fetch(request)
                 if fetch is None:
@@ -245,15 +198,21 @@ class Scheduler:
             budget -= chunk.count
 
     def _start(self, request: Request) -> bool:
-        """Give a waiting request its cached prefix and a seat, if all its tokens are known and would fit now."""
+        """Give a waiting request the blocks of its parent or its cached prefix, and a seat, if all its tokens are known
+        and would fit now."""
         if request.num_pending:
             return False
         shared = self._cached_prefix(request, len(request.token_ids) - 1)
+        forked = self._waiting.parents_blocks(request)
+        if forked and len(forked) >= len(shared):
+            shared = forked
         needed = self._blocks_for(len(request.token_ids)) - len(shared)
         if needed > self.pool.free_after(shared):
             return False
-        self._waiting.popleft()
+        self._waiting.leave(request)
         self.pool.share(shared)
+        if shared is forked:
+            self.forked_blocks += len(forked)
         request.blocks = shared
         request.num_computed = len(shared) * self._block_tokens
         request.num_published = len(shared)
@@ -274,7 +233,7 @@ class Scheduler:
         room = min(self._blocks_for(params.num_tokens + 1), self.pool.total) - len(shared)
         if room > self.pool.free_after(shared):
             return None
-        self._waiting.popleft()
+        self._waiting.leave(request)
         self.pool.share(shared)
         fresh = self.pool.take(needed)
         assert fresh is not None
@@ -301,8 +260,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._drop_blocks(request)
-        request.state = State.WAITING
-        self._waiting.appendleft(request)
+        self._waiting.join(request)
         self.preemptions += 1
 
     def _ends_with_pending(self, request: Request) -> bool:
@@ -351,13 +309,13 @@ class Scheduler:
         if request.state is State.RUNNING:
             self._running.remove(request)
         elif request.state is State.WAITING:
-            self._waiting.remove(request)
+            self._waiting.leave(request)
         request.finish = why
         del self._requests[request.request_id]
         if request.request_id in self._fetching:
             self._set_aside(self._fetching.pop(request.request_id))
-        elif why is Finish.LENGTH and request.hold:
-            self._held[request.request_id] = request.blocks
+        elif request.hold and (why is Finish.LENGTH or (why is Finish.STOP and request.hold_stopped)):
+            self.kept.hold(request.request_id, request.blocks)
             request.blocks = []
         else:
             self._drop_blocks(request)
@@ -365,8 +323,8 @@ class Scheduler:
 
     def _set_aside(self, request: Request, kept: int = 0) -> None:
         """Take the blocks of a fetch that may still write to them away from its request, all but the first `kept`."""
-        self._unsettled[request.request_id] = request.blocks[kept:]
-        self.pool.quarantine(request.blocks[max(kept, request.num_published) :])
+        shared = max(0, request.num_published - kept)
+        self.kept.quarantine(request.request_id, request.blocks[kept:], shared)
         request.blocks = request.blocks[:kept]
         request.num_published = min(kept, request.num_published)
         request.num_computed = request.num_published * self._block_tokens
@@ -393,26 +351,12 @@ class Scheduler:
         """Whether a step could do something now, without news from outside."""
         return bool(self._running or self._waiting)
 
-    @property
-    def held_blocks(self) -> int:
-        """Blocks kept under a lease."""
-        return sum(len(blocks) for blocks in self._held.values())
-
-    def held(self, request_id: str) -> list[int] | None:
-        """The blocks kept for this request, in token order."""
-        return self._held.get(request_id)
-
-    def held_for(self, call_id: str) -> list[str]:
-        """Ids of held requests that are `call_id` or were made for the call of that id (`<call id>-<suffix>`)."""
-        return [name for name in self._held if call_id in (name, name.rpartition("-")[0])]
-
     def load(self) -> Load:
         """Queue depth and room, as reported to the router."""
         return Load(
             running=len(self._running) + len(self._fetching),
             waiting=len(self._waiting),
-            waiting_tokens=sum(r.uncomputed for r in self._waiting)
-            + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
+            waiting_tokens=self._waiting.tokens + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
             free_blocks=self.pool.free,
             total_blocks=self.pool.total,
         )
@@ -421,12 +365,16 @@ class Scheduler:
         """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""
         self.pool.check()
         owned = [b for r in self._requests.values() for b in r.blocks]
-        owned += [b for blocks in self._held.values() for b in blocks]
-        owned += [b for blocks in self._unsettled.values() for b in blocks]
+        owned += self.kept.blocks
         assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
         states = {r.request_id: r.state for r in self._requests.values()}
-        assert all(states[r.request_id] is State.WAITING and not r.blocks for r in self._waiting)
+        self._waiting.check()
         assert all(states[r.request_id] is State.RUNNING for r in self._running)
         assert len(states) == len(self._waiting) + len(self._running) + len(self._fetching)
+        writers: dict[int, str] = {}
         for request in self._running:
             assert len(request.blocks) >= self._blocks_for(request.num_computed)
+        for request in [*self._running, *self._fetching.values()]:
+            first = max(request.num_computed // self._block_tokens, request.num_published)
+            for block in request.blocks[first:]:
+                assert writers.setdefault(block, request.request_id) == request.request_id, f"block {block}"

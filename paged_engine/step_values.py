@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paged_engine.request import Request, State
-from paged_engine.scheduler import Chunk
+from paged_engine.step_plan import Chunk
 
 __all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "Slots", "StepValues"]
 

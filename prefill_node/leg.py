@@ -15,7 +15,6 @@ from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
-from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
 __all__ = ["PrefillLeg"]
@@ -24,28 +23,20 @@ __all__ = ["PrefillLeg"]
 class PrefillLeg(Leg):
     """`asked` are the request's kv_transfer_params, `writer` was made for the client's whole request.
 
-    `ends_here`: the client wants one token only (the contract's max_tokens=1 says nothing of that).
+    The first choice alone: the others draw their first tokens where they go on.
     """
 
     def __init__(
         self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
+        submit: Submit,
         asked: KvTransferParams,
         writer: AnswerWriter,
-        cache_salt: str | None,
-        *,
-        ends_here: bool,
     ) -> None:
-        submit = Submit(
-            request_id,
-            prompt_token_ids,
-            msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1)),
-            cache_salt=cache_salt,
-            hold=not ends_here,
-        )
-        super().__init__(submit, writer)
+        params = submit.params
+        params = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
+        several = len(writer.choices) > 1
+        super().__init__([msgspec.structs.replace(submit, params=params, hold=True, hold_stopped=several)], writer)
+        self._several = several
         self._asked = asked
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
@@ -53,37 +44,43 @@ class PrefillLeg(Leg):
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
         elif self._asked.pipelined:
-            early = msgspec.structs.replace(self._params(update), sent_text=None)
+            early = msgspec.structs.replace(self._params(update, None), sent_text=None)
             yield Frame(FrameKind.TICKET, params=early, load=load)
 
-    def last_frames(self, payload: bytes, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """The request goes on at a decode node, unless its first token has ended it."""
-        if not self.submit.hold or update.finish is not Finish.LENGTH:
-            yield from super().last_frames(payload, update, load)
+    def last_frames(
+        self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load
+    ) -> Iterator[Frame]:
+        """The request goes on at a decode node, unless its first token has ended it and it has no other choice."""
+        over = finish is not Finish.LENGTH
+        if over and not self._several:
+            yield from super().last_frames(choice, payload, update, finish, load)
             return
+        if over:
+            payload += self.writer.end(choice, finish)
         if payload or update.token_ids:
-            yield self.tokens(payload, update)
+            yield self.tokens(choice, payload, update, finish if over else None)
         self.done = True
-        self.finish = update.finish
+        self.finish = Finish.LENGTH
         yield Frame(
             FrameKind.HANDOVER,
-            sent_text=self.writer.sent_text,
-            params=self._params(update),
+            sent_text=self.writer.choices[choice].sent_text,
+            params=self._params(update, finish if over else None),
             load=load,
             timing=self.stages(update),
         )
 
-    def _params(self, update: RequestUpdate) -> KvTransferParams:
+    def _params(self, update: RequestUpdate, finish: Finish | None) -> KvTransferParams:
         """The engine's ticket, and beside it all that the decode node would otherwise compute again.
 
         Without a ticket (its lease was ended while the prompt was computed) the decode node computes the prompt."""
         return msgspec.structs.replace(
             update.held or KvTransferParams(do_remote_prefill=True),
             created=self._asked.created,
-            prompt_token_ids=self.submit.prompt_token_ids,
+            prompt_token_ids=self.submits[0].prompt_token_ids,
             generated=update.token_ids,
             generated_logprobs=update.logprobs or [],
-            sent_text=self.writer.sent_text,
-            seed=self.submit.params.seed,
+            sent_text=self.writer.choices[0].sent_text,
+            finish=finish,
+            seed=self.submits[0].params.seed,
             cached_tokens=update.cached_tokens,
         )

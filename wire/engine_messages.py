@@ -36,7 +36,10 @@ PROBE_PREFIX = "probe-"
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start a request. `generated` are output tokens it already has; `fetch` says where its KV is held.
 
-    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over).
+    `hold` keeps the KV under a lease when the request ends by length (the prefill leg of a hand-over), and with
+    `hold_stopped` also when a stop token ends it: other choices go on from it. `fork_of` is the id of a request with
+    the same prompt, sent before: this one waits until that one's prompt is there, and shares its blocks. A lower
+    `priority` is served first.
     """
 
     request_id: str
@@ -46,6 +49,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None = None
     hold: bool = False
     fetch: KvTransferParams | None = None
+    hold_stopped: bool = False
+    fork_of: str | None = None
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -164,6 +170,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    forked_blocks: int = 0
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0

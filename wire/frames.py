@@ -12,7 +12,7 @@ import enum
 import msgspec
 
 from wire.errors import ErrorBody, NodeFailed
-from wire.outputs import Load
+from wire.outputs import Finish, Load, TokenLogprobs
 from wire.transfer import KvTransferParams
 
 __all__ = ["FRAMES_MEDIA_TYPE", "LOAD_HEADER", "MAX_FRAME_BYTES", "Frame", "FrameKind", "FrameReader", "pack"]
@@ -23,7 +23,8 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
 class FrameKind(enum.IntEnum):
-    """TOKENS: some output. HANDOVER: this leg is done, `params` opens the next. END: all is done. ERROR: it broke.
+    """TOKENS: some output of one choice. HANDOVER: this leg is done, `params` opens the next. END: some output too, and
+    with it all choices have ended. ERROR: it broke.
 
     TICKET: the prompt is about to be computed, and `params` opens the next leg already; this one goes on.
     """
@@ -39,8 +40,9 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """One step of an answer.
 
     `payload` goes to the client as it is: SSE events when the client streams; in an END frame of an answer that is not
-    streamed, the whole JSON body. `token_ids` are the tokens that this frame is about, `sent_text` the characters of
-    text sent in total after it. `status` and `error` are set in ERROR frames, `params` in TICKET and HANDOVER frames.
+    streamed, the whole JSON body. `token_ids` are the tokens of `choice` that this frame is about (`logprobs` theirs,
+    if the client asks for any), `sent_text` the characters of its text sent in total after it, `finish` why that choice
+    has ended with it. `status` and `error` are set in ERROR frames, `params` in TICKET and HANDOVER frames.
     """
 
     kind: FrameKind
@@ -52,6 +54,9 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     status: int = 200
     error: ErrorBody | None = None
     timing: dict[str, float] | None = None
+    choice: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    finish: Finish | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,11 +10,26 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.outputs import TokenLogprobs
+from wire.outputs import Finish, TokenLogprobs
 
-__all__ = ["PROTOCOL_VERSION", "Fingerprint", "KvTransferParams"]
+__all__ = ["PROTOCOL_VERSION", "ChoiceSoFar", "Fingerprint", "KvTransferParams"]
 
 PROTOCOL_VERSION = 1
+
+
+class ChoiceSoFar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One choice of an answer that another node goes on with.
+
+    `generated` are its output tokens so far: after the prefill node the first one, after a fail-over all that the
+    client may have seen; `logprobs` those of these tokens, if the client asks for any. `sent_text` are the characters
+    of their text that the client already has (None: nobody has sent the first token, the decode node emits it), and
+    `finish` why it has ended, if the client knows that it has.
+    """
+
+    generated: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    sent_text: int | None = None
+    finish: Finish | None = None
 
 
 class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -50,15 +65,24 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     # cluster secret.
     expires_at: int | None = None
     signature: str | None = None
-    # What the decode node would otherwise compute twice. `generated` are output tokens so far (after the prefill node:
-    # the first one; after a fail-over: all that the client may have seen), `sent_text` the characters of their text
-    # that the client already has (None: nobody has sent the first token, the decode node emits it).
+    # What the decode node would otherwise compute twice: the answer so far. Of its first choice in four fields, of the
+    # others (after a fail-over) as a list.
     prompt_token_ids: list[int] | None = None
     generated: list[int] = []
     generated_logprobs: list[TokenLogprobs] = []
     sent_text: int | None = None
+    finish: Finish | None = None
+    other_choices: list[ChoiceSoFar] = []
     seed: int | None = None
     cached_tokens: int = 0
+
+    def so_far(self, choices: int) -> list[ChoiceSoFar]:
+        """The first `choices` choices of the answer; those that have not begun are empty."""
+        first = ChoiceSoFar(
+            generated=self.generated, logprobs=self.generated_logprobs, sent_text=self.sent_text, finish=self.finish
+        )
+        known = [first, *self.other_choices][:choices]
+        return known + [ChoiceSoFar()] * (choices - len(known))
 
 
 class Fingerprint(msgspec.Struct, frozen=True):

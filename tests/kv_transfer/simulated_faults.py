@@ -179,7 +179,7 @@ class Schedule:
             leases, waiting = node.desk._leases, node.engine.scheduler._waiting
             there = {"growing": leases._growing, "held": leases._held}.get(state)
             if state == "queued" and waiting:
-                return Scene(node, self._any_reader(), waiting[0].request_id)
+                return Scene(node, self._any_reader(), waiting.candidates()[0].request_id)
             if there:
                 return Scene(node, self._any_reader(), next(iter(there)))
         return None

@@ -22,7 +22,8 @@ from node.engine_process import EngineProcess
 from paged_engine.blocks import BlockPool
 from paged_engine.engine import Counters, Engine
 from paged_engine.request import Request
-from paged_engine.scheduler import Fetch, Scheduler
+from paged_engine.scheduler import Scheduler
+from paged_engine.step_plan import Fetch
 from wire.config import EngineConfig, NodeConfig, TransferConfig
 from wire.engine_messages import EngineStats, FromEngine, StepOutputs, ToEngine
 from wire.transfer import Fingerprint, KvTransferParams

@@ -54,7 +54,7 @@ def no_quarantine_of_reads(patch: pytest.MonkeyPatch) -> None:
 def no_quarantine_of_blocks(patch: pytest.MonkeyPatch) -> None:
     def at_once(real: Callable[..., None], scheduler: Scheduler, request: Request, *kept: int) -> None:
         real(scheduler, request, *kept)
-        scheduler.settled(request.request_id)
+        scheduler.kept.settled(request.request_id)
 
     around(patch, Scheduler, "_set_aside", at_once)
 

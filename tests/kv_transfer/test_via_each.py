@@ -131,7 +131,7 @@ def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and
             source.stop()
             reader.desk.fetch("r", mine, mine)
             assert isinstance(reader.wait(1)[0], FetchFailed)
-            scheduler.set_aside("r")
+            scheduler.kept.set_aside("r")
             others = scheduler.pool.take(scheduler.pool.free)
             assert others is not None
             reader.pool[others] = 255
@@ -139,7 +139,7 @@ def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and
             assert reader.wait(1) == [Settled("r")]
             assert reader.pool[mine].any()
             assert bool((reader.pool[others] == 255).all())
-            scheduler.settled("r")
+            scheduler.kept.settled("r")
             assert sorted(scheduler.pool.take(scheduler.pool.free) or []) == sorted(mine)
     finally:
         reader.desk.close()

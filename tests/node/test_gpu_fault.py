@@ -18,10 +18,8 @@ from node.last_words import sentence
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 from real_cluster import free_port, tiny_model
 
-WHY = (
-    "the GPU has failed in this process (CUDA error: an illegal memory access was encountered); only a new process can "
-    "use it again, so this one ends"
-)
+SAID = "the GPU has failed in this process (CUDA error: {}); only a new process can use it again, so this one ends"
+WHY, REAL = SAID.format("an illegal memory access was encountered"), SAID.format("device-side assert triggered")
 DEADLINE_S = 120.0
 
 
@@ -69,11 +67,11 @@ async def healthy(url: str) -> bool:
 class Watched:
     """A node under a supervisor, whose engine's GPU fails when it is told to."""
 
-    def __init__(self, folder: Path, repository: Path) -> None:
+    def __init__(self, folder: Path, repository: Path, *more: str) -> None:
         port = free_port()
         self.url, self.trigger, self.said = f"http://127.0.0.1:{port}", folder / "fault", list[str]()
         fault = Path(__file__).with_name("gpu_fault")
-        flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(4 << 20)]
+        flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(4 << 20), *more]
         paths = [str(fault), str(repository), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "GPU_FAULT": str(self.trigger), "PYTHONPATH": os.pathsep.join(paths)}
         self.spec = ChildSpec(
@@ -111,8 +109,20 @@ async def started(node: Watched, check: Callable[[Child], Awaitable[None]]) -> N
 async def test_a_gpu_that_fails_ends_every_request_once_and_the_node_is_started_again(
     tmp_path: Path, repository: Path, fault: str
 ) -> None:
-    node = Watched(tmp_path, repository)
+    await gpu_fails(Watched(tmp_path, repository), fault, WHY)
 
+
+@pytest.mark.cluster
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", ["step real", "plane real"])
+async def test_a_kernel_that_fails_ends_every_request_once(tmp_path: Path, repository: Path, fault: str) -> None:
+    node = Watched(tmp_path, repository, "--device", "cuda", "--gpu-memory-utilization", "0.2")
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 64, "torch_dtype": "bfloat16"}))
+    await gpu_fails(node, fault, REAL)
+
+
+async def gpu_fails(node: Watched, fault: str, why: str) -> None:
     async def check(child: Child) -> None:
         begun, whole = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as group:
@@ -124,16 +134,16 @@ async def test_a_gpu_that_fails_ends_every_request_once_and_the_node_is_started_
         status, text = streamed.result()
         *_, error, done = (line for line in text.splitlines() if line)
         assert (status, done) == (200, "data: [DONE]")
-        assert json.loads(error.removeprefix("data: "))["error"]["message"] == WHY
+        assert json.loads(error.removeprefix("data: "))["error"]["message"] == why
         assert text.count('"error"') == 1
         status, text = waited.result()
         assert status == 503
-        assert json.loads(text)["error"]["message"] == WHY
+        assert json.loads(text)["error"]["message"] == why
         await until(lambda: any("ready again" in line for line in node.said))
         assert any("node ended with exit code 1 after" in line for line in node.said)
         assert child.running
         status, text = await node.ask(asyncio.Event(), stream=False)
         assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 900)
-        assert node.spec.log.read_text().count(f"ERROR kvrelay.engine {WHY}") == 1
+        assert node.spec.log.read_text().count(f"ERROR kvrelay.engine {why}") == 1
 
     await started(node, check)

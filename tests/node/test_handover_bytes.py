@@ -12,7 +12,7 @@ from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, P
 from kv_transfer.open import open_connector
 from paged_engine.engine import Engine
 from paged_engine.request import Request
-from paged_engine.scheduler import Fetch
+from paged_engine.step_plan import Fetch
 from wire.config import EngineConfig, TransferConfig
 from wire.engine_messages import Submit
 from wire.outputs import Finish
@@ -101,7 +101,7 @@ def prefill(side: Side, name: str, prompt: list[int]) -> tuple[Request, KvTransf
     while side.engine.has_work:
         side.engine.step()
     assert req.finish is Finish.LENGTH
-    held = side.engine.scheduler.held(name)
+    held = side.engine.scheduler.kept.held(name)
     assert held is not None
     return req, side.connector.offer(name, held, len(prompt))
 
@@ -134,7 +134,7 @@ def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
     # Shift the two pools against each other, so that equal block ids cannot hide a mistake.
     spare = d.engine.scheduler.pool.take(length % 5) or []
     first, params = prefill(p, f"p{length}", prompt)
-    sent = p.blocks(p.engine.scheduler.held(f"p{length}") or [])
+    sent = p.blocks(p.engine.scheduler.kept.held(f"p{length}") or [])
     req = decode(d, f"d{length}", prompt, first.token_ids[length:], params)
     event = d.next_event()
     assert isinstance(event, Fetched), event
@@ -144,7 +144,7 @@ def test_kv_bytes_and_tokens_survive_the_hand_over(sides, length):
     drain(d)
     released = p.next_event()
     assert released == Released(f"p{length}", expired=False)
-    p.engine.scheduler.released(f"p{length}")
+    p.engine.scheduler.kept.released(f"p{length}")
     d.engine.scheduler.pool.give_back(spare)
     for side in sides:
         side.engine.scheduler.check()
@@ -173,7 +173,7 @@ def test_kv_moves_while_the_prompt_is_computed(sides):
     while p.engine.has_work:
         p.engine.step(p)
     assert held.finish is Finish.LENGTH
-    sent = p.blocks(p.engine.scheduler.held("early-p") or [])
+    sent = p.blocks(p.engine.scheduler.kept.held("early-p") or [])
     final = p.connector.complete("early-p", Completion(held.new_tokens))
     assert final is not None
     assert not final.growing
@@ -184,7 +184,7 @@ def test_kv_moves_while_the_prompt_is_computed(sides):
     d.engine.scheduler.fetched("early-d", event.completion.generated)
     drain(d)
     assert p.next_event() == Released("early-p", expired=False)
-    p.engine.scheduler.released("early-p")
+    p.engine.scheduler.kept.released("early-p")
     assert req.token_ids == aggregated(p, prompt)
     for side in sides:
         side.engine.scheduler.check()
@@ -204,7 +204,7 @@ def test_a_prefix_that_the_decode_node_has_is_not_moved(sides):
         d.engine.scheduler.fetched(req.request_id)
         drain(d)
         assert isinstance(p.next_event(), Released)
-        p.engine.scheduler.released(f"again-p{turn}")
+        p.engine.scheduler.kept.released(f"again-p{turn}")
     assert sizes == [6 * p.engine.pool.block_bytes, p.engine.pool.block_bytes]
 
 
@@ -214,13 +214,13 @@ def test_a_fetch_of_released_kv_fails_and_the_tokens_are_the_same(sides):
     first, params = prefill(p, "gone-p", prompt)
     p.connector.release("gone-p")
     assert isinstance(p.next_event(), Released)
-    p.engine.scheduler.released("gone-p")
+    p.engine.scheduler.kept.released("gone-p")
     req = decode(d, "gone-d", prompt, first.token_ids[len(prompt) :], params)
     event = d.next_event()
     assert isinstance(event, FetchFailed), event
     d.engine.scheduler.fetch_failed("gone-d", event.reason)
     drain(d)
     assert d.next_event() == Settled("gone-d")
-    d.engine.scheduler.settled("gone-d")
+    d.engine.scheduler.kept.settled("gone-d")
     assert req.token_ids == aggregated(p, prompt)
     assert d.engine.scheduler.pool.free == d.engine.scheduler.pool.total

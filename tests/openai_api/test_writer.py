@@ -17,27 +17,52 @@ from openai_api.types import ChatChunk, ChatCompletion, Completion, CompletionCh
 from openai_api.writer import AnswerWriter
 from wire.errors import NodeFailed, RequestError
 from wire.outputs import Finish, TokenLogprobs
-from wire.transfer import KvTransferParams
+from wire.transfer import ChoiceSoFar, KvTransferParams
 
 EOS = 2
 
 
-def writer(tokenizer: Tokenizer, kind: str, fields: dict[str, Any], **state: Any) -> AnswerWriter:
+class OneChoice:
+    """A writer of answers with one choice, as its only choice sees it."""
+
+    def __init__(self, answer: AnswerWriter) -> None:
+        self.answer = answer
+        self.choice = answer.choices[0]
+
+    def tokens(self, ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> bytes:
+        return self.answer.tokens(0, ids, logprobs)
+
+    def end(self, finish: Finish, handover: KvTransferParams | None = None) -> bytes:
+        return self.answer.end(0, finish) + self.answer.close(handover)
+
+    @property
+    def stopped(self) -> bool:
+        return self.choice.stopped
+
+    @property
+    def sent_text(self) -> int:
+        return self.choice.sent_text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choice.token_ids
+
+
+def writer(tokenizer: Tokenizer, kind: str, fields: dict[str, Any], **so_far: Any) -> OneChoice:
     if kind == "chat":
         request: Any = decode_chat(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode())
     else:
         request = decode_completion(json.dumps({"prompt": "x", "max_tokens": 500, **fields}).encode())
     params = sampling_params(request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1)
-    return AnswerWriter(
-        request, tokenizer, params, response_id="id-1", created=7, model="m", prompt_tokens=5, cached_tokens=4, **state
-    )
+    head: dict[str, Any] = {"response_id": "id-1", "created": 7, "model": "m", "prompt_tokens": 5, "cached_tokens": 4}
+    return OneChoice(AnswerWriter(request, tokenizer, params, **head, so_far=[ChoiceSoFar(**so_far)]))
 
 
 def logprobs_of(ids: list[int]) -> list[TokenLogprobs]:
     return [TokenLogprobs(token, -0.5, (token, 65), (-0.5, -1.25)) for token in ids]
 
 
-def feed(w: AnswerWriter, ids: list[int]) -> bytes:
+def feed(w: OneChoice, ids: list[int]) -> bytes:
     """One token per update, as engines do; stops where the caller of a writer would."""
     payload = b""
     for token in ids:
@@ -207,8 +232,8 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(bytewise: Tokenizer, ki
 def test_a_broken_answer_ends_with_an_error_and_done(bytewise: Tokenizer) -> None:
     error = NodeFailed("the node is gone")
     body = {"error": {"message": "the node is gone", "type": "node_failed", "param": None, "code": None}}
-    assert events(writer(bytewise, "chat", {"stream": True}).error(error)) == [body]
-    assert json.loads(writer(bytewise, "chat", {}).error(error)) == body
+    assert events(writer(bytewise, "chat", {"stream": True}).answer.error(error)) == [body]
+    assert json.loads(writer(bytewise, "chat", {}).answer.error(error)) == body
 
 
 def test_a_whole_answer_of_a_prefill_leg_carries_the_hand_over(bytewise: Tokenizer) -> None:
@@ -257,7 +282,7 @@ def test_a_hand_over_at_any_token_leaves_no_trace(
     wanted = feed(alone, ids) + alone.end(Finish.LENGTH)
     first = writer(bytewise, kind, fields)
     payload = feed(first, ids[:cut])
-    known = {"generated": first.token_ids, "generated_logprobs": logprobs_of(first.token_ids)}
+    known = {"generated": first.token_ids, "logprobs": logprobs_of(first.token_ids)}
     second = writer(bytewise, kind, fields, **known, sent_text=first.sent_text if first.token_ids else None)
     assert second.stopped == first.stopped
     assert second.sent_text == first.sent_text
@@ -274,7 +299,7 @@ def test_with_nothing_sent_yet_the_next_writer_sends_all(bytewise: Tokenizer, ki
     fields: dict[str, Any] = {"stream": True}
     if logprobs:
         fields |= {"logprobs": True, "top_logprobs": 2} if kind == "chat" else {"logprobs": 2}
-    w = writer(bytewise, kind, fields, generated=ids[:3], generated_logprobs=logprobs_of(ids[:3]), sent_text=None)
+    w = writer(bytewise, kind, fields, generated=ids[:3], logprobs=logprobs_of(ids[:3]), sent_text=None)
     assert w.sent_text == 0
     at_once = w.tokens([])
     assert b"h\xc3\xa9" in at_once

@@ -17,7 +17,7 @@ from paged_engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling
 from paged_engine.model_files import read_model_config, read_tensors
 from paged_engine.model_tensors import tensor_shapes, weight_shapes
 from paged_engine.request import Request
-from paged_engine.scheduler import Chunk
+from paged_engine.step_plan import Chunk
 from wire.engine_messages import Submit
 from wire.errors import ConfigError
 from wire.sampling import SamplingParams

@@ -18,7 +18,7 @@ from paged_engine.hf_config import model_config_of
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_tensors import tensor_shapes
 from paged_engine.request import Request
-from paged_engine.scheduler import Chunk
+from paged_engine.step_plan import Chunk
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
 from wire.errors import ConfigError

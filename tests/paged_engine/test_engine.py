@@ -9,7 +9,7 @@ from tiny_models import DIFFERENCES, make_tiny
 
 from paged_engine.engine import Engine
 from paged_engine.request import Request
-from paged_engine.scheduler import Chunk
+from paged_engine.step_plan import Chunk
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
 from wire.errors import ConfigError

@@ -12,7 +12,8 @@ import pytest
 
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request, State
-from paged_engine.scheduler import Chunk, Fetch, Scheduler
+from paged_engine.scheduler import Scheduler
+from paged_engine.step_plan import Chunk, Fetch
 from wire.engine_messages import Submit
 from wire.outputs import Finish
 from wire.sampling import SamplingParams
@@ -78,7 +79,7 @@ def test_what_is_proven_is_kept_and_the_rest_is_computed(proven: int, kept: int,
     assert scheduler.kept_blocks == kept
     assert scheduler.pool.cached == (kept if prefix_cache else 0)
     assert chunks(scheduler) == [(kept * BLOCK, 40 - kept * BLOCK)]
-    scheduler.settled("r")
+    scheduler.kept.settled("r")
     while scheduler.has_work:
         chunks(scheduler)
     assert req.token_ids == answered(list(range(40)), 5)
@@ -124,7 +125,7 @@ def test_without_room_for_the_rest_it_waits_and_finds_the_proven_blocks_again() 
     scheduler.fetch_failed("r", "PeerLost: gone", 1)
     assert req.state is State.WAITING
     assert chunks(scheduler) == []
-    scheduler.settled("r")
+    scheduler.kept.settled("r")
     assert chunks(scheduler) == [(16, 44)]
     assert scheduler.preemptions == 0
 
@@ -139,7 +140,7 @@ def test_a_request_that_is_given_up_ends_with_an_error_and_its_blocks_stay_until
     assert (req.finish, req.fetch_error) == (Finish.ERROR, "PeerLost: gone")
     assert scheduler.pool.quarantined == 3
     assert not scheduler.has_work
-    scheduler.settled("r")
+    scheduler.kept.settled("r")
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -214,16 +215,16 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(seed:
         for name, (blocks, first) in list(landing.items()):
             memory.write(blocks, [0] * 10_000, first, right=False)
             if rng.random() < 0.3:
-                scheduler.settled(name)
+                scheduler.kept.settled(name)
                 del landing[name]
         scheduler.check()
     for name in landing:
-        scheduler.settled(name)
+        scheduler.kept.settled(name)
     ended = 0
     for _ in range(2000):
         for name in [name for name, (req, _, _) in asked.items() if req.state is State.FETCHING]:
             scheduler.fetch_failed(name, "x")
-            scheduler.settled(name)
+            scheduler.kept.settled(name)
             reading.pop(name, None)
         if not scheduler.has_work:
             break

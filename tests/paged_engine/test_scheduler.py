@@ -6,7 +6,8 @@ import pytest
 
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request, State
-from paged_engine.scheduler import Chunk, Fetch, Scheduler
+from paged_engine.scheduler import Scheduler
+from paged_engine.step_plan import Chunk, Fetch
 from wire.engine_messages import Submit
 from wire.outputs import Finish
 from wire.sampling import SamplingParams
@@ -25,8 +26,8 @@ def make(blocks: int = 64, **options) -> Scheduler:
     return Scheduler(BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 5, **submit) -> Request:
-    params = SamplingParams(max_tokens, seed=0, temperature=0)
+def request(name: str, prompt: list[int], max_tokens: int = 5, choice: int = 0, **submit) -> Request:
+    params = SamplingParams(max_tokens, seed=0, choice=choice, temperature=0)
     return Request.of(Submit(name, prompt, params, **submit), 0.0)
 
 
@@ -135,12 +136,12 @@ def test_held_blocks_stay_until_released():
     scheduler.add(req)
     drain(scheduler)
     assert req.finish is Finish.LENGTH
-    held = scheduler.held("r")
+    held = scheduler.kept.held("r")
     assert held is not None
     assert len(held) == 3
-    assert scheduler.held_blocks == 3 == scheduler.pool.total - scheduler.pool.free
-    scheduler.released("r")
-    scheduler.released("r")
+    assert scheduler.kept.num_held == 3 == scheduler.pool.total - scheduler.pool.free
+    scheduler.kept.released("r")
+    scheduler.kept.released("r")
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -151,7 +152,7 @@ def test_a_request_that_stops_by_itself_holds_nothing():
     plan = scheduler.schedule(0.0)
     scheduler.launched(plan.chunks[0])
     scheduler.append(req, EOS, 0.0)
-    assert scheduler.held("r") is None
+    assert scheduler.kept.held("r") is None
     assert scheduler.pool.free == scheduler.pool.total
 
 
@@ -214,7 +215,7 @@ def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
             scheduler.launched(chunk)
             if chunk.samples:
                 scheduler.append(req, next_token(req.token_ids), 0.0)
-    assert scheduler.held("r") == blocks
+    assert scheduler.kept.held("r") == blocks
 
 
 def test_an_offered_request_is_not_preempted():
@@ -230,8 +231,8 @@ def test_an_offered_request_is_not_preempted():
     while younger.finish is None:
         step(scheduler)
         assert younger.state is not State.WAITING
-    assert scheduler.held("younger") is not None
-    scheduler.released("younger")
+    assert scheduler.kept.held("younger") is not None
+    scheduler.kept.released("younger")
     drain(scheduler)
     assert older.token_ids == expected([3] * (2 * BLOCK - 1), 40)
 
@@ -277,7 +278,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_quarantined():
     taken = scheduler.pool.take(scheduler.pool.free) or []
     assert not set(taken) & set(fetch.local_blocks)
     scheduler.pool.give_back(taken)
-    scheduler.settled("r")
+    scheduler.kept.settled("r")
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.total
     assert scheduler.pool.quarantined == 0
@@ -290,7 +291,7 @@ def test_an_aborted_fetch_gives_its_blocks_back_when_settled():
     scheduler.abort("r")
     scheduler.check()
     assert scheduler.pool.free < scheduler.pool.total
-    scheduler.settled("r")
+    scheduler.kept.settled("r")
     assert scheduler.pool.free == scheduler.pool.total
     assert not scheduler.has_work
 
@@ -302,14 +303,14 @@ def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_w
     blocks = scheduler.lend("probe-1", 4)
     assert blocks is not None
     assert len(blocks) == 4
-    assert scheduler.held_blocks == 4
+    assert scheduler.kept.num_held == 4
     assert scheduler.spare_blocks == 2
     scheduler.check()
     scheduler.add(request("waits", [5] * 100))
     step(scheduler)
     assert scheduler.spare_blocks == 0
     assert scheduler.lend("probe-2", 1) is None
-    scheduler.released("probe-1")
+    scheduler.kept.released("probe-1")
     drain(scheduler)
     assert scheduler.pool.free == scheduler.pool.total
 
@@ -317,17 +318,116 @@ def test_a_probe_takes_half_of_the_free_blocks_at_most_and_none_while_somebody_w
 def test_the_blocks_of_a_probe_that_failed_stay_quarantined_until_settled():
     scheduler = make(blocks=10)
     blocks = scheduler.lend("probe-1", 4)
-    scheduler.set_aside("probe-1")
+    scheduler.kept.set_aside("probe-1")
     scheduler.check()
-    assert (scheduler.pool.quarantined, scheduler.held_blocks, scheduler.pool.free) == (4, 0, 5)
+    assert (scheduler.pool.quarantined, scheduler.kept.num_held, scheduler.pool.free) == (4, 0, 5)
     others = scheduler.pool.take(5)
     assert others is not None
     assert blocks is not None
     assert not set(others) & set(blocks)
     scheduler.pool.give_back(others)
-    scheduler.settled("probe-1")
+    scheduler.kept.settled("probe-1")
     scheduler.check()
     assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_forks_wait_for_the_prompt_and_share_its_blocks():
+    scheduler = make(max_batched_tokens=32, prefix_cache=False)
+    prompt = list(range(40))
+    parent = request("r", prompt)
+    forks = [request(f"r.{i}", prompt, choice=i, fork_of="r") for i in (1, 2)]
+    for each in (parent, *forks, request("other", [7] * 3)):
+        scheduler.add(each)
+    assert step(scheduler) == [("r", 0, 32)]
+    # The budget is spent on older work first; the two blocks that the prompt fills are there.
+    assert step(scheduler) == [("r", 32, 8), ("r.1", 32, 8), ("r.2", 32, 8), ("other", 0, 3)]
+    assert scheduler.forked_blocks == 4
+    assert [each.blocks[:2] for each in forks] == [parent.blocks[:2]] * 2
+    assert len({each.blocks[2] for each in (parent, *forks)}) == 3
+    assert (scheduler.pool.total - scheduler.pool.free) == 2 + 3 + 1
+    scheduler.abort("r")
+    scheduler.check()
+    drain(scheduler)
+    for each in forks:
+        assert each.token_ids == expected(prompt, 5)
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+def test_others_pass_a_fork_that_waits():
+    scheduler = make()
+    prompt = list(range(40))
+    scheduler.add(fetching("r", prompt))
+    scheduler.add(request("r.1", prompt, choice=1, fork_of="r"))
+    scheduler.add(request("other", [7] * 3))
+    plan = scheduler.schedule(0.0)
+    assert [fetch.request.request_id for fetch in plan.fetches] == ["r"]
+    assert [chunk.request.request_id for chunk in plan.chunks] == ["other"]
+    for chunk in plan.chunks:
+        scheduler.launched(chunk)
+        scheduler.append(chunk.request, 5, 0.0)
+    assert scheduler.load().waiting_tokens == 40 - 32
+    scheduler.fetched("r")
+    assert step(scheduler) == [("other", 3, 1), ("r", 40, 1), ("r.1", 32, 8)]
+
+
+@pytest.mark.parametrize("how", ["aborted", "unknown", "ended"])
+def test_a_fork_without_its_parent_starts_by_itself(how):
+    scheduler = make(max_running=1)
+    prompt = list(range(40))
+    fork = request("r.1", prompt, choice=1, fork_of="r")
+    if how != "unknown":
+        scheduler.add(request("r", prompt))
+    scheduler.add(fork)
+    if how == "aborted":
+        scheduler.abort("r")
+    drain(scheduler)
+    assert fork.token_ids == expected(prompt, 5)
+    assert fork.cached_tokens == (32 if how == "ended" else 0)
+    assert scheduler.forked_blocks == 0
+
+
+def test_a_fork_of_a_preempted_parent_waits_for_it_again():
+    scheduler = make(blocks=9, max_batched_tokens=16)
+    older = request("older", [3] * 60, max_tokens=40)
+    scheduler.add(older)
+    for _ in range(5):
+        step(scheduler)
+    parent = request("r", [5] * 33, max_tokens=20)
+    fork = request("r.1", [5] * 33, max_tokens=20, choice=1, fork_of="r")
+    scheduler.add(parent)
+    scheduler.add(fork)
+    drain(scheduler)
+    assert scheduler.preemptions > 0
+    assert [each.token_ids for each in (parent, fork)] == [expected([5] * 33, 20)] * 2
+    assert older.token_ids == expected([3] * 60, 40)
+
+
+def test_what_stops_at_its_first_token_is_held_for_other_choices_if_there_are_any():
+    scheduler = make()
+    req = request("r", list(range(40)), max_tokens=1, hold=True, hold_stopped=True)
+    scheduler.add(req)
+    plan = scheduler.schedule(0.0)
+    scheduler.launched(plan.chunks[0])
+    assert scheduler.append(req, EOS, 0.0) is Finish.STOP
+    assert len(scheduler.kept.held("r") or ()) == 3
+    scheduler.kept.released("r")
+
+
+def test_a_lower_priority_number_is_admitted_first_and_preempted_last():
+    scheduler = make(blocks=9, max_running=2)
+    first = request("first", [3] * 60, max_tokens=60, priority=1)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(request("late", [5] * 10, max_tokens=3, priority=1))
+    urgent = request("urgent", [4] * 40, max_tokens=60)
+    scheduler.add(urgent)
+    assert step(scheduler) == [("first", 60, 1), ("urgent", 0, 40)]
+    while not scheduler.preemptions:
+        step(scheduler)
+    assert (first.state, urgent.state) == (State.WAITING, State.RUNNING)
+    drain(scheduler)
+    assert first.token_ids == expected([3] * 60, 60)
+    assert urgent.token_ids == expected([4] * 40, 60)
 
 
 def test_load_counts_what_waits_and_runs():
@@ -350,7 +450,10 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     rng = random.Random(seed)
     pending: list[Chunk] = []
     scheduler = make(
-        blocks=rng.choice([14, 24, 60]), max_batched_tokens=rng.choice([8, 33, 64]), max_running=rng.choice([2, 5])
+        blocks=rng.choice([14, 24, 60]),
+        max_batched_tokens=rng.choice([8, 33, 64]),
+        max_running=rng.choice([2, 5]),
+        prefix_cache=rng.random() < 0.8,
     )
     live: dict[str, tuple[Request, list[int], int]] = {}
     in_flight: list[str] = []
@@ -372,6 +475,11 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
                 req = request(name, prompt, count)
             scheduler.add(req)
             live[name] = (req, prompt, count)
+            if not req.hold and rng.random() < 0.4:
+                for choice in range(1, rng.randint(2, 4)):
+                    again = request(f"{name}.{choice}", prompt, count, choice, fork_of=name)
+                    scheduler.add(again)
+                    live[again.request_id] = (again, prompt, count)
         plan = scheduler.schedule(float(turn))
         in_flight += [fetch.request.request_id for fetch in plan.fetches]
         for chunk in plan.chunks:
@@ -388,7 +496,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
                 scheduler.fetch_failed(name, "lost")
                 settling.append(name)
         if settling and rng.random() < 0.3:
-            scheduler.settled(settling.pop(rng.randrange(len(settling))))
+            scheduler.kept.settled(settling.pop(rng.randrange(len(settling))))
         if live and rng.random() < 0.08:
             name = rng.choice(sorted(live))
             req = scheduler.abort(name)
@@ -401,15 +509,15 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
         for name, entry in list(live.items()):
             if entry[0].finish is not None:
                 done.append(live.pop(name))
-                if scheduler.held(name) is not None:
+                if scheduler.kept.held(name) is not None:
                     held.add(name)
         if held and rng.random() < 0.3:
-            scheduler.released(held.pop())
+            scheduler.kept.released(held.pop())
         if rng.random() < 0.1 and scheduler.lend(f"probe-{turn}", rng.randint(1, 6)) is not None:
             if rng.random() < 0.5:
                 held.add(f"probe-{turn}")
             else:
-                scheduler.set_aside(f"probe-{turn}")
+                scheduler.kept.set_aside(f"probe-{turn}")
                 settling.append(f"probe-{turn}")
         scheduler.check()
     for chunk in pending:
@@ -417,20 +525,20 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     for name in in_flight:
         scheduler.fetched(name, [next_token(live[name][1])])
     for name in settling:
-        scheduler.settled(name)
+        scheduler.kept.settled(name)
     for name in held:
-        scheduler.released(name)
+        scheduler.kept.released(name)
     while scheduler.has_work:
         step(scheduler)
         for name, entry in list(live.items()):
             if entry[0].finish is not None:
                 done.append(live.pop(name))
-                scheduler.released(name)
+                scheduler.kept.released(name)
         plan_fetches = [r for r in live.values() if r[0].state is State.FETCHING]
         for entry in plan_fetches:
             scheduler.fetched(entry[0].request_id, [next_token(entry[1])])
     for name in list(live):
-        scheduler.released(name)
+        scheduler.kept.released(name)
     assert scheduler.pool.free == scheduler.pool.total
     assert len(done) > 20
     for req, prompt, count in done:
@@ -463,4 +571,4 @@ def test_a_request_whose_last_token_is_on_its_way_keeps_its_blocks():
     for each in second:
         scheduler.append(each, 5, 1.0)
     assert held.finish is Finish.LENGTH
-    assert len(scheduler.held("held") or []) == 2
+    assert len(scheduler.kept.held("held") or []) == 2

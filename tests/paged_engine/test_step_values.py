@@ -8,7 +8,8 @@ import pytest
 
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request
-from paged_engine.scheduler import Chunk, Scheduler
+from paged_engine.scheduler import Scheduler
+from paged_engine.step_plan import Chunk
 from paged_engine.step_values import Slots
 from wire.engine_messages import Submit
 from wire.sampling import SamplingParams

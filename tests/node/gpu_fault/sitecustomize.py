@@ -1,7 +1,8 @@
 """Python itself loads this in each process that has the folder in its PYTHONPATH: an engine process whose GPU can fail.
 
 It does when the file named by GPU_FAULT appears, in the place that the file names: `step` or `plane`. From then on the
-end of the interpreter hangs, as CUDA's teardown may; with `stuck` in the file even leaving at once does.
+end of the interpreter hangs, as CUDA's teardown may; with `stuck` in the file even leaving at once does. With `real` in
+the file a GPU does fail: a kernel reads outside of its tensor, and every later call says so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ if "node.engine_process" in sys.orig_argv:
                 if "stuck" in asked:
                     os._exit = time.sleep  # type: ignore[assignment]
                 trigger.unlink()
+                if "real" in asked:
+                    torch.zeros(1, device="cuda")[torch.full((1,), 1 << 20, device="cuda")]
+                    return real(*arguments)
                 raise torch.AcceleratorError(MESSAGE)
             return real(*arguments)
 

@@ -1,0 +1,217 @@
+"""One choice of an answer: its tokens -> what its chunks say, or its part of a whole body. Pure.
+
+Its state is a function of the request and the token ids. A writer on another node that is given the tokens so far
+goes on where this one stood: the client sees the bytes of one writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openai_api.logprobs import chat_logprobs, completion_logprobs
+from openai_api.message import MessageParser
+from openai_api.text_stream import TextStream
+from openai_api.tokenizer import Tokenizer
+from openai_api.types import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatRequest,
+    CompletionChoice,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Delta,
+)
+from wire.errors import RequestError
+from wire.outputs import Finish, TokenLogprobs
+from wire.sampling import SamplingParams
+from wire.transfer import ChoiceSoFar
+
+__all__ = ["ChoiceWriter", "ChunkChoice"]
+
+ChunkChoice = ChatChunkChoice | CompletionChunkChoice
+
+
+class ChoiceWriter:
+    """Call `tokens` for each update and then `end` once; `whole` after it, for an answer that is not streamed.
+
+    `so_far` is what was made elsewhere. Then `stopped` may be true at once (the choice is complete, call `end`), or
+    `ended` (its end is known to the client, call nothing).
+    """
+
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        index: int,
+        message: MessageParser,
+        so_far: ChoiceSoFar,
+        *,
+        role: str = "assistant",
+    ) -> None:
+        """`message` is asked for a chat only. Raises RequestError if log-probabilities of `so_far` are missing."""
+        self.index = index
+        self.token_ids: list[int] = []
+        """All tokens of the choice so far, replayed ones too, none behind a stop string."""
+        self.ended = False
+        self._chat = isinstance(request, ChatRequest)
+        self._streams = bool(request.stream)
+        self._tokenizer = tokenizer
+        self._stop_token_ids = params.stop_token_ids
+        self._message = message
+        self._role = role
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._offsets: list[int] = []  # of each token's text; kept with log-probabilities only
+        self._text: list[str] = []  # all released; kept for whole answers only
+        self._finish_reason = ""
+        self._stop_reason: int | str | None = None
+        self._stream = TextStream(
+            tokenizer,
+            request.stop_strings,
+            bool(request.include_stop_str_in_output),
+            request.skip_special_tokens is not False,
+            params.min_tokens,
+        )
+        self._begun = False
+        self._unsent = ""  # released while replaying and not with the client yet
+        self._untold = 0  # of the last tokens, those whose log-probabilities the client has not
+        self._replay(so_far)
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was hit: abort the request in the engine and call `end`."""
+        return self._stream.stop_hit is not None
+
+    @property
+    def sent_text(self) -> int:
+        """Characters of text that the client has once it has all bytes so far."""
+        return self._stream.sent - len(self._unsent)
+
+    @property
+    def logprob(self) -> float:
+        """Of the choice as a whole: the sum over its tokens."""
+        return sum(entry.logprob for entry in self._logprobs or ())
+
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[ChunkChoice]:
+        """Take new tokens; what to say of them now, always nothing if the client does not stream.
+
+        With no new tokens: what a replay left unsent. Tokens behind a stop string are dropped.
+        """
+        text, self._unsent = self._unsent + self._take(token_ids, logprobs), ""
+        if not self._streams:
+            self._text.append(text)
+            return []
+        fresh, self._untold = self._untold, 0
+        head = self._head() if self.token_ids else []
+        return head + self._chunks(text, fresh)
+
+    def end(self, finish: Finish) -> list[ChunkChoice]:
+        """The end of the choice; what to say of it. The last one carries the finish reason."""
+        assert not self.ended, "a choice ends once"
+        text, self._unsent = self._unsent + self._stream.finish(), ""
+        self.ended = True
+        if not self._streams:
+            self._text.append(text)
+            self._close(finish, "".join(self._text))
+            return []
+        chunks = self._chunks(text, self._untold)
+        if self._chat:
+            chunks += [ChatChunkChoice(self.index, delta) for delta in self._message.finish()]
+        self._finish_reason, self._stop_reason = self._reasons(finish)
+        last = chunks.pop() if chunks else self._chunk(Delta(), "", 0)
+        return [*self._head(), *chunks, self._with_reasons(last)]
+
+    def whole(self) -> ChatChoice | CompletionChoice:
+        """The ended choice in a body that is not streamed."""
+        reasons = (self._finish_reason, self._stop_reason)
+        if self._chat:
+            return ChatChoice(self.index, self._message.message(), self._chat_logprobs(0), *reasons)
+        return CompletionChoice(self.index, "".join(self._text), self._completion_logprobs(0), *reasons)
+
+    def _replay(self, so_far: ChoiceSoFar) -> None:
+        if self._logprobs is not None and len(so_far.logprobs) != len(so_far.generated):
+            raise RequestError(
+                f"log-probabilities of {len(so_far.logprobs)} of {len(so_far.generated)} generated tokens were handed "
+                "over and the request asks for all; send the request again",
+                param="kv_transfer_params",
+            )
+        text = self._take(so_far.generated, so_far.logprobs)
+        if not self._streams:
+            self._text.append(text)
+        elif so_far.sent_text is None:
+            self._unsent = text
+        else:
+            self._begun, self._untold = True, 0
+            self._unsent = text[so_far.sent_text :]
+            if self._chat and so_far.sent_text and text:
+                self._message.push(text[: so_far.sent_text])  # said already
+        if so_far.finish is not None:
+            self.end(so_far.finish)
+
+    def _take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
+        """Count tokens up to a stop string; their text that may be sent."""
+        released = []
+        for i, token in enumerate(token_ids):
+            if self.stopped:
+                break
+            if self._logprobs is not None:
+                self._offsets.append(self._stream.decoded)
+                self._logprobs.append(logprobs[i])
+                self._untold += 1
+            self.token_ids.append(token)
+            released.append(self._stream.push(token))
+        return "".join(released)
+
+    def _head(self) -> list[ChunkChoice]:
+        """The first chunk of a chat, once."""
+        if self._begun or not self._chat:
+            return []
+        self._begun = True
+        return [ChatChunkChoice(self.index, Delta(self._role, ""))]
+
+    def _chunks(self, text: str, fresh: int) -> list[ChunkChoice]:
+        """Chunks with this text and the log-probabilities of the last `fresh` tokens; none if there is neither."""
+        if not (text or fresh):
+            return []
+        if not self._chat:
+            return [self._chunk(Delta(), text, fresh)]
+        # A chunk always says what it adds, and if that is nothing.
+        deltas = (self._message.push(text) if text else []) or ([Delta(content="")] if fresh else [])
+        return [self._chunk(delta, "", 0 if at else fresh) for at, delta in enumerate(deltas)]
+
+    def _chunk(self, delta: Delta, text: str, fresh: int) -> ChunkChoice:
+        start = len(self.token_ids) - fresh
+        if self._chat:
+            return ChatChunkChoice(self.index, delta, self._chat_logprobs(start) if fresh else None)
+        return CompletionChunkChoice(self.index, text, self._completion_logprobs(start) if fresh else None)
+
+    def _with_reasons(self, last: ChunkChoice) -> ChunkChoice:
+        if isinstance(last, ChatChunkChoice):
+            return ChatChunkChoice(last.index, last.delta, last.logprobs, self._finish_reason, self._stop_reason)
+        return CompletionChunkChoice(last.index, last.text, last.logprobs, self._finish_reason, self._stop_reason)
+
+    def _close(self, finish: Finish, text: str) -> None:
+        if self._chat:
+            if text:
+                self._message.push(text)
+            self._message.finish()
+        self._finish_reason, self._stop_reason = self._reasons(finish)
+
+    def _reasons(self, finish: Finish) -> tuple[str, int | str | None]:
+        """Finish reason, and the stop string or the stop token that the request named; None for the model's own end."""
+        reason = Finish.STOP.value if self.stopped else finish.value
+        named = self._message.finish_reason(reason) if self._chat else reason
+        if self.stopped:
+            return named, self._stream.stop_hit
+        last = self.token_ids[-1] if self.token_ids else None
+        return named, last if reason == Finish.STOP and last in self._stop_token_ids else None
+
+    def _chat_logprobs(self, start: int) -> ChatLogprobs | None:
+        return None if self._logprobs is None else chat_logprobs(self._tokenizer, self._logprobs[start:])
+
+    def _completion_logprobs(self, start: int) -> CompletionLogprobs | None:
+        if self._logprobs is None:
+            return None
+        return completion_logprobs(self._tokenizer, self._logprobs[start:], self._offsets[start:])

@@ -1,0 +1,164 @@
+"""What goes up to the device in a step: integers, from pinned memory, in one copy. And the buffers that they lie in.
+
+Owns the block tables of slots and what decode graphs read. Knows no model and starts no forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from kernels.block_tables import append_blocks, step_tables
+from kernels.prefill_tiles import prefill_tiles
+from paged_engine.blocks import NULL_BLOCK
+from paged_engine.gpu_operations import GpuStep
+from paged_engine.model_config import ModelConfig
+from paged_engine.step_values import ROW_FIELDS, SEQUENCE_FIELDS, StepValues
+
+__all__ = ["StepUploads"]
+
+# Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
+_UPLOADS = 2
+# token id, source, position, block, offset; slot, context length, newest block
+_PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, 0, NULL_BLOCK], np.int32)
+
+
+class StepUploads:
+    """Everything is queued on the current stream; nothing waits for the device."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        block_tokens: int,
+        max_running: int,
+        max_model_len: int,
+        chunks_only: bool,
+        device: torch.device,
+    ) -> None:
+        """`chunks_only`: decodes are computed as chunks of one token."""
+        self._group, self._head_dim = model.num_heads // model.num_kv_heads, model.head_dim
+        self._block_tokens, self._chunks_only, self._device = block_tokens, chunks_only, device
+        self.max_blocks = _to_16_bytes(-(-max_model_len // block_tokens))
+        rows = _to_16_bytes(max_running)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._slot_tables = zeros(rows, self.max_blocks)
+        self._tables = zeros(rows, self.max_blocks)
+        # What decode graphs read: at fixed addresses, one upload for all.
+        decodes = zeros(ROW_FIELDS + SEQUENCE_FIELDS, rows)
+        self._rows, self._sequences, self._decodes = decodes[:ROW_FIELDS], decodes[ROW_FIELDS:], decodes
+        self._pinned_decodes = [torch.zeros(decodes.shape, dtype=torch.int32).pin_memory() for _ in range(_UPLOADS)]
+        self._one_row_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._one_tile_each = torch.stack((self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1)
+        self._turn = 0
+
+    @property
+    def decode_slots(self) -> torch.Tensor:
+        """int32: the slot of each row of the newest decode step; at a fixed address."""
+        return self._sequences[0]
+
+    def decode_step(self, rows: int) -> GpuStep:
+        """The persistent buffers of the graph for `rows` decodes."""
+        return GpuStep(
+            decodes=0 if self._chunks_only else rows,
+            token_ids=self._rows[0, :rows],
+            source=self._rows[1, :rows],
+            positions=self._rows[2, :rows],
+            blocks=self._rows[3, :rows],
+            offsets=self._rows[4, :rows],
+            context_lens=self._sequences[1, :rows],
+            tables=self._tables[:rows],
+            chunk_context_lens=self._sequences[1, :rows],
+            query_starts=self._one_row_each[: rows + 1] if self._chunks_only else None,
+            tiles=self._one_tile_each[:rows] if self._chunks_only else None,
+            sampled_rows=None,
+        )
+
+    def decode_tables(self, rows: int) -> None:
+        """Launch what makes the block tables of a decode step of its slots'."""
+        slots, contexts, newest = self._sequences[:, :rows]
+        step_tables(slots, contexts, newest, self._slot_tables, self._tables[:rows], block_tokens=self._block_tokens)
+
+    def decodes(self, values: StepValues) -> None:
+        """Into the graphs' buffers; rows beyond the step's are padding, which touches nothing but the null block."""
+        count = values.rows.shape[1]
+        self._turn = (self._turn + 1) % _UPLOADS
+        pinned = self._pinned_decodes[self._turn]
+        host = pinned.numpy()
+        host[:ROW_FIELDS, :count] = values.rows
+        host[ROW_FIELDS:, :count] = values.sequences
+        host[:, count:] = _PADDING[:, None]
+        self._decodes.copy_(pinned, non_blocking=True)
+        if values.new_blocks.size:
+            self.append(self._send(values.new_blocks)[0])
+
+    def chunks(self, values: StepValues) -> tuple[GpuStep, torch.Tensor]:
+        """The tensors of a step that is not one of the graphs', and the slots of its sampled rows."""
+        decodes = 0 if self._chunks_only else int((values.counts == 1).sum())
+        counts = values.counts[decodes:]
+        starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
+        contexts = values.sequences[1, decodes:]
+        tiles = prefill_tiles(counts.tolist(), contexts.tolist(), group=self._group, head_dim=self._head_dim)
+        rows, sequences, contexts_, starts_, tiles_, new_blocks, sampled_rows, slots = self._send(
+            values.rows,
+            values.sequences,
+            contexts,
+            starts,
+            tiles.reshape(-1),
+            values.new_blocks,
+            values.sampled_rows,
+            values.sampled_slots,
+        )
+        if values.new_blocks.size:
+            self.append(new_blocks)
+        tables = self._tables[: sequences.shape[1]]
+        all_slots, all_contexts, newest_blocks = sequences
+        step_tables(all_slots, all_contexts, newest_blocks, self._slot_tables, tables, block_tokens=self._block_tokens)
+        return (
+            GpuStep(
+                decodes=decodes,
+                token_ids=rows[0],
+                source=rows[1],
+                positions=rows[2],
+                blocks=rows[3],
+                offsets=rows[4],
+                context_lens=sequences[1],
+                tables=tables,
+                chunk_context_lens=contexts_,
+                query_starts=starts_ if len(counts) else None,
+                tiles=tiles_.view(-1, 2) if len(counts) else None,
+                sampled_rows=sampled_rows,
+            ),
+            slots,
+        )
+
+    def append(self, new_blocks: torch.Tensor) -> None:
+        """Into the slots' block tables."""
+        append_blocks(self._slot_tables, new_blocks[0], new_blocks[1])
+
+    def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """All arrays in one upload, each of their rows from 16 bytes on: kernels are compiled for one alignment only.
+
+        The pinned memory returns to torch's cache when the copy is done.
+        """
+        padded = [(a.shape[:-1], -(-a.shape[-1] // 4) * 4) for a in arrays]
+        sizes = [math.prod(outer) * width for outer, width in padded]
+        flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+        host, end = flat.numpy(), 0
+        for array, (outer, width), size in zip(arrays, padded, sizes, strict=True):
+            host[end : end + size].reshape(*outer, width)[..., : array.shape[-1]] = array
+            end += size
+        device = torch.split(flat.to(self._device, non_blocking=True), sizes)
+        return [
+            piece.view(*outer, width)[..., : array.shape[-1]]
+            for piece, array, (outer, width) in zip(device, arrays, padded, strict=True)
+        ]
+
+
+def _to_16_bytes(numbers: int) -> int:
+    return -(-numbers // 4) * 4
