@@ -81,7 +81,7 @@ def sample(
     rows = Rows(
         logits, logits.stride(0), vocab, num_tiles, slots, tables.parameters,
         tables.notes if adjusted else None, tables.biases if adjusted else None,
-        mask.allowed if mask else None, mask.constrained if mask else None,
+        mask.words if mask else None, mask.of_row if mask else None,
     )  # fmt: skip
     tiles = Tiles(
         peaks=scratch(count, num_tiles),
@@ -95,7 +95,7 @@ def sample(
     # Products and sums of the adjustments are rounded one by one, as torch rounds them.
     options: dict[str, Any] = {"TILE": TILE, "PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
     each = tiles_per_program or (1 if count <= 16 else 4)
-    num_warps = num_warps or (1 if rows.notes is None and rows.allowed is None else 4)
+    num_warps = num_warps or (1 if rows.notes is None and rows.mask_words is None else 4)
     grid = (triton.cdiv(num_tiles, each), count)
     all_tiles = triton.next_power_of_2(num_tiles)
 

@@ -1,7 +1,7 @@
 """What each slot's request asks of the sampler, on the device; and a row's logits as its request wants them. Triton.
 
 A *slot* is a running request's place in `SlotTables`; row i of a launch belongs to `slots[i]`, -1 is padding. Logits
-are read as they are (bf16, fp16, fp32) and never changed: bias, forbidden tokens, penalties and a grammar's mask are
+are read as they are (bf16, fp16, fp32) and never changed: bias, forbidden tokens, penalties and a guide's mask are
 applied wherever a tile is read (`logits_of`), so that no copy exists.
 
 A *share* is a probability in units of the likeliest token's. *Masses* are shares to be added: as integers in units of
@@ -114,10 +114,10 @@ class SlotTables:
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
-    """The tokens that grammars allow in each row of a launch."""
+    """The tokens that may come next in some rows of a launch."""
 
-    allowed: torch.Tensor  # int32 [rows, ceil(vocab / 32)]; bit i of word w is token 32 * w + i
-    constrained: torch.Tensor  # int32 [rows]: 0 where the row's words do not count
+    words: torch.Tensor  # int32 [masks, ceil(vocab / 32)]; bit i of word w is token 32 * w + i
+    of_row: torch.Tensor  # int32 [rows]: which mask is the row's; -1: none
 
 
 def record_of(
@@ -169,8 +169,8 @@ class Rows(NamedTuple):
     parameters: torch.Tensor
     notes: torch.Tensor | None
     biases: torch.Tensor | None
-    allowed: torch.Tensor | None
-    constrained: torch.Tensor | None
+    mask_words: torch.Tensor | None
+    mask_of_row: torch.Tensor | None
 
 
 class Tiles(NamedTuple):
@@ -218,10 +218,11 @@ def logits_of(rows, slot, row, tokens):  # type: ignore[no-untyped-def]
     if rows.notes is not None:
         if has_flag(rows, slot, IS_ADJUSTED):
             x = _adjusted(x, rows, slot, tokens, inside)
-    if rows.allowed is not None:
-        if tl.load(rows.constrained + row) != 0:
+    if rows.mask_words is not None:
+        place = tl.load(rows.mask_of_row + row)
+        if place >= 0:
             words = (rows.vocab + 31) // 32
-            word = tl.load(rows.allowed + row.to(tl.int64) * words + (tokens >> 5), mask=inside, other=0)
+            word = tl.load(rows.mask_words + place.to(tl.int64) * words + (tokens >> 5), mask=inside, other=0)
             x = tl.where(((word >> (tokens & 31)) & 1) != 0, x, -float("inf"))
     return x
 

@@ -21,6 +21,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from node.compiling import COMPILE_DEADLINE_S
 from node.directly import Directly
 from node.engine_client import EngineClient, Updates
 from node.error_answers import answer_errors
@@ -47,6 +48,7 @@ from wire.errors import (
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
+from wire.sampling import Constraint
 
 __all__ = ["Node", "create_app", "frames_of", "leg_of"]
 
@@ -214,8 +216,24 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
 async def leg_of(serving: Serving, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
     """What a call asks for, checked. Raises RequestError."""
     if len(call.body) > INLINE_BODY_BYTES:
-        return await asyncio.to_thread(serving.leg, call)
-    return serving.leg(call)
+        leg, parsed = await asyncio.to_thread(serving.leg, call)
+    else:
+        leg, parsed = serving.leg(call)
+    await _check_constraint(serving, leg.submits[0].params.constraint if leg.submits else None)
+    return leg, parsed
+
+
+async def _check_constraint(serving: Serving, constraint: Constraint | None) -> None:
+    """Whether what an answer must match can be followed. Raises RequestError."""
+    if constraint is None or serving.knows(constraint):
+        return
+    try:
+        await asyncio.wait_for(asyncio.to_thread(serving.compile, constraint), COMPILE_DEADLINE_S)
+    except TimeoutError as why:
+        raise RequestError(
+            f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile; make it simpler",
+            param=constraint.field,
+        ) from why
 
 
 async def frames_of(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:

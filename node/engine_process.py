@@ -19,6 +19,7 @@ import zmq
 
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
+from node.compiling import Compiling
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
@@ -81,6 +82,7 @@ class EngineProcess:
         self.engine = Engine(config.engine, ranks)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
+        self._compiling = Compiling(config.engine.model, self.engine, self.wake)
         self._announce(time.monotonic() - began)
 
     def _open_connector(self, ranks: Ranks) -> Connector:
@@ -134,6 +136,7 @@ class EngineProcess:
         while not self._stopping:
             self._wait(progressed)
             self._take_commands()
+            self._take_compiled()
             self._take_transfer_events()
             progressed = self._step()
             self._report()
@@ -178,30 +181,33 @@ class EngineProcess:
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
+        request = Request.of(submit, time.monotonic())
         try:
-            self._check(submit)
-            self.engine.scheduler.add(Request.of(submit, time.monotonic()))
+            self.engine.check(submit)
+            if submit.params.constraint is None:
+                request.guide = self.engine.guide(submit.params)
+                self.engine.scheduler.add(request)
+            else:
+                self._compiling.begin(request)
         except ValueError as why:
             self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
             return
         if submit.fetch is not None:
             self.connector.watch(submit.request_id, submit.fetch)
 
-    def _check(self, submit: Submit) -> None:
-        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine."""
-        tokens = [*submit.prompt_token_ids, *submit.generated]
-        vocab_size, fetch = self.engine.model.vocab_size, submit.fetch
-        if not 0 < len(tokens) <= self.engine.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
-        if submit.hold and submit.params.max_tokens != 1:
-            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
-        if fetch is not None:
-            blocks = -(-fetch.num_tokens // self.engine.pool.block_tokens)
-            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
-                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
+    def _take_compiled(self) -> None:
+        for request, error in self._compiling.ready(time.monotonic()):
+            if error is None and request.guide is not None and not request.guide.over:
+                self.engine.scheduler.add(request)
+                continue
+            # Its grammar has ended with what was generated elsewhere, or cannot be followed.
+            request.finish = Finish.STOP if error is None else Finish.ERROR
+            self._updates.append(self._update(request, error=error))
+            if request.fetch is not None:
+                self.connector.cancel(request.request_id)
 
     def _abort(self, request_id: str) -> None:
-        request = self.engine.scheduler.abort(request_id)
+        request = self.engine.scheduler.abort(request_id) or self._compiling.drop(request_id)
         if request is None or request.offered:
             # It may have ended a moment ago with its KV kept: nobody heard of that, so nobody will fetch it.
             self.connector.release(request_id)
@@ -289,6 +295,8 @@ class EngineProcess:
     def _update(self, request: Request, error: str | None = None) -> RequestUpdate:
         early = bool(request.new_tokens) and request.timings_told < 2
         request.timings_told += early
+        if request.finish is Finish.ERROR and error is None and request.guide is not None:
+            error = request.guide.error
         update = RequestUpdate(
             request.request_id,
             request.new_tokens,
@@ -299,6 +307,7 @@ class EngineProcess:
             timing=request.timing(time.monotonic()) if request.finish or early else None,
             fetch_error=request.fetch_error,
             error=error,
+            refused=error is not None and request.params.constraint is not None and request.fetch_error is None,
         )
         request.new_tokens, request.new_logprobs = [], []
         return update

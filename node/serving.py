@@ -5,6 +5,7 @@ Pure apart from drawing a seed for a request that has none. Knows no HTTP and no
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 import uuid
@@ -13,18 +14,22 @@ from dataclasses import dataclass
 import msgspec
 
 from decode_node.leg import DecodeLeg
+from node.compiling import grammars_for
 from openai_api.body import MAX_CHOICES, choice_count, decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
 from openai_api.json_body import reading
 from openai_api.leg import Leg, with_forks
+from openai_api.structured import bad_word_ids
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
+from paged_engine.grammar import Grammars
 from prefill_node.leg import PrefillLeg
 from wire.config import Role
 from wire.engine_messages import EngineReady, Submit
 from wire.errors import NotFound, RequestError
+from wire.sampling import Constraint
 from wire.transfer import KvTransferParams
 
 __all__ = ["Call", "Serving"]
@@ -69,6 +74,7 @@ class Serving:
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         sampling = sampling_params(
             request,
+            bad_words=bad_word_ids(request.bad_words, lambda word: self._tokenizer.encode(word, False)),
             vocab_size=self.info.vocab_size,
             prompt_tokens=len(prompt),
             max_model_len=self.info.max_model_len,
@@ -118,6 +124,20 @@ class Serving:
             raise NotFound(
                 f"model {name!r} is not served here; {self.model_name!r} is", param="model", code="model_not_found"
             )
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether this constraint is known to be one that can be followed."""
+        return "_grammars" in self.__dict__ and self._grammars.known(constraint)
+
+    def compile(self, constraint: Constraint) -> None:
+        """Try to follow a constraint; takes some milliseconds and more, so not on the event loop.
+
+        Raises RequestError with the grammar library's reason."""
+        self._grammars.matcher(constraint)
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return grammars_for(self._tokenizer, self.info.vocab_size, self.info.eos_token_ids)
 
     def _check_role(self, transfer: KvTransferParams) -> None:
         if transfer.do_remote_decode and transfer.do_remote_prefill:

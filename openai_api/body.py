@@ -11,6 +11,7 @@ import msgspec
 
 from openai_api.json_body import reading
 from openai_api.not_built import refuse_not_built
+from openai_api.structured import constraint_of
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import MAX_LOGPROBS, SamplingParams
@@ -113,8 +114,11 @@ def sampling_params(
     max_model_len: int,
     vocab_size: int,
     default_seed: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the client gave none.
+
+    `bad_words` are token ids: openai_api/structured.py.
 
     On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises RequestError.
     """
@@ -140,6 +144,9 @@ def sampling_params(
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         logit_bias=tuple((request.logit_bias or {}).items()),
         logprobs=_logprobs(request),
+        constraint=constraint_of(request),
+        allowed_token_ids=_unique(request.allowed_token_ids),
+        bad_words=bad_words,
     )
     return params.check(vocab_size)
 
@@ -208,6 +215,10 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _unique(tokens: list[int] | None) -> tuple[int, ...] | None:
+    return None if tokens is None else tuple(dict.fromkeys(tokens))
 
 
 def _or(value: float | None, default: float) -> float:

@@ -26,6 +26,9 @@ PASSED_ON = (
     "cache_salt",
     "chat_template_kwargs",
     "priority",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
 )
 """Fields of ours (and vLLM's) that no dialect has a word for: they mean what they mean in a chat completion."""
 

@@ -13,7 +13,7 @@ import msgspec
 from openai_api.stages import stages_ms
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit, Timing
-from wire.errors import KvNotLoaded, KvrelayError, NodeFailed
+from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, RequestError
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 
@@ -62,9 +62,11 @@ class Leg:
         return request_id not in self._live
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
-        """The frames of one engine update. Raises NodeFailed if the engine lost the request, or KvNotLoaded."""
+        """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded, RequestError."""
         if update.finish is Finish.ERROR:
             why = update.error or "the engine gave the request up"
+            if update.refused:
+                raise RequestError(why)
             raise KvNotLoaded(why) if update.fetch_error is not None else NodeFailed(why)
         first = self.submits[0]
         if update.request_id == first.request_id:

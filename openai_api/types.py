@@ -29,11 +29,13 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "Delta",
+    "JsonSchemaFormat",
     "Message",
     "ModelCard",
     "ModelList",
     "PromptTokensDetails",
     "ReplyMessage",
+    "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
     "TopLogprob",
@@ -48,6 +50,23 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """The schema of a response format. It is always followed, also where `strict` is not set."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | bool | None = msgspec.field(name="schema", default=None)
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """`type`: text, json_object, json_schema, or vLLM's structural_tag, which has `structures` and `triggers`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +98,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: KvTransferParams | None = None
     # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.
     include_metrics: bool | None = None
+    # See openai_api/structured.py.
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 from paged_engine.before_loading import checked_model, choose_device
 from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
+from paged_engine.guide import Guide, Matcher
 from paged_engine.kv_pool import KVPool
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_tensors
@@ -27,6 +28,8 @@ from paged_engine.scheduler import Scheduler
 from paged_engine.sharding import shard_config, shard_weights
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
+from wire.engine_messages import Submit
+from wire.sampling import SamplingParams
 
 __all__ = ["Counters", "Engine", "Handover", "aside", "follow"]
 
@@ -114,6 +117,26 @@ class Engine:
         """Whether a step is running on the device."""
         return self._in_flight is not None
 
+    def check(self, submit: Submit) -> None:
+        """What the engine relies on. The HTTP side has checked it; one slip there must not end everybody's engine.
+
+        Raises ValueError."""
+        tokens = [*submit.prompt_token_ids, *submit.generated]
+        vocab_size, fetch = self.model.vocab_size, submit.fetch
+        if not 0 < len(tokens) <= self.max_model_len or min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(f"{len(tokens)} tokens do not fit the context or the vocabulary of {vocab_size}")
+        if submit.hold and submit.params.max_tokens != 1:
+            raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
+        if fetch is not None:
+            blocks = -(-fetch.num_tokens // self.pool.block_tokens)
+            if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
+                raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
+
+    def guide(self, params: SamplingParams, matcher: Matcher | None = None) -> Guide | None:
+        """What a request with these parameters needs as its `guide`; `matcher`: its constraint's, unused."""
+        model = self.model
+        return Guide.of(params, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, matcher=matcher)
+
     def close(self) -> None:
         """End the other ranks."""
         self._runner.close()
@@ -138,6 +161,8 @@ class Engine:
                 chunk.request.launched(chunk.start, began)
                 self.scheduler.launched(chunk)
         updated = self._take_tokens(before, handover) if before is not None else []
+        if self._in_flight is not None:
+            self._in_flight.launched.sample()
         if before is not None:
             # Only now may others write to blocks that have just become free: the step that has ended was the last one
             # which could touch them.
@@ -166,9 +191,10 @@ class Engine:
         for request, token, logprob in zip(step.launched.requests, tokens, logprobs, strict=True):
             if request.finish is None:
                 updated.append(request)
-                if logprob is not None:
-                    request.new_logprobs.append(logprob)
+            known = len(request.new_tokens)
             self.scheduler.append(request, token, now)
+            if logprob is not None and len(request.new_tokens) > known:
+                request.new_logprobs.append(logprob)
         self.counters.generated_tokens += len(updated)
         return updated
 

@@ -8,7 +8,7 @@ host synchronizes once a step, when it takes the tokens of the step before the o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -23,6 +23,8 @@ from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
 from paged_engine.gpu_operations import GpuOperations, GpuStep
 from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan
 from paged_engine.gpu_uploads import StepUploads
+from paged_engine.grammar import masks_of
+from paged_engine.guide import RowMasks
 from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
 from paged_engine.ranks import Ranks
@@ -47,14 +49,31 @@ _CAPTURE = "thread_local"
 
 
 @dataclass(frozen=True, slots=True)
+class _Forward:
+    """A forward pass on the device, of whose logits no tokens have been chosen yet."""
+
+    logits: torch.Tensor  # [rows, vocab]
+    slots: torch.Tensor
+    plan: SamplePlan
+    graphs: _Graphs | None  # None: not one of the graphs' steps
+
+
+@dataclass(slots=True)
 class _InFlight:
     """A step that the device is running."""
 
     requests: Sequence[Request]
-    sampled: Sampled
     deadline_s: float | None
+    sampled: Sampled | None = None
+    later: Callable[[], Sampled] | None = None
+    """Chooses the tokens of a step that has guided rows."""
+
+    def sample(self) -> None:
+        if self.later is not None:
+            self.sampled, self.later = self.later(), None
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        assert self.sampled is not None, "a step with guided rows was not told to sample"
         return self.sampled.wait(self.deadline_s)
 
 
@@ -72,19 +91,38 @@ class _RankStep(msgspec.Struct, frozen=True, array_like=True):
 
     arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
     admitted: list[tuple[int, Submit]]
+    guided: bool  # the tokens are chosen when a _RankMasks has come
 
     @classmethod
-    def of(cls, planned: PlannedStep) -> _RankStep:
+    def of(cls, planned: PlannedStep, guided: bool) -> _RankStep:
         arrays = [getattr(planned.values, field.name) for field in fields(StepValues)]
-        return cls([(a.shape, a.tobytes()) for a in arrays], [(s, _submit(r)) for s, r in planned.admitted])
+        return cls([(a.shape, a.tobytes()) for a in arrays], [(s, _submit(r)) for s, r in planned.admitted], guided)
 
     def values(self) -> StepValues:
         return StepValues(*(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays))
 
 
+class _RankMasks(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 tells the others of the step that it told last: which tokens its guides allow."""
+
+    rows: list[int]
+    words: bytes
+
+    @classmethod
+    def of(cls, masks: RowMasks | None) -> _RankMasks:
+        return cls([], b"") if masks is None else cls(masks.rows, masks.words.tobytes())
+
+    def masks(self) -> RowMasks | None:
+        if not self.rows:
+            return None
+        return RowMasks(self.rows, np.frombuffer(self.words, np.uint32).reshape(len(self.rows), -1))
+
+
 def _submit(request: Request) -> Submit:
     prompt, generated = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
-    return Submit(request.request_id, prompt, request.params, generated=generated)
+    # Only rank 0 has guides; the others are told masks.
+    params = msgspec.structs.replace(request.params, constraint=None, allowed_token_ids=None, bad_words=())
+    return Submit(request.request_id, prompt, params, generated=generated)
 
 
 class GpuRunner:
@@ -168,6 +206,7 @@ class GpuRunner:
         self._slots = Slots(self.max_running, max_blocks=self._uploads.max_blocks, block_tokens=self._block_tokens)
         self._graphs: dict[int, _Graphs] = {}
         self._followed: dict[int, Request] = {}
+        self._unsampled: _Forward | None = None
         self._warm_up()
         self._capture()
         log.info("%s", budget.report(num_blocks * self._block_tokens))
@@ -187,22 +226,34 @@ class GpuRunner:
     def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
         """Queue the step on the device; returns at once."""
         planned = self._slots.step(chunks)
+        guided = any(request.guide is not None for request in planned.sampling)
         if self._ranks.size > 1:
-            self._ranks.tell(msgspec.msgpack.encode(_RankStep.of(planned)))
+            self._ranks.tell(msgspec.msgpack.encode(_RankStep.of(planned, guided)))
         for slot, request in planned.admitted:
             self._sampler.admit(slot, request)
-        sampled = self._execute(planned.values, planned.sampling)
-        sampled.start_copy()
-        return _InFlight(planned.sampling, sampled, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
+        forward = self._forward_pass(planned.values, planned.sampling)
+        launched = _InFlight(planned.sampling, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
+        launched.later = lambda: self._sample(forward, self._masks(forward, planned.sampling) if guided else None)
+        if not guided:
+            launched.sample()
+        return launched
 
     def follow(self, message: bytes) -> None:
         """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
+        if self._unsampled is not None:
+            forward, self._unsampled = self._unsampled, None
+            self._sample(forward, msgspec.msgpack.decode(message, type=_RankMasks).masks())
+            return
         step = msgspec.msgpack.decode(message, type=_RankStep)
         for slot, submit in step.admitted:
             request = self._followed[slot] = Request.of(submit, 0.0)
             self._sampler.admit(slot, request)
         values = step.values()
-        self._execute(values, [self._followed[slot] for slot in values.sampled_slots.tolist()])
+        forward = self._forward_pass(values, [self._followed[slot] for slot in values.sampled_slots.tolist()])
+        if step.guided:
+            self._unsampled = forward
+        else:
+            self._sample(forward, None)
 
     def close(self) -> None:
         """Leave the group; rank 0 ends the others."""
@@ -214,21 +265,36 @@ class GpuRunner:
         self._ranks.close()
 
     @torch.inference_mode()
-    def _execute(self, values: StepValues, sampling: Sequence[Request]) -> Sampled:
+    def _forward_pass(self, values: StepValues, sampling: Sequence[Request]) -> _Forward:
         plan = self._sampler.prepare(values.sampled_slots.tolist(), sampling)
-        if values.is_decode:
-            graphs = self._graphs[self._bucket(plan.rows)]
-            self._uploads.decodes(values)
-            graphs.forward.replay()
-            logits, slots = graphs.logits[: plan.rows], self._uploads.decode_slots[: plan.rows]
-            if not plan.adjusted:
-                sampler, tokens = graphs.samplers[plan.cut]
-                sampler.replay()
-                return self._sampler.read(logits, tokens[: plan.rows], plan)
-        else:
+        if not values.is_decode:
             step, slots = self._uploads.chunks(values)
-            logits = self._forward(step)
-        return self._sampler.launch(logits, slots, plan)
+            return _Forward(self._forward(step), slots, plan, None)
+        graphs = self._graphs[self._bucket(plan.rows)]
+        self._uploads.decodes(values)
+        graphs.forward.replay()
+        return _Forward(graphs.logits[: plan.rows], self._uploads.decode_slots[: plan.rows], plan, graphs)
+
+    def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
+        masks = masks_of(sampling, forward.logits.shape[1])
+        if self._ranks.size > 1:
+            self._ranks.tell(msgspec.msgpack.encode(_RankMasks.of(masks)))
+        return masks
+
+    @torch.inference_mode()
+    def _sample(self, forward: _Forward, masks: RowMasks | None) -> Sampled:
+        logits, plan = forward.logits, forward.plan
+        if masks is not None:
+            sampled = self._sampler.launch(logits, forward.slots, plan, self._sampler.mask(masks, plan.rows))
+        elif forward.graphs is None or plan.adjusted:
+            sampled = self._sampler.launch(logits, forward.slots, plan)
+        else:
+            sampler, tokens = forward.graphs.samplers[plan.cut]
+            sampler.replay()
+            sampled = self._sampler.read(logits, tokens[: plan.rows], plan)
+        if self._ranks.rank == 0:
+            sampled.start_copy()
+        return sampled
 
     def _forward(self, step: GpuStep) -> torch.Tensor:
         self._operations.plan(step, self._block_tokens)
@@ -288,7 +354,7 @@ class GpuRunner:
             if max(counts) <= largest and sum(counts) <= self.max_batched_tokens and len(counts) <= self.max_running:
                 self._run_dummy(counts)
         self._uploads.append(torch.zeros(2, 1, dtype=torch.int32, device=self._device))
-        self._sampler.warm_up(self._decoder.dtype)
+        self._sampler.warm_up(self._decoder.dtype, masked=True)
         torch.cuda.synchronize()
 
     def _run_dummy(self, counts: Sequence[int]) -> None:

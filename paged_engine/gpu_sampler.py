@@ -16,6 +16,7 @@ import torch
 
 from kernels.fused_sampling import sample
 from kernels.sampling_slots import MAX_BIASES, SlotTables, TokenMask, note_of, record_of
+from paged_engine.guide import RowMasks, words_for
 from paged_engine.request import Request
 from wire.outputs import TokenLogprobs
 
@@ -124,6 +125,13 @@ class GpuSampler:
         rows = self._send(np.array(list(logprobs), np.int32)).long() if logprobs else None
         return SamplePlan(len(slots), bool(needs & _CUT), bool(needs & (_ADJUSTED | _MINIMUM)), logprobs, rows)
 
+    def mask(self, masks: RowMasks, rows: int) -> TokenMask:
+        """Upload the masks of a launch of so many rows, in one copy."""
+        of_row = np.full(-(-rows // 4) * 4, -1, np.int32)  # what follows begins at 16 bytes
+        of_row[masks.rows] = np.arange(len(masks.rows))
+        flat = self._send(np.concatenate((of_row, masks.words.view(np.int32).reshape(-1))))
+        return TokenMask(flat[len(of_row) :].view(masks.words.shape), flat[:rows])
+
     def launch(
         self, logits: torch.Tensor, slots: torch.Tensor, plan: SamplePlan, mask: TokenMask | None = None
     ) -> Sampled:
@@ -154,11 +162,11 @@ class GpuSampler:
         return Sampled(tokens, plan, (chosen, ids, values))
 
     def warm_up(self, dtype: torch.dtype, *, masked: bool = False) -> None:
-        """Compile every kernel there is for logits of this dtype, with grammars' masks too if `masked`."""
+        """Compile every kernel there is for logits of this dtype, those for masked rows too if `masked`."""
         logits = torch.zeros(1, self._vocab, dtype=dtype, device=self._device)
         padding = torch.full((1,), -1, dtype=torch.int32, device=self._device)
-        allowed = torch.zeros(1, -(-self._vocab // 32), dtype=torch.int32, device=self._device)
-        masks = [None, TokenMask(allowed, padding)] if masked else [None]
+        words = torch.zeros(1, words_for(self._vocab), dtype=torch.int32, device=self._device)
+        masks = [None, TokenMask(words, padding)] if masked else [None]
         row = torch.zeros(1, dtype=torch.int64, device=self._device)
         for mask in masks:
             for cut in (False, True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from paged_engine.guide import Guide
 from wire.engine_messages import Submit, Timing
 from wire.hashes import BlockHash, extend, root_of
 from wire.outputs import Finish, TokenLogprobs
@@ -63,6 +64,7 @@ class Request:
     first_step_s: float | None = None  # when that was launched
     stepped_s: float | None = None  # and when its token was there
     timings_told: int = 0
+    guide: Guide | None = None  # which tokens may come next, if not all
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> Request:

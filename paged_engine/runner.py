@@ -40,6 +40,9 @@ class Launched(Protocol):
     def requests(self) -> Sequence[Request]:
         """The requests that sample, in the order of their chunks."""
 
+    def sample(self) -> None:
+        """Choose the tokens that could not be chosen before those of the step before were known."""
+
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Their tokens, as soon as the device has them."""
 
@@ -58,7 +61,8 @@ class Runner(Protocol):
     """Whether `launch` returns before the step is done, so that the next one can be scheduled meanwhile."""
 
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Begin a step: write the chunks' KV and sample a token for each chunk that samples."""
+        """Begin a step: write the chunks' KV and sample a token for each chunk that samples, at the latest when the
+        step is told to: a guide has a say only when all earlier tokens are known."""
 
     def follow(self, message: bytes) -> None:
         """A rank other than 0: do the step that rank 0 has launched."""
@@ -94,6 +98,8 @@ class _Done:
     requests: Sequence[Request]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+
+    def sample(self) -> None: ...
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         return self.tokens, self.logprobs

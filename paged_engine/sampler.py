@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from kernels.philox import uniform
 from kernels.sampling import draw, keep_likely, penalize
+from paged_engine.grammar import masks_of
 from paged_engine.request import Request
 from wire.outputs import TokenLogprobs
 
@@ -27,6 +29,7 @@ class Sampler:
         raw = logits[wanted].log_softmax(-1) if wanted else None
         for row, request in enumerate(requests):
             self._adjust(logits, row, request)
+        _mask(logits, requests)
         tokens = logits.argmax(-1)
         random = [row for row, request in enumerate(requests) if request.params.temperature > 0]
         if random:
@@ -59,6 +62,15 @@ class Sampler:
                 presence=params.presence_penalty,
                 frequency=params.frequency_penalty,
             )
+
+
+def _mask(logits: torch.Tensor, requests: Sequence[Request]) -> None:
+    """Rule out what the guides of some rows do."""
+    masks = masks_of(requests, logits.shape[1])
+    if masks is not None:
+        allowed = np.unpackbits(masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        for row, flags in zip(masks.rows, torch.from_numpy(allowed).to(logits.device), strict=True):
+            logits[row].masked_fill_(flags == 0, -torch.inf)
 
 
 def _draw_rows(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:

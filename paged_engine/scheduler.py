@@ -288,6 +288,9 @@ class Scheduler:
         request.num_pending -= 1
         if request.finish is not None:
             return request.finish
+        if request.guide is not None and request.guide.spent:  # this token was drawn of all
+            self._end(request, Finish.STOP if request.guide.error is None else Finish.ERROR)
+            return request.finish
         request.token_ids.append(token_id)
         request.new_tokens.append(token_id)
         request.appended(now)
@@ -297,7 +300,13 @@ class Scheduler:
 
     def _over(self, request: Request) -> Finish | None:
         """Why a request's newest token is its last one, if it is."""
-        params, token_id = request.params, request.token_ids[-1]
+        params, token_id, guide = request.params, request.token_ids[-1], request.guide
+        if guide is not None:
+            guide.follow(request.token_ids, request.prompt_tokens)
+            if guide.error is not None:
+                return Finish.ERROR
+            if guide.over:
+                return Finish.STOP
         if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
             return Finish.STOP
         if request.output_tokens >= params.max_tokens or len(request.token_ids) >= self._max_model_len:

@@ -131,6 +131,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     timing: Timing | None = None
     fetch_error: str | None = None
     error: str | None = None
+    refused: bool = False
+    """With an error: the request itself is wrong, and would be on any node."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):

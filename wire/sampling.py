@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Literal
 
 import msgspec
 
 from wire.errors import RequestError
 
-__all__ = ["MAX_LOGPROBS", "SamplingParams"]
+__all__ = ["MAX_LOGPROBS", "Constraint", "ConstraintKind", "SamplingParams"]
 
 MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
@@ -16,13 +18,43 @@ _MAX_SEED = 2**63 - 1
 _REPETITION_PENALTY = (0.01, 100)
 # These are applied one by one, in every step and for everybody in the batch.
 _MAX_LISTED_TOKENS = 1024
+# A schema travels with its request to both nodes, and its compile time grows with it.
+_MAX_CONSTRAINT_CHARS = 128 << 10
+
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags"]
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What the text of an answer must match. Tokens are masked so that it does: paged_engine/grammar.py.
+
+    `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a JSON list of
+    strings, of which the answer is one. grammar: a Lark grammar. tags: free text with constrained parts, a JSON
+    object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+    `whitespace`: json: the regular expression of the white space between tokens; None is at most one space.
+    `field`: the request's field that asked for it, which an error names.
+    """
+
+    kind: ConstraintKind
+    text: str
+    whitespace: str | None = None
+    field: str = "response_format"
+
+    def check(self) -> Constraint:
+        """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""
+        size = len(self.text) + len(self.whitespace or "")
+        if size > _MAX_CONSTRAINT_CHARS:
+            raise RequestError(
+                f"{self.field} has {size} characters; the limit is {_MAX_CONSTRAINT_CHARS}", param=self.field
+            )
+        return self
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling of one choice. Token i is a function of (logits, these values, i): see kernels/philox.py.
 
     `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1 are off;
-    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely.
+    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely. Of each of
+    `bad_words` the last token never follows the others.
     """
 
     max_tokens: int
@@ -40,6 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    constraint: Constraint | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def check(self, vocab_size: int) -> SamplingParams:
         """Return self, or raise RequestError naming the field, its value and its limits."""
@@ -68,6 +103,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             _within("logit_bias", bias, -100, 100)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.constraint is not None:
+            self.constraint.check()
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty; leave it out", param="allowed_token_ids")
+        for token in self.allowed_token_ids or ():
+            _within("allowed_token_ids", token, 0, vocab_size - 1)
+        _at_most("bad_words", sum(map(len, self.bad_words)))
+        for token in itertools.chain(*self.bad_words):
+            _within("bad_words", token, 0, vocab_size - 1)
         return self
 
 

@@ -253,19 +253,20 @@ def test_padding_touches_no_slot_and_others_move_on(device):
 
 
 @pytest.mark.parametrize("cut", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}])
-def test_a_grammar_allows_some_tokens_and_only_in_its_rows(cut, device):
+def test_a_mask_allows_some_tokens_and_only_in_its_rows(cut, device):
     vocab = 1300
-    logits = make_logits("normal", 2, vocab, 8, torch.float32)
+    logits = make_logits("normal", 3, vocab, 8, torch.float32)
     logits[:, 7] = 20.0
     allowed = torch.zeros(2, vocab, dtype=torch.bool)
-    allowed[:, [5, 31, 32, 1299]] = True
+    allowed[0, [5, 31, 32, 1299]] = True
+    allowed[1, [6, 7]] = True
     bits = torch.nn.functional.pad(allowed, (0, -vocab % 32)).view(2, -1, 32).long() << torch.arange(32)
     words = bits.sum(-1).to(torch.int32)
-    mask = TokenMask(words.to(device), torch.tensor([1, 0], dtype=torch.int32, device=device))
-    params = numbered([cut] * 2, 1, 1.0)
-    tokens = sample(logits.to(device), backwards(2, device), tables_for(params, vocab, device), mask=mask)
-    masked = logits.masked_fill(~allowed, -torch.inf)
-    check_tokens(tokens, torch.stack((masked[0], logits[1])), params)
+    mask = TokenMask(words.to(device), torch.tensor([1, -1, 0], dtype=torch.int32, device=device))
+    params = numbered([cut] * 3, 1, 1.0)
+    tokens = sample(logits.to(device), backwards(3, device), tables_for(params, vocab, device), mask=mask)
+    masked = [logits[row].masked_fill(~allowed[place], -torch.inf) for row, place in ((0, 1), (2, 0))]
+    check_tokens(tokens, torch.stack((masked[0], logits[1], masked[1])), params)
 
 
 def test_a_token_does_not_depend_on_the_batch(device):

@@ -1,0 +1,113 @@
+"""Grammars of requests on their way into the engine: compiled beside the step loop, on threads of their own.
+
+A request waits here until its guide is ready; nobody else does. `begin`, `drop` and `ready` are for one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from openai_api.tokenizer import Tokenizer
+from paged_engine.grammar import Grammars
+from paged_engine.request import Request
+from wire.errors import KvrelayError
+
+if TYPE_CHECKING:  # the HTTP process has no engine, and no torch
+    from paged_engine.engine import Engine
+
+__all__ = ["COMPILE_DEADLINE_S", "Compiling", "grammars_for"]
+
+log = logging.getLogger("kvrelay.engine")
+
+COMPILE_DEADLINE_S = 10.0
+"""The largest schemas that are taken need about one; the library itself gives up after some millions of steps."""
+_THREADS = 2
+
+
+def grammars_for(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
+    """Of a model with so many ids, of which its tokenizer may know fewer or more. Takes about 4 us per token."""
+    known = min(tokenizer.vocab_size, vocab_size)
+    tokens = [tokenizer.token_bytes(token) for token in range(known)] + [b""] * (vocab_size - known)
+    return Grammars(tokens, special_ids=tokenizer.special_ids, eos_token_ids=eos_token_ids)
+
+
+class Compiling:
+    """`model`: where its tokenizer is; it is read at once, on a thread. `wake` is called from threads."""
+
+    def __init__(self, model: str, engine: Engine, wake: Callable[[], None]) -> None:
+        self._model, self._engine, self._wake = model, engine, wake
+        self._grammars: Grammars | None = None
+        self._waiting: dict[str, Request] = {}
+        self._asked: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Request, str | None]] = queue.SimpleQueue()
+        self._loaded = threading.Event()
+        self._load_error: str | None = None
+        for number in range(_THREADS):
+            threading.Thread(target=self._work, args=(number == 0,), name=f"compiling-{number}", daemon=True).start()
+
+    def begin(self, request: Request) -> None:
+        """Make the guide of a request with a constraint; it is nobody else's until it is ready."""
+        self._waiting[request.request_id] = request
+        self._asked.put(request)
+
+    def drop(self, request_id: str) -> Request | None:
+        """Forget a request; it, if it was waiting here."""
+        return self._waiting.pop(request_id, None)
+
+    def ready(self, now: float) -> list[tuple[Request, str | None]]:
+        """Requests that wait no longer: with a guide that has followed their tokens, or why there is none.
+
+        `now`: the clock of their arrival."""
+        found = []
+        while True:
+            try:
+                request, error = self._done.get_nowait()
+            except queue.Empty:
+                break
+            if self._waiting.pop(request.request_id, None) is request:
+                found.append((request, error))
+        late = [r for r in self._waiting.values() if now - r.arrival_s > COMPILE_DEADLINE_S]
+        for request in late:
+            del self._waiting[request.request_id]
+            constraint = request.params.constraint
+            assert constraint is not None
+            found.append((request, f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile"))
+        return found
+
+    def _work(self, first: bool) -> None:
+        if first:
+            try:
+                config = self._engine.model
+                tokenizer = Tokenizer.load(self._model)
+                self._grammars = grammars_for(tokenizer, config.vocab_size, config.eos_token_ids)
+            except Exception as why:
+                log.exception("grammars")
+                self._load_error = f"no grammar can be followed on this node: {why}"
+            self._loaded.set()
+        else:
+            self._loaded.wait()
+        while True:
+            request = self._asked.get()
+            self._done.put((request, self._compile(request)))
+            self._wake()
+
+    def _compile(self, request: Request) -> str | None:
+        """Give the request its guide; why not, in one sentence."""
+        constraint = request.params.constraint
+        if self._grammars is None or constraint is None:
+            return self._load_error
+        try:
+            guide = self._engine.guide(request.params, self._grammars.matcher(constraint))
+            assert guide is not None
+            guide.follow(request.token_ids, request.prompt_tokens)
+            request.guide = guide
+            return guide.error
+        except KvrelayError as why:
+            return why.message
+        except Exception as why:
+            log.exception("request %s", request.request_id)
+            return f"{constraint.field} cannot be compiled: {type(why).__name__}: {why}"

@@ -1,0 +1,316 @@
+"""Constraints on answers of a model with random weights: whatever it draws parses, matches, and ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_engine import drain, make, output, prompt
+from tiny_models import make_tiny
+
+from paged_engine.engine import Engine
+from paged_engine.grammar import Grammars
+from paged_engine.request import Request
+from wire.engine_messages import Submit
+from wire.errors import RequestError
+from wire.outputs import Finish
+from wire.sampling import Constraint, SamplingParams
+
+EOS = 2
+VOCAB = 256
+# Each id is a byte, but for the end.
+TOKENS = [b"<end>" if token == EOS else bytes([token]) for token in range(VOCAB)]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "näme": {"type": "string", "maxLength": 6},
+        "state": {"enum": ["an", "aus", "ünbekannt", 7, None]},
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 99}, "y": {"type": "boolean"}},
+            "required": ["x", "y"],
+            "additionalProperties": False,
+        },
+        "marks": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["näme", "state", "place", "marks"],
+    "additionalProperties": False,
+}
+JSON = Constraint("json", json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("guided")
+    make_tiny("LlamaForCausalLM", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> Engine:
+    return make(folder)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
+
+
+def guided(
+    engine: Engine, grammars: Grammars, name: str = "r", generated: list[int] | None = None, **params
+) -> Request:
+    own = SamplingParams(**({"max_tokens": 200, "seed": 3} | params)).check(VOCAB)
+    request = Request.of(Submit(name, prompt(9, seed=len(name)), own, generated=generated or []), 0.0)
+    request.guide = engine.guide(own, grammars.matcher(own.constraint) if own.constraint else None)
+    engine.scheduler.add(request)
+    return request
+
+
+def text(request: Request) -> str:
+    return b"".join(TOKENS[token] for token in output(request) if token != EOS).decode()
+
+
+def check_schema(value: dict) -> None:
+    assert list(value) == ["näme", "state", "place", "marks"]
+    assert isinstance(value["näme"], str)
+    assert len(value["näme"]) <= 6
+    assert value["state"] in SCHEMA["properties"]["state"]["enum"]
+    assert list(value["place"]) == ["x", "y"]
+    assert -9 <= value["place"]["x"] <= 99
+    assert isinstance(value["place"]["y"], bool)
+    assert 1 <= len(value["marks"]) <= 3
+    assert all(isinstance(mark, bool) for mark in value["marks"])
+
+
+LARK = 'start: word ("," word)*\nword: /[a-c]{1,3}/'
+GBNF = 'root ::= "<" [0-9] [0-9]? ">"'
+TAGS = json.dumps({"structures": [{"begin": "<f=", "schema": {"enum": [12, 345]}, "end": ">"}], "triggers": ["<f"]})
+KINDS = [
+    (JSON, lambda answer: check_schema(json.loads(answer)) is None),
+    (Constraint("json", '{"enum": ["é", {"a": [1]}, "x y"]}'), lambda a: json.loads(a) in ("é", {"a": [1]}, "x y")),
+    (Constraint("json", '{"const": {"a": 1}}', whitespace="[\n]{2}"), lambda answer: answer == '{"a":\n\n1}'),
+    (Constraint("regex", r"\d{3}-[a-f]+/\w{2}"), lambda answer: re.fullmatch(r"[0-9]{3}-[a-f]+/\w{2}", answer)),
+    (Constraint("choice", '["positive", "pos", "négatif \\"x\\""]'), lambda a: a in ("positive", "pos", 'négatif "x"')),
+    (Constraint("grammar", LARK), lambda answer: re.fullmatch("[a-c]{1,3}(,[a-c]{1,3})*", answer)),
+    (Constraint("grammar", GBNF), lambda answer: re.fullmatch("<[0-9][0-9]?>", answer)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("constraint", "holds"), KINDS, ids=lambda value: getattr(value, "kind", ""))
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_is_what_its_constraint_says(constraint, holds, temperature, engine, grammars):
+    # Without a bias to its end a random model goes on as long as it may.
+    bias = ((EOS, 30.0), (ord('"'), 5.0), (ord("/"), 20.0))
+    requests = [
+        guided(engine, grammars, f"r{seed}", constraint=constraint, temperature=temperature, seed=seed, logit_bias=bias)
+        for seed in range(4)
+    ]
+    drain(engine)
+    for request in requests:
+        assert request.finish is Finish.STOP, text(request)
+        assert holds(text(request)), text(request)
+
+
+def test_free_text_holds_its_tags(engine, grammars):
+    constraint = Constraint("tags", TAGS)
+    likely = {"logit_bias": ((ord("<"), 20.0), (ord("f"), 20.0)), "bad_words": ((ord("<"), ord("<")),)}
+    requests = [
+        guided(engine, grammars, f"r{s}", constraint=constraint, seed=s, max_tokens=60, **likely) for s in range(4)
+    ]
+    drain(engine)
+    raw = [b"".join(TOKENS[t] for t in output(r)) for r in requests]
+    assert any(b"<f=" in answer for answer in raw)
+    for answer in raw:
+        for tag in answer.split(b"<f")[1:-1]:
+            assert tag.startswith((b"=12>", b"=345>")), answer
+
+
+def test_a_plain_row_beside_guided_ones_is_what_it_is_alone(engine, grammars):
+    def plain() -> list[int]:
+        request = guided(engine, grammars, "plain", max_tokens=30, ignore_eos=True)
+        others.append(request)
+        return output(request)
+
+    others: list[Request] = []
+    plain()
+    drain(engine)
+    alone = output(others[0])
+    plain()
+    guided(engine, grammars, "a", constraint=JSON, max_tokens=30)
+    guided(engine, grammars, "b", constraint=Constraint("regex", "[ab]+"), max_tokens=30)
+    drain(engine)
+    assert output(others[1]) == alone
+    assert others[1].guide is None
+
+
+def test_what_was_generated_elsewhere_is_replayed(engine, grammars):
+    """A decode node after a hand-over or a fail-over knows the tokens alone, and goes on as if nothing had happened."""
+    bad = ((ord("a"), ord("b")), (ord("u"),))
+    params = {"constraint": JSON, "bad_words": bad, "seed": 11, "logit_bias": ((ord('"'), 4.0), (EOS, 9.0))}
+    whole = guided(engine, grammars, "whole", **params)
+    drain(engine)
+    tokens = output(whole)
+    assert whole.finish is Finish.STOP
+    for cut in (1, 2, len(tokens) // 2, len(tokens) - 1):
+        rest = guided(engine, grammars, "whole", generated=tokens[:cut], **params)
+        drain(engine)
+        assert output(rest) == tokens
+        assert rest.finish is Finish.STOP
+
+
+def test_a_preempted_answer_is_the_same(folder, grammars):
+    def answers(**options) -> list[list[int]]:
+        engine = make(folder, **options)
+        requests = [
+            guided(engine, grammars, f"{'r' * (i + 1)}", constraint=Constraint("regex", "([a-z]{7} ){9}!"), seed=i)
+            for i in range(4)
+        ]
+        drain(engine)
+        assert bool(engine.scheduler.preemptions) == bool(options)
+        return [output(request) for request in requests]
+
+    assert answers() == answers(max_model_len=128, kv_cache_memory=1 << 17)
+
+
+def test_a_forked_guide_goes_its_own_way(engine, grammars):
+    params = SamplingParams(9, seed=0, constraint=Constraint("regex", "ab|ac"))
+    guide = engine.guide(params, grammars.matcher(params.constraint))
+    assert guide is not None
+    guide.follow([5, ord("a")], 1)
+    other = guide.fork()
+    guide.follow([5, ord("a"), ord("b")], 1)
+    assert guide.over
+    assert not other.over
+    other.follow([5, ord("a"), ord("b"), ord("c")], 2)
+    assert other.error is None
+
+
+def test_a_cut_answer_is_a_beginning_of_a_valid_one(engine, grammars):
+    request = guided(engine, grammars, constraint=JSON, max_tokens=7)
+    drain(engine)
+    assert request.finish is Finish.LENGTH
+    assert len(output(request)) == 7
+    matcher = grammars.matcher(JSON)
+    assert matcher.consume_tokens(output(request))
+    assert not matcher.is_stopped()
+
+
+def test_the_end_comes_where_the_grammar_allows_it_and_not_before(engine, grammars):
+    """The model wants nothing but to end."""
+    wants = {"logit_bias": ((EOS, 100.0),), "constraint": Constraint("regex", "[ab]{3,}")}
+    request = guided(engine, grammars, "now", **wants)
+    late = guided(engine, grammars, "late", **wants, min_tokens=6)
+    never = guided(engine, grammars, "never", **wants, ignore_eos=True, max_tokens=8)
+    forced = guided(engine, grammars, "forced", constraint=Constraint("regex", "ab"), ignore_eos=True, min_tokens=9)
+    drain(engine)
+    assert [len(text(r)) for r in (request, late, never, forced)] == [3, 6, 8, 2]
+    assert [r.finish for r in (request, late, never, forced)] == [
+        Finish.STOP, Finish.STOP, Finish.LENGTH, Finish.STOP,
+    ]  # fmt: skip
+    assert text(forced) == "ab"
+
+
+def test_an_answer_ends_when_no_token_is_left(engine, grammars):
+    """The grammar wants a b, which is forbidden: neither a b nor anything else is said."""
+    nothing = guided(engine, grammars, constraint=Constraint("regex", "ab"), bad_words=((ord("b"),),), logprobs=1)
+    drain(engine)
+    assert (text(nothing), nothing.finish) == ("a", Finish.STOP)
+    assert len(nothing.new_logprobs) == 1
+    only_end = guided(engine, grammars, allowed_token_ids=(EOS,), min_tokens=3)
+    drain(engine)
+    assert (output(only_end), only_end.finish) == ([], Finish.STOP)
+
+
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(engine, grammars):
+    other = guided(engine, grammars, "other", max_tokens=5, ignore_eos=True)
+    wrong = guided(engine, grammars, "wrong", generated=[ord("z")], constraint=Constraint("regex", "ab"))
+    drain(engine)
+    assert (other.finish, len(output(other))) == (Finish.LENGTH, 5)
+    assert wrong.finish is Finish.ERROR
+    assert wrong.guide.error
+    assert output(wrong) == [ord("z")]
+
+
+def test_only_allowed_tokens_come(engine, grammars):
+    allowed = (5, 31, 32, 63, 64, 255)
+    request = guided(engine, grammars, allowed_token_ids=allowed, max_tokens=40, temperature=3.0)
+    both = guided(
+        engine, grammars, "both", allowed_token_ids=(*b"xyz", EOS), constraint=Constraint("regex", "[w-y]{5}z")
+    )
+    drain(engine)
+    assert set(output(request)) == set(allowed)
+    assert re.fullmatch("[xy]{5}z", text(both))
+
+
+def test_bad_words_end_nowhere(engine, grammars):
+    """Of four tokens that it may say, never b after a, never c after a and c, and never d."""
+    bad = ((ord("a"), ord("b")), (ord("a"), ord("c"), ord("c")), (ord("d"),))
+    params = {"allowed_token_ids": tuple(b"abcd"), "max_tokens": 150, "temperature": 50.0}
+    request = guided(engine, grammars, bad_words=bad, **params)
+    free = guided(engine, grammars, "free", **params)
+    drain(engine)
+    assert all(word in text(free) for word in ("ab", "acc", "d"))
+    assert not any(word in text(request) for word in ("ab", "acc", "d"))
+    assert all(word in text(request) for word in ("aa", "ac", "ba", "ca", "cc"))
+
+
+def test_a_guide_goes_with_all_other_parameters(engine, grammars):
+    others = {
+        "min_tokens": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "top_k": 3,
+        "top_p": 0.9, "min_p": 0.01, "logit_bias": ((ord("b"), 3.0),), "logprobs": 2,
+    }  # fmt: skip
+    request = guided(engine, grammars, constraint=Constraint("regex", "[a-d]{2,20}"), **others)
+    drain(engine)
+    assert re.fullmatch("[a-d]{3,20}", text(request))
+    # Log-probabilities are the model's own: what it would have liked to say need not be allowed.
+    assert len(request.new_logprobs) == len(output(request))
+    assert any(top not in b"abcd" for entry in request.new_logprobs for top in entry.top_ids)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (Constraint("json", '{"type": "objekt"}'), "Invalid type: objekt"),
+        (Constraint("json", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (Constraint("json", '{"$ref": "#/nowhere"}'), "'/nowhere' does not exist"),
+        (Constraint("json", "false"), "Unsatisfiable"),
+        (Constraint("json", "{"), "Expecting"),
+        (Constraint("json", "[1]"), "JSON schema"),
+        (Constraint("json", "[" * 20000), "recursion"),
+        (Constraint("json", "{}", whitespace="("), "unclosed group"),
+        (Constraint("regex", "(a"), "unclosed group"),
+        (Constraint("regex", r"(a)\1"), "backreferences"),
+        (Constraint("regex", "(?=a)"), "look-around"),
+        (Constraint("grammar", 'start: a\na: b "x"'), 'unknown name: "b"'),
+        (Constraint("grammar", 'root ::= "a'), "GBNF"),
+        (Constraint("grammar", "nonsense"), "Lark, or GBNF"),
+        (Constraint("grammar", '%llguidance {}\nstart: "a"'), "leave out the line"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_a_reason(constraint, reason, grammars):
+    with pytest.raises(RequestError) as refused:
+        grammars.matcher(constraint)
+    assert reason in refused.value.message
+    assert refused.value.param == "response_format"
+    assert "\n" not in refused.value.message
+    assert len(refused.value.message) < 800
+
+
+def test_compiled_grammars_are_kept_and_forgotten(grammars):
+    small = Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
+    first = Constraint("regex", "first")
+    assert not small.known(first)
+    small.matcher(first)
+    assert small.known(first)
+    for i in range(200):
+        small.matcher(Constraint("regex", f"x{i}"))
+    assert not small.known(first)
+    assert small.known(Constraint("regex", "x199"))
+
+
+def test_the_wire_carries_a_constraint():
+    params = SamplingParams(9, seed=0, constraint=JSON, allowed_token_ids=(1, 2), bad_words=((1,), (2, 3)))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
