@@ -117,6 +117,10 @@ class Serving:
         self._check_tokens(asked.tokens, "tokens")
         return Detokenized(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
 
+    def token_text(self, token_id: int) -> str:
+        """How log-probabilities name a token."""
+        return self._tokenizer.token_text(token_id)
+
     def _check_model(self, name: str | None, *, needed: bool = True) -> None:
         if name is None and needed:
             raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
