@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -21,14 +21,15 @@ from rich.progress import Progress
 
 from kvrelay.embedded import embedded_model
 from kvrelay.settings import build, convert, nearest, settings_of
-from node.offline import Offline, offline
-from openai_api.leg import Leg
 from openai_api.types import CompletionRequest, SamplingFields
-from paged_engine.hub import resolve_model
 from wire.config import NodeConfig, Role
 from wire.errors import ConfigError, KvrelayError, RequestError
 from wire.frames import Frame
 from wire.outputs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from node.offline import Offline
+    from openai_api.leg import Leg
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -106,6 +107,8 @@ class LLM:
 
     def __init__(self, model: str = "", **settings: Any) -> None:
         """Returns when the model is loaded. Raises ConfigError, EngineDead."""
+        from node.offline import offline
+
         config = _config(model, settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvrelay-llm", daemon=True)
@@ -206,6 +209,8 @@ class LLM:
 
 
 def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
+    from paged_engine.hub import resolve_model
+
     known = settings_of(NodeConfig, _NOT_OFFLINE)
     for name in settings:
         if name not in known:

@@ -30,7 +30,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a JSON list of
     strings, of which the answer is one. grammar: a Lark grammar. tags: free text with constrained parts, a JSON
     object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
-    `whitespace`: json: the regular expression of the white space between tokens; None is at most one space.
+    `whitespace`: json: what may stand between tokens, as a regular expression; None is at most one space.
     `field`: the request's field that asked for it, which an error names.
     """
 

@@ -28,9 +28,15 @@ def main() -> None:
     for index, length in enumerate((1, 17, 60)):
         tokens = [rng.randrange(3, 200) for _ in range(length)]
         params = SamplingParams(
-            12 if not forever else 10**6, seed=index, temperature=0.7 * (index == 2), logprobs=4, ignore_eos=True
+            12 if not forever else 10**6,
+            seed=index,
+            temperature=0.7 * (index == 2),
+            logprobs=4,
+            ignore_eos=True,
+            allowed_token_ids=(77,) if index == 1 else None,
         )
         requests.append(Request.of(Submit(f"r{index}", tokens, params), 0.0))
+        requests[-1].guide = engine.guide(params)
         engine.scheduler.add(requests[-1])
     logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
     while engine.has_work:
