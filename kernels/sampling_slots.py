@@ -95,21 +95,29 @@ UNIT = tl.constexpr(float(1 << 40))
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """What the device knows of each slot. 131 MB for 256 slots and 128,256 tokens."""
+    """What the device knows of each slot. 131 MB for 256 slots and 128,256 tokens.
 
-    parameters: torch.Tensor  # int32 [slots, 16]
+    Spare slots come behind the others. They have no notes and no biases: their requests must not be adjusted.
+    """
+
+    parameters: torch.Tensor  # int32 [slots + spare, 16]
     notes: torch.Tensor  # int32 [slots, vocab]; read only of slots with bias, min_tokens or penalties
     biases: torch.Tensor  # int32 [slots, MAX_BIASES, 2]: token ids, ascending, and the bits of their fp32 bias
-    sampled: torch.Tensor  # int64 [slots]: the newest token
+    sampled: torch.Tensor  # int64 [slots + spare]: the newest token
 
     @classmethod
-    def empty(cls, slots: int, vocab: int, device: torch.device) -> SlotTables:
+    def empty(cls, slots: int, vocab: int, device: torch.device, spare: int = 0) -> SlotTables:
         """Tables without requests."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        return cls(zeros(slots, 16), zeros(slots, vocab), zeros(slots, MAX_BIASES, 2), zeros(slots, dtype=torch.int64))
+        return cls(
+            zeros(slots + spare, 16),
+            zeros(slots, vocab),
+            zeros(slots, MAX_BIASES, 2),
+            zeros(slots + spare, dtype=torch.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True)

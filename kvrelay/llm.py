@@ -187,9 +187,9 @@ class LLM:
 
         async def one(body: dict[str, Any], text: str | None) -> RequestOutput:
             async with seats:
-                leg, frames = await self._offline.run(chat, msgspec.json.encode(body))
+                legs, frames = await self._offline.run(chat, msgspec.json.encode(body))
             told()
-            return _output(leg, frames, text, self._offline)
+            return _output(legs[0], frames, text, self._offline)
 
         tasks = [asyncio.ensure_future(one(body, text)) for body, text in zip(bodies, texts, strict=True)]
         try:

@@ -12,7 +12,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -25,10 +25,12 @@ from node.compiling import COMPILE_DEADLINE_S
 from node.directly import Directly
 from node.engine_client import EngineClient, Updates
 from node.error_answers import answer_errors
+from node.joined_frames import joined_frames
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
+from openai_api.join import joined_end
 from openai_api.leg import Leg
 from openai_api.routes import add_routes, given_key
 from openai_api.stages import STAGES, stages_ms
@@ -50,7 +52,7 @@ from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
 from wire.sampling import Constraint
 
-__all__ = ["Node", "create_app", "frames_of", "leg_of"]
+__all__ = ["Node", "create_app", "frames_of", "legs_of"]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -100,13 +102,9 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     async def chat(request: Request) -> Response:
         return await _complete(node, request, chat=True)
 
-    def check_key(request: Request) -> None:
-        _authorize(node.config.api_key, request)
-
-    async def in_words(request: Request, body: bytes) -> Response:
-        return await _complete(node, request, chat=True, body=body)
-
-    add_routes(app, Directly(node.ready, check_key, partial(_node_body, node), in_words))
+    key = partial(_authorize, node.config.api_key)
+    chat_with = partial(_complete, node, chat=True)
+    add_routes(app, Directly(node.ready, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -187,8 +185,8 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     call = Call(chat, body, _request_id(request))
-    leg, parsed = await leg_of(serving, call)
-    frames = frames_of(node, leg, call)
+    legs, parsed = await legs_of(serving, call)
+    leg, frames = legs[0], frames_of(node, legs, call)
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
@@ -213,14 +211,14 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     return Response(content, status, headers, "application/json")
 
 
-async def leg_of(serving: Serving, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
-    """What a call asks for, checked. Raises RequestError."""
+async def legs_of(serving: Serving, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
+    """What a call asks for, a leg for each prompt, checked. Raises RequestError."""
     if len(call.body) > INLINE_BODY_BYTES:
-        leg, parsed = await asyncio.to_thread(serving.leg, call)
+        legs, parsed = await asyncio.to_thread(serving.legs, call)
     else:
-        leg, parsed = serving.leg(call)
-    await _check_constraint(serving, leg.submits[0].params.constraint if leg.submits else None)
-    return leg, parsed
+        legs, parsed = serving.legs(call)
+    await _check_constraint(serving, legs[0].submits[0].params.constraint if legs[0].submits else None)
+    return legs, parsed
 
 
 async def _check_constraint(serving: Serving, constraint: Constraint | None) -> None:
@@ -236,7 +234,22 @@ async def _check_constraint(serving: Serving, constraint: Constraint | None) -> 
         ) from why
 
 
-async def frames_of(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
+def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
+    """Run the legs of a call; those of several prompts together are one answer's."""
+    if len(legs) == 1:
+        return _frames(node, legs[0], call)
+    writer = legs[0].writer
+    end = partial(
+        joined_end,
+        include_usage=writer.include_usage,
+        response_id=writer.response_id,
+        created=writer.created,
+        model=writer.model,
+    )
+    return joined_frames([_frames(node, leg, call) for leg in legs], streams=writer.streams, end=end)
+
+
+async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
     began, first_token_s = time.monotonic(), None
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
@@ -301,12 +314,13 @@ def _account(
         node.metrics.ended(finish, total_s, tokens, timing, not_fetched=not_fetched)
     stages = {} if timing is None else stages_ms(timing)
     log.info(
-        "%s %s prompt=%d cached=%d out=%d%s total_ms=%.2f%s",
+        "%s %s prompt=%d cached=%d out=%d%s%s total_ms=%.2f%s",
         call.response_id,
         finish,
         leg.writer.prompt_tokens,
         last.cached_tokens if last is not None else 0,
         tokens,
+        f" drafted={timing.draft_tokens} accepted={timing.accepted_tokens}" if timing and timing.draft_tokens else "",
         "".join(f" {name}_ms={stages[name]:.2f}" for name in STAGES if name in stages),
         total_s * 1e3,
         f" error={error}" if error else "",

@@ -20,6 +20,7 @@ import zmq
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
 from node.compiling import Compiling
+from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
@@ -74,8 +75,7 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._updates: list[RequestUpdate] = []
         self._stopping = False
-        self._stats_due = 0.0
-        self._pulse_due = 0.0
+        self._stats_due = self._pulse_due = 0.0
         self._reported: EngineStats | None = None
 
         ranks = join_as_rank_0(config.engine)
@@ -181,9 +181,12 @@ class EngineProcess:
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
-        request = Request.of(submit, time.monotonic())
+        request, watched = Request.of(submit, time.monotonic()), False
         try:
             self.engine.check(submit)
+            if submit.fetch is not None:
+                self.connector.watch(submit.request_id, submit.fetch)
+            watched = submit.fetch is not None
             if submit.params.constraint is None:
                 request.guide = self.engine.guide(submit.params)
                 self.engine.scheduler.add(request)
@@ -191,9 +194,8 @@ class EngineProcess:
                 self._compiling.begin(request)
         except ValueError as why:
             self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
-            return
-        if submit.fetch is not None:
-            self.connector.watch(submit.request_id, submit.fetch)
+            if watched:
+                self.connector.cancel(submit.request_id)
 
     def _take_compiled(self) -> None:
         for request, error in self._compiling.ready(time.monotonic()):
@@ -308,8 +310,9 @@ class EngineProcess:
             fetch_error=request.fetch_error,
             error=error,
             refused=error is not None and request.params.constraint is not None and request.fetch_error is None,
+            prompt_logprobs=request.prompt_logprobs or None,
         )
-        request.new_tokens, request.new_logprobs = [], []
+        request.new_tokens, request.new_logprobs, request.prompt_logprobs = [], [], []
         return update
 
     def _completed(self, request: Request) -> KvTransferParams | None:
@@ -332,35 +335,10 @@ class EngineProcess:
         now = time.monotonic()
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = self._stats()
+            stats = stats_of(self.engine, self.connector)
             if stats != self._reported or now >= self._pulse_due:
                 self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)
-
-    def _stats(self) -> EngineStats:
-        scheduler, counters, transfers = self.engine.scheduler, self.engine.counters, self.connector.stats()
-        return EngineStats(
-            load=scheduler.load(),
-            held_blocks=scheduler.kept.num_held,
-            quarantined_blocks=scheduler.pool.quarantined,
-            cached_blocks=scheduler.pool.cached,
-            steps=counters.steps,
-            step_s=counters.step_s,
-            prompt_tokens=counters.prompt_tokens,
-            cached_prompt_tokens=counters.cached_prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=scheduler.preemptions,
-            forked_blocks=scheduler.forked_blocks,
-            fetches=transfers.fetches,
-            fetch_failures=dict(transfers.failures),
-            fetch_retries=transfers.retries,
-            fetch_kept_blocks=scheduler.kept_blocks,
-            fetched_bytes=transfers.fetched_bytes,
-            fetch_s=transfers.fetch_s,
-            leases_granted=transfers.leases_granted,
-            leases_released=transfers.leases_released,
-            leases_expired=transfers.leases_expired,
-        )
 
     def _send(self, message: FromEngine) -> None:
         self._socket.send(self._encoder.encode(message))

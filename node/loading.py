@@ -20,7 +20,15 @@ async def serving_of(config: NodeConfig, engine: EngineClient) -> Serving:
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
     info = await engine.ready(config.start_deadline_s)
     template = await asyncio.to_thread(_template, config.chat_template)
-    return Serving(config.role, config.served_model_name or info.model_name, template, tokenizer, info)
+    return Serving(
+        config.role,
+        config.served_model_name or info.model_name,
+        template,
+        tokenizer,
+        info,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
 
 
 def _template(path: str) -> str | None:

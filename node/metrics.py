@@ -46,6 +46,9 @@ class _EngineCollector(Collector):
             "vllm:prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
             "vllm:generation_tokens": ("Tokens generated", stats.generated_tokens),
             "vllm:num_preemptions": ("Requests that lost their blocks to older ones", stats.preemptions),
+            "vllm:spec_decode_num_drafts": ("Decode steps of a request with proposed tokens", stats.drafts),
+            "vllm:spec_decode_num_draft_tokens": ("Tokens proposed before they were drawn", stats.draft_tokens),
+            "vllm:spec_decode_num_accepted_tokens": ("Proposed tokens that were drawn", stats.accepted_tokens),
             "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", stats.cached_prompt_tokens),
             "vllm:prefix_cache_queries": (
                 "Prompt tokens looked up in the prefix cache",

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from node.app import Node, frames_of, leg_of
+from node.app import Node, frames_of, legs_of
 from node.engine_client import EngineClient
 from node.loading import serving_of
 from node.serving import Call, Serving
@@ -43,16 +43,18 @@ class Offline:
         _, frames = await self.run(chat, body)
         return frames[-1].payload
 
-    async def run(self, chat: bool, body: bytes) -> tuple[Leg, list[Frame]]:
-        """The leg of a completion that has run to its end, and its frames. Raises KvrelayError, AnswerBroke."""
+    async def run(self, chat: bool, body: bytes) -> tuple[list[Leg], list[Frame]]:
+        """The legs of a completion that have run to their end, one for each prompt, and all their frames.
+
+        Raises KvrelayError, AnswerBroke."""
         call = Call(chat, body, uuid.uuid4().hex)
-        leg, _ = await leg_of(self.serving, call)
+        legs, _ = await legs_of(self.serving, call)
         told: list[Frame] = []
-        async with contextlib.aclosing(frames_of(self._node, leg, call)) as frames:
+        async with contextlib.aclosing(frames_of(self._node, legs, call)) as frames:
             async for frame in frames:
                 _raise_error(frame)
                 told.append(frame)
-        return leg, told
+        return legs, told
 
 
 @asynccontextmanager

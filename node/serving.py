@@ -15,13 +15,23 @@ import msgspec
 
 from decode_node.leg import DecodeLeg
 from node.compiling import grammars_for
-from openai_api.body import MAX_CHOICES, choice_count, decode_chat, decode_completion, sampling_params, token_limit
+from openai_api.body import (
+    MAX_CHOICES,
+    choice_count,
+    decode_chat,
+    decode_completion,
+    prompts_of,
+    sampling_params,
+    token_limit,
+)
 from openai_api.chat_template import render
 from openai_api.json_body import reading
 from openai_api.leg import Leg, with_forks
+from openai_api.message_stream import message_form
 from openai_api.structured import bad_word_ids
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from openai_api.tokenizer import Tokenizer
+from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
 from paged_engine.grammar import Grammars
@@ -59,19 +69,54 @@ class Serving:
         chat_template: str | None,
         tokenizer: Tokenizer,
         info: EngineReady,
+        *,
+        tool_call_parser: str = "",
+        reasoning_parser: str = "",
     ) -> None:
+        """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
         self._tokenizer = tokenizer
         self._chat_template = chat_template or tokenizer.chat_template
+        self._tool_template = chat_template or tokenizer.tool_template
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
 
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
-        """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
+        """Of a call with one prompt; see `legs`."""
+        legs, request = self.legs(call)
+        return legs[0], request
+
+    def legs(self, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
+        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         self._check_model(request.model)
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
+        prompts = prompts_of(request) if isinstance(request, CompletionRequest) else []
+        if not isinstance(request, CompletionRequest) or len(prompts) == 1:
+            only = msgspec.structs.replace(request, prompt=prompts[0]) if prompts else request
+            return [self._leg(call, only, transfer)], request
+        if transfer.do_remote_decode or transfer.do_remote_prefill:
+            raise RequestError("a leg has one prompt; send one for each", param="prompt")
+        created = int(time.time())
+        return [
+            self._leg(
+                call,
+                msgspec.structs.replace(request, prompt=prompt),
+                KvTransferParams(created=created, part=True, first_index=at * (request.n or 1)),
+            )
+            for at, prompt in enumerate(prompts)
+        ], request
+
+    def _leg(self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams) -> Leg:
         prompt = transfer.prompt_token_ids or self._tokenize(request)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
+        form = message_form(
+            request,
+            self._tokenizer,
+            prompt,
+            tool_call_parser=self._tool_call_parser,
+            reasoning_parser=self._reasoning_parser,
+        )
         sampling = sampling_params(
             request,
             bad_words=bad_word_ids(request.bad_words, lambda word: self._tokenizer.encode(word, False)),
@@ -80,6 +125,7 @@ class Serving:
             max_model_len=self.info.max_model_len,
             default_seed=transfer.seed if transfer.seed is not None else random.getrandbits(63),
         )
+        sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(
             request,
             self._tokenizer,
@@ -90,22 +136,31 @@ class Serving:
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
             so_far=transfer.so_far(choice_count(request)),
+            part=transfer.part,
+            first_index=transfer.first_index,
+            message=lambda choice: form.parser(call.response_id, choice),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
         submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt)
         if transfer.do_remote_prefill:
-            return DecodeLeg(submit, transfer, writer, self.info), request
+            return DecodeLeg(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
-            return PrefillLeg(submit, transfer, writer), request
-        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer), request
+            return PrefillLeg(submit, transfer, writer)
+        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer)
 
     def tokenized(self, body: bytes) -> Tokenized:
         """POST /tokenize: the prompt that a completion or chat with this body would have. Raises RequestError."""
         with reading():
             asked = msgspec.json.decode(body, type=ToTokenize)
         self._check_model(asked.model, needed=False)
-        tokens = self._tokenize(decode_chat(body) if asked.is_chat else decode_completion(body))
+        request = decode_chat(body) if asked.is_chat else decode_completion(body)
+        if isinstance(request, CompletionRequest):
+            prompts = prompts_of(request)
+            if len(prompts) != 1:
+                raise RequestError(f"prompt holds {len(prompts)} prompts; send one request for each", param="prompt")
+            request = msgspec.structs.replace(request, prompt=prompts[0])
+        tokens = self._tokenize(request)
         texts = [self._tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
         return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
 
@@ -161,13 +216,16 @@ class Serving:
             if isinstance(request.prompt, str):
                 return self._tokenizer.encode(request.prompt, request.add_special_tokens is not False)
             return [token for token in request.prompt if isinstance(token, int)]
+        tools = asked_tools(request).tools
+        effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
         text = render(
-            self._chat_template,
+            self._tool_template if tools else self._chat_template,
             request.messages,
             bos_token=self._tokenizer.bos_token,
             eos_token=self._tokenizer.eos_token,
+            tools=list(tools) or None,
             add_generation_prompt=request.add_generation_prompt is not False,
-            **(request.chat_template_kwargs or {}),
+            **effort | (request.chat_template_kwargs or {}),
         )
         # The template has written the special tokens already.
         return self._tokenizer.encode(text, bool(request.add_special_tokens))

@@ -5,18 +5,28 @@ Whatever is wrong with a request is said here, as a RequestError that names the 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from openai_api.json_body import reading
 from openai_api.not_built import refuse_not_built
 from openai_api.structured import constraint_of
+from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["MAX_CHOICES", "choice_count", "decode_chat", "decode_completion", "sampling_params", "token_limit"]
+__all__ = [
+    "MAX_CHOICES",
+    "check_choices",
+    "choice_count",
+    "decode_chat",
+    "decode_completion",
+    "prompts_of",
+    "sampling_params",
+    "token_limit",
+]
 
 MAX_CHOICES = 128
 """Of one request, over all of its prompts: each is a request of the engine."""
@@ -37,7 +47,9 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 def decode_chat(body: bytes) -> ChatRequest:
     """The chat request in `body`. Raises RequestError."""
     request = _decode(body, _chat_decoder)
+    check_choices(1, choice_count(request))
     _check_messages(request)
+    asked_tools(request)
     for name in _TEMPLATE_VARIABLES:
         if name in (request.chat_template_kwargs or {}):
             raise RequestError(
@@ -52,23 +64,36 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """The completion request in `body`; its prompt is a text or token ids. Raises RequestError."""
+    """The completion request in `body`. Raises RequestError."""
     request = _decode(body, _completion_decoder)
     if request.logprobs is not None:
         _check_logprobs("logprobs", request.logprobs)
-    prompt = request.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise RequestError(
-                f"prompt holds {len(prompt)} prompts; several prompts are not supported yet, send one request for each",
-                param="prompt",
-            )
-        only = prompt[0]
-        prompt = only if isinstance(only, str) else list(only)
-        request = msgspec.structs.replace(request, prompt=prompt)
-    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
-        raise RequestError("prompt mixes token ids with something else", param="prompt")
+    for prompt in prompts_of(request):
+        ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        if not (ids or isinstance(prompt, str)):
+            raise RequestError("prompt mixes token ids with something else", param="prompt")
+    check_choices(len(prompts_of(request)), choice_count(request))
     return request
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """Each prompt, a text or token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+def check_choices(prompts: int, choices: int) -> None:
+    """Raise RequestError if a request asks for more choices than one may, over all of its prompts."""
+    if prompts * choices > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and the limit of one "
+            f"request is {MAX_CHOICES}; send several requests",
+            param="prompt" if prompts > 1 else "n",
+        )
 
 
 def choice_count(request: ChatRequest | CompletionRequest) -> int:
@@ -162,8 +187,6 @@ def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
 def _check_common(request: SamplingFields) -> None:
     if request.n is not None and request.n < 1:
         raise RequestError(f"n must be at least 1, got {request.n}", param="n")
-    if request.n is not None and request.n > 1:
-        raise RequestError(f"n above 1 is not supported yet, got {request.n}; send several requests", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.cache_salt == "":
@@ -182,6 +205,8 @@ def _check_messages(request: ChatRequest) -> None:
     for i, message in enumerate(request.messages):
         if not message.role:
             raise RequestError(f"messages[{i}].role must not be empty", param=f"messages[{i}].role")
+        for j, call in enumerate(message.tool_calls or ()):
+            _check_past_call(f"messages[{i}].tool_calls[{j}]", call)
         if not isinstance(message.content, list):
             continue
         for part in message.content:
@@ -194,6 +219,13 @@ def _check_messages(request: ChatRequest) -> None:
                 raise RequestError(
                     f"messages[{i}].content holds a text part without text", param=f"messages[{i}].content"
                 )
+
+
+def _check_past_call(where: str, call: dict[str, Any]) -> None:
+    """Of a call in a message, what every chat template reads."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function must be an object with name and arguments", param=f"{where}.function")
 
 
 def _check_logprobs(name: str, value: int) -> None:

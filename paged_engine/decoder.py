@@ -208,6 +208,18 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, step: Any, pool: KVPool) -> torch.Tensor:
         """Write the step's KV into `pool` and return the logits [S, vocab] of the sampled rows."""
+        return self.logits(self.hidden(step, pool))
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits [rows, vocab] of rows that hidden() has returned."""
+        if not len(hidden):
+            return hidden.new_empty(0, self.config.vocab_size)
+        return self._operations.logits(self._operations.norm(hidden, self._norm), self._lm_head)
+
+    @torch.inference_mode()
+    def hidden(self, step: Any, pool: KVPool) -> torch.Tensor:
+        """Write the step's KV into `pool` and return the hidden state [S, hidden] of the sampled rows."""
         ops = self._operations
         rotaries = [None if table is None else ops.rotary(step, table) for table in self._cos_sin]
         hidden = ops.embed(step, self._embedding)
@@ -223,10 +235,10 @@ class Decoder:
                 hidden, mixed = ops.sampled(step, hidden), ops.sampled(step, mixed)
                 if not len(hidden):
                     ops.meet(qkv)  # see "What the end of a step means", paged_engine/ranks.py
-                    return hidden.new_empty(0, self.config.vocab_size)
+                    return hidden
             hidden = self._add(hidden, mixed, layer.o, layer.o_norm)
             hidden = self._add_mlp(hidden, layer)
-        return ops.logits(ops.norm(hidden, self._norm), self._lm_head)
+        return hidden
 
     def _add(self, hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Norm | None) -> torch.Tensor:
         """The end of a branch: hidden + linear(x), with a norm of what is added or of the sum if there is one."""

@@ -6,6 +6,7 @@ It knows that KV may come from elsewhere (`fetch`) or be kept for others (`hold`
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from paged_engine.request import Request
 from paged_engine.runner import CpuRunner, Launched, Runner
 from paged_engine.scheduler import Scheduler
 from paged_engine.sharding import shard_config, shard_weights
+from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
@@ -47,6 +49,7 @@ _ALIKE = (
     "max_batched_tokens",
     "max_running",
     "tensor_parallel",
+    "speculative_tokens",
 )
 
 
@@ -103,6 +106,9 @@ class Engine:
             max_model_len=self.max_model_len,
             eos_token_ids=self.model.eos_token_ids,
             prefix_cache=config.prefix_cache,
+            speculation=Speculation(
+                config.speculative_tokens, config.ngram_max, config.ngram_min, allows=self._runner.draws_ahead
+            ),
         )
         self.counters = Counters()
         self._in_flight: _InFlight | None = None
@@ -144,11 +150,15 @@ class Engine:
     def step(self, handover: Handover | None = None) -> list[Request]:
         """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
 
-        On a GPU the host stays one step ahead. On a CPU a launch computes at once, and its tokens are taken at once.
+        On a GPU the host stays one step ahead, except where the next step's proposals depend on the tokens of this one.
+        On a CPU a launch computes at once, and its tokens are taken at once.
         """
         began = self._clock()
-        plan = self.scheduler.schedule(began)
+        updated: list[Request] = []
         before, self._in_flight = self._in_flight, None
+        if before is not None and self.scheduler.wants_tokens:
+            updated, before = self._take_tokens(before, handover), None
+        plan = self.scheduler.schedule(began)
         if handover is not None:
             for request in plan.offers:
                 handover.offer(request)
@@ -160,7 +170,8 @@ class Engine:
                 self._count(chunk)
                 chunk.request.launched(chunk.start, began)
                 self.scheduler.launched(chunk)
-        updated = self._take_tokens(before, handover) if before is not None else []
+        if before is not None:
+            updated = self._take_tokens(before, handover)
         if self._in_flight is not None:
             self._in_flight.launched.sample()
         if before is not None:
@@ -187,15 +198,18 @@ class Engine:
             for chunk in step.chunks:
                 if chunk.request.offered and chunk.request.finish is None:
                     handover.grow(chunk.request, chunk.start + chunk.count)
+        if any(chunk.scored for chunk in step.chunks):
+            for request, entries in step.launched.scores():
+                request.prompt_logprobs += entries
         updated = []
-        for request, token, logprob in zip(step.launched.requests, tokens, logprobs, strict=True):
+        drawn = zip(step.launched.requests, tokens, logprobs, strict=True)
+        for request, rows in itertools.groupby(drawn, key=lambda row: row[0]):
+            _, of_rows, their_logprobs = zip(*rows, strict=True)
             if request.finish is None:
                 updated.append(request)
-            known = len(request.new_tokens)
-            self.scheduler.append(request, token, now)
-            if logprob is not None and len(request.new_tokens) > known:
-                request.new_logprobs.append(logprob)
-        self.counters.generated_tokens += len(updated)
+            count = self.scheduler.append_drawn(request, of_rows, now)
+            request.new_logprobs += [entry for entry in their_logprobs[:count] if entry is not None]
+            self.counters.generated_tokens += count
         return updated
 
     def _count(self, chunk: Chunk) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,18 +21,19 @@ from paged_engine.blocks import NULL_BLOCK
 from paged_engine.decoder import Decoder
 from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
 from paged_engine.gpu_operations import GpuOperations, GpuStep
-from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan
+from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
 from paged_engine.gpu_uploads import StepUploads
 from paged_engine.grammar import masks_of
 from paged_engine.guide import RowMasks
 from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
+from paged_engine.prompt_scores import PromptScores
+from paged_engine.rank_steps import RankMasks, RankStep
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
-from paged_engine.step_plan import Chunk
-from paged_engine.step_values import ROW_FIELDS, PlannedStep, Slots, StepValues
+from paged_engine.step_plan import Chunk, ScoredRows
+from paged_engine.step_values import ROW_FIELDS, Slots, SlotState, StepValues
 from wire.config import EngineConfig
-from wire.engine_messages import Submit
 from wire.errors import ConfigError
 from wire.outputs import TokenLogprobs
 
@@ -56,6 +57,7 @@ class _Forward:
     slots: torch.Tensor
     plan: SamplePlan
     graphs: _Graphs | None  # None: not one of the graphs' steps
+    of_prompts: torch.Tensor | None = None  # hidden state of the scored rows
 
 
 @dataclass(slots=True)
@@ -65,16 +67,20 @@ class _InFlight:
     requests: Sequence[Request]
     deadline_s: float | None
     sampled: Sampled | None = None
-    later: Callable[[], Sampled] | None = None
+    prompt_scores: PromptScores | None = None
+    later: Callable[[], tuple[Sampled, PromptScores | None]] | None = None
     """Chooses the tokens of a step that has guided rows."""
 
     def sample(self) -> None:
         if self.later is not None:
-            self.sampled, self.later = self.later(), None
+            (self.sampled, self.prompt_scores), self.later = self.later(), None
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         assert self.sampled is not None, "a step with guided rows was not told to sample"
         return self.sampled.wait(self.deadline_s)
+
+    def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
+        return () if self.prompt_scores is None else self.prompt_scores.of_requests()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,45 +90,6 @@ class _Graphs:
     forward: torch.cuda.CUDAGraph
     logits: torch.Tensor  # [rows, vocab]
     samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]  # by whether rows are cut; tokens int64 [rows]
-
-
-class _RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others of a step."""
-
-    arrays: list[tuple[tuple[int, ...], bytes]]  # the fields of StepValues: shape and int32 values
-    admitted: list[tuple[int, Submit]]
-    guided: bool  # the tokens are chosen when a _RankMasks has come
-
-    @classmethod
-    def of(cls, planned: PlannedStep, guided: bool) -> _RankStep:
-        arrays = [getattr(planned.values, field.name) for field in fields(StepValues)]
-        return cls([(a.shape, a.tobytes()) for a in arrays], [(s, _submit(r)) for s, r in planned.admitted], guided)
-
-    def values(self) -> StepValues:
-        return StepValues(*(np.frombuffer(raw, np.int32).reshape(shape) for shape, raw in self.arrays))
-
-
-class _RankMasks(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others of the step that it told last: which tokens its guides allow."""
-
-    rows: list[int]
-    words: bytes
-
-    @classmethod
-    def of(cls, masks: RowMasks | None) -> _RankMasks:
-        return cls([], b"") if masks is None else cls(masks.rows, masks.words.tobytes())
-
-    def masks(self) -> RowMasks | None:
-        if not self.rows:
-            return None
-        return RowMasks(self.rows, np.frombuffer(self.words, np.uint32).reshape(len(self.rows), -1))
-
-
-def _submit(request: Request) -> Submit:
-    prompt, generated = request.token_ids[: request.prompt_tokens], request.token_ids[request.prompt_tokens :]
-    # Only rank 0 has guides; the others are told masks.
-    params = msgspec.structs.replace(request.params, constraint=None, allowed_token_ids=None, bad_words=())
-    return Submit(request.request_id, prompt, params, generated=generated)
 
 
 class GpuRunner:
@@ -167,7 +134,11 @@ class GpuRunner:
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
         self.max_running = min(config.max_running or _MAX_RUNNING, self.max_batched_tokens)
         self._sampler = GpuSampler(
-            max_slots=self.max_running, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, device=device
+            max_slots=self.max_running,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            device=device,
+            spare_slots=self.max_running if config.speculative_tokens else 0,
         )
         self._operations = GpuOperations(
             model,
@@ -205,7 +176,7 @@ class GpuRunner:
         self._uploads = self._open_uploads(self.max_model_len)
         self._slots = Slots(self.max_running, max_blocks=self._uploads.max_blocks, block_tokens=self._block_tokens)
         self._graphs: dict[int, _Graphs] = {}
-        self._followed: dict[int, Request] = {}
+        self._seated: dict[int, Request] = {}
         self._unsampled: _Forward | None = None
         self._warm_up()
         self._capture()
@@ -223,17 +194,25 @@ class GpuRunner:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
+    def draws_ahead(self, request: Request) -> bool:
+        """Not with what changes logits: how does not depend on the row alone."""
+        return request.guide is None and self._sampler.draws_ahead(request.params, request.output_tokens)
+
     def launch(self, chunks: Sequence[Chunk]) -> _InFlight:
         """Queue the step on the device; returns at once."""
         planned = self._slots.step(chunks)
         guided = any(request.guide is not None for request in planned.sampling)
         if self._ranks.size > 1:
-            self._ranks.tell(msgspec.msgpack.encode(_RankStep.of(planned, guided)))
-        for slot, request in planned.admitted:
-            self._sampler.admit(slot, request)
+            self._ranks.tell(msgspec.msgpack.encode(RankStep.of(planned, guided)))
+        self._tell_slots(planned.admitted, planned.states)
         forward = self._forward_pass(planned.values, planned.sampling)
         launched = _InFlight(planned.sampling, _RANKS_DEADLINE_S if self._ranks.size > 1 else None)
-        launched.later = lambda: self._sample(forward, self._masks(forward, planned.sampling) if guided else None)
+
+        def sample() -> tuple[Sampled, PromptScores | None]:
+            masks = self._masks(forward, planned.sampling) if guided else None
+            return self._sample(forward, masks, planned.scored)
+
+        launched.later = sample
         if not guided:
             launched.sample()
         return launched
@@ -242,18 +221,24 @@ class GpuRunner:
         """The step that rank 0 has launched. The logits are equal on all ranks, and so are the tokens drawn of them."""
         if self._unsampled is not None:
             forward, self._unsampled = self._unsampled, None
-            self._sample(forward, msgspec.msgpack.decode(message, type=_RankMasks).masks())
+            self._sample(forward, msgspec.msgpack.decode(message, type=RankMasks).masks())
             return
-        step = msgspec.msgpack.decode(message, type=_RankStep)
-        for slot, submit in step.admitted:
-            request = self._followed[slot] = Request.of(submit, 0.0)
-            self._sampler.admit(slot, request)
+        step = msgspec.msgpack.decode(message, type=RankStep)
+        self._tell_slots([(slot, Request.of(submit, 0.0)) for slot, submit in step.admitted], step.states)
         values = step.values()
-        forward = self._forward_pass(values, [self._followed[slot] for slot in values.sampled_slots.tolist()])
+        forward = self._forward_pass(values, [self._seated[slot] for slot in values.sampled_slots.tolist()])
         if step.guided:
             self._unsampled = forward
         else:
             self._sample(forward, None)
+
+    def _tell_slots(self, admitted: Sequence[tuple[int, Request]], states: Sequence[SlotState]) -> None:
+        for slot, request in admitted:
+            self._seated[slot] = request
+            self._sampler.admit(slot, request)
+        for slot, seat, token_index, newest in states:
+            request = self._seated[slot] = self._seated[seat]
+            self._sampler.set(slot, request.params, token_index, newest)
 
     def close(self) -> None:
         """Leave the group; rank 0 ends the others."""
@@ -269,7 +254,10 @@ class GpuRunner:
         plan = self._sampler.prepare(values.sampled_slots.tolist(), sampling)
         if not values.is_decode:
             step, slots = self._uploads.chunks(values)
-            return _Forward(self._forward(step), slots, plan, None)
+            self._operations.plan(step, self._block_tokens)
+            hidden = self._decoder.hidden(step, self.pool)
+            logits = self._decoder.logits(hidden[: plan.rows])
+            return _Forward(logits, slots, plan, None, hidden[plan.rows :] if len(values.scored_rows) else None)
         graphs = self._graphs[self._bucket(plan.rows)]
         self._uploads.decodes(values)
         graphs.forward.replay()
@@ -278,11 +266,14 @@ class GpuRunner:
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
         masks = masks_of(sampling, forward.logits.shape[1])
         if self._ranks.size > 1:
-            self._ranks.tell(msgspec.msgpack.encode(_RankMasks.of(masks)))
+            self._ranks.tell(msgspec.msgpack.encode(RankMasks.of(masks)))
         return masks
 
     @torch.inference_mode()
-    def _sample(self, forward: _Forward, masks: RowMasks | None) -> Sampled:
+    def _sample(
+        self, forward: _Forward, masks: RowMasks | None, scored: ScoredRows | None = None
+    ) -> tuple[Sampled, PromptScores | None]:
+        """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
         logits, plan = forward.logits, forward.plan
         if masks is not None:
             sampled = self._sampler.launch(logits, forward.slots, plan, self._sampler.mask(masks, plan.rows))
@@ -292,9 +283,20 @@ class GpuRunner:
             sampler, tokens = forward.graphs.samplers[plan.cut]
             sampler.replay()
             sampled = self._sampler.read(logits, tokens[: plan.rows], plan)
+        # Behind the sampler: all logits lie in the same memory.
+        scores = None if forward.of_prompts is None else self._score(forward.of_prompts, scored)
         if self._ranks.rank == 0:
             sampled.start_copy()
-        return sampled
+        return sampled, scores
+
+    def _score(self, hidden: torch.Tensor, scored: ScoredRows | None) -> PromptScores | None:
+        if scored is None:
+            for part in torch.split(hidden, self.max_running):
+                self._decoder.logits(part)
+            return None
+        scores = PromptScores(scored, hidden, self._decoder.logits, self.max_running)
+        scores.columns = tuple(to_host(column) for column in scores.columns)
+        return scores
 
     def _forward(self, step: GpuStep) -> torch.Tensor:
         self._operations.plan(step, self._block_tokens)
@@ -371,6 +373,7 @@ class GpuRunner:
             new_blocks=np.zeros((2, 0), np.int32),
             sampled_rows=(np.cumsum(counts) - 1).astype(np.int32),
             sampled_slots=np.arange(sequences, dtype=np.int32),
+            scored_rows=np.zeros(0, np.int32),
         )
         step, slots = self._uploads.chunks(values)
         self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))

@@ -2,6 +2,7 @@
 
 The next step can be launched before anybody has seen the tokens of this one: `sampled` holds them for the embedding,
 and token indices, output counts and min_tokens move on where they lie. Twin on the CPU: `paged_engine/sampler.py`.
+Several rows of one request are sampled in several slots, behind what admit() staged for each or set() says of it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from kernels.sampling_slots import MAX_BIASES, SlotTables, TokenMask, note_of, r
 from paged_engine.guide import RowMasks, words_for
 from paged_engine.request import Request
 from wire.outputs import TokenLogprobs
+from wire.sampling import SamplingParams
 
-__all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask"]
+__all__ = ["GpuSampler", "SamplePlan", "Sampled", "TokenMask", "to_host"]
 
 _Ints = npt.NDArray[np.int32]
 
@@ -55,18 +57,25 @@ class GpuSampler:
     """Owns the tables of the slots. Everything is queued on the current stream; nothing waits for the device."""
 
     def __init__(
-        self, *, max_slots: int, vocab_size: int, eos_token_ids: Collection[int], device: torch.device
+        self,
+        *,
+        max_slots: int,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        device: torch.device,
+        spare_slots: int = 0,
     ) -> None:
+        """`spare_slots`: behind the others, for set() alone."""
         self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
         self._vocab, self._device = vocab_size, device
-        self._tables = SlotTables.empty(max_slots, vocab_size, device)
-        self._features = [0] * max_slots
-        self._forbidden = [0] * max_slots  # launches in which the slot's request may not end yet
+        self._tables = SlotTables.empty(max_slots, vocab_size, device, spare_slots)
+        self._features = [0] * (max_slots + spare_slots)
+        self._forbidden = [0] * (max_slots + spare_slots)  # launches in which the slot's request may not end yet
         self._staged: dict[int, _Admission] = {}
 
     @property
     def sampled(self) -> torch.Tensor:
-        """int64 [max_slots]: the newest token of each slot's request, also before the host knows it."""
+        """int64 [max_slots + spare_slots]: the newest token of each slot's request, also before the host knows it."""
         return self._tables.sampled
 
     def admit(self, slot: int, request: Request) -> None:
@@ -75,36 +84,25 @@ class GpuSampler:
         params, outputs = request.params, request.output_tokens
         biases = dict(params.logit_bias)
         assert len(biases) <= MAX_BIASES, f"{len(biases)} tokens with a bias; the tables hold {MAX_BIASES}"
-        penalized = params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
-        cut = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        self._features[slot] = (
-            cut * _CUT
-            | (penalized or bool(biases)) * _ADJUSTED
-            | (outputs < params.min_tokens) * _MINIMUM
-            | (params.logprobs is not None) * _LOGPROBS
-        )
+        features = self._features[slot] = _features_of(params, outputs)
         self._forbidden[slot] = max(0, params.min_tokens - outputs)
-        record = record_of(
-            seed=params.seed,
-            choice=params.choice,
-            token_index=outputs,
-            temperature=params.temperature,
-            top_k=params.top_k if params.top_k < self._vocab else 0,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition=params.repetition_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            min_tokens=params.min_tokens,
-            biases=len(biases),
-        )
-        adjusted = self._features[slot] & (_ADJUSTED | _MINIMUM)
         self._staged[slot] = _Admission(
-            record,
+            self._record(params, outputs),
             request.token_ids[-1],
-            self._notes(request, penalized, sorted(biases)) if adjusted else None,
+            self._notes(request, _is_penalized(params), sorted(biases)) if features & (_ADJUSTED | _MINIMUM) else None,
             _pairs(np.array(sorted(biases), np.int32), np.array([biases[t] for t in sorted(biases)], np.float32)),
         )
+
+    def set(self, slot: int, params: SamplingParams, token_index: int, newest: int) -> None:
+        """The slot samples next as a request of these parameters, which draws_ahead(), does at this token."""
+        self._features[slot] = _features_of(params, token_index)
+        nothing = _pairs(np.zeros(0, np.int32), np.zeros(0, np.float32))
+        self._staged[slot] = _Admission(self._record(params, token_index), newest, None, nothing)
+
+    @staticmethod
+    def draws_ahead(params: SamplingParams, outputs: int) -> bool:
+        """Whether logits are taken as they are, from token number `outputs` on: then a slot needs no notes."""
+        return not _features_of(params, outputs) & (_ADJUSTED | _MINIMUM)
 
     def prepare(self, slots: Sequence[int], requests: Sequence[Request]) -> SamplePlan:
         """Upload what admit() has staged, and say what the rows of a launch need; row i is requests[i] in slots[i]."""
@@ -175,6 +173,22 @@ class GpuSampler:
                     self.launch(logits, padding, plan, mask)
 
     # --- from the host to the device -----------------------------------------------------------------------------
+
+    def _record(self, params: SamplingParams, token_index: int) -> bytes:
+        return record_of(
+            seed=params.seed,
+            choice=params.choice,
+            token_index=token_index,
+            temperature=params.temperature,
+            top_k=params.top_k if params.top_k < self._vocab else 0,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            min_tokens=params.min_tokens,
+            biases=len(dict(params.logit_bias)),
+        )
 
     def _notes(self, request: Request, penalized: bool, biased: list[int]) -> _Ints:
         params = request.params
@@ -247,7 +261,7 @@ class Sampled:
 
     def start_copy(self) -> None:
         """Queue the copy to the host behind the launch."""
-        self._on_host = [_to_host(tensor) for tensor in (self.tokens, *(self.logprobs or ()))]
+        self._on_host = [to_host(tensor) for tensor in (self.tokens, *(self.logprobs or ()))]
         if self.tokens.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -274,6 +288,21 @@ class Sampled:
         return tokens, logprobs
 
 
+def _features_of(params: SamplingParams, outputs: int) -> int:
+    """Of a request with these parameters and so many tokens."""
+    cut = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    return (
+        cut * _CUT
+        | (_is_penalized(params) or bool(params.logit_bias)) * _ADJUSTED
+        | (outputs < params.min_tokens) * _MINIMUM
+        | (params.logprobs is not None) * _LOGPROBS
+    )
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
+
+
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -294,7 +323,8 @@ def _await(event: torch.cuda.Event, deadline_s: float) -> None:
         time.sleep(2e-5)
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, which is there once the device has done what is queued so far."""
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -98,7 +98,9 @@ class StepUploads:
             self.append(self._send(values.new_blocks)[0])
 
     def chunks(self, values: StepValues) -> tuple[GpuStep, torch.Tensor]:
-        """The tensors of a step that is not one of the graphs', and the slots of its sampled rows."""
+        """The tensors of a step that is not one of the graphs', and the slots of its sampled rows.
+
+        The rows whose logits are wanted are the sampled ones, then the scored ones."""
         decodes = 0 if self._chunks_only else int((values.counts == 1).sum())
         counts = values.counts[decodes:]
         starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
@@ -111,7 +113,7 @@ class StepUploads:
             starts,
             tiles.reshape(-1),
             values.new_blocks,
-            values.sampled_rows,
+            np.concatenate((values.sampled_rows, values.scored_rows)),
             values.sampled_slots,
         )
         if values.new_blocks.size:

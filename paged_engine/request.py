@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from paged_engine.guide import Guide
+from paged_engine.ngram import NgramIndex
 from wire.engine_messages import Submit, Timing
 from wire.hashes import BlockHash, extend, root_of
 from wire.outputs import Finish, TokenLogprobs
@@ -45,6 +47,12 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0  # tokens that a launched step samples and the host has not seen yet
+    proposals: tuple[int, ...] = ()  # tokens that a launched step takes for its next ones; not counted as pending
+    lookup: NgramIndex | None = None
+    draft_tokens: int = 0  # proposals so far, and those of them that were drawn
+    accepted_tokens: int = 0
+    num_scored: int = 0  # positions of the prompt whose logits are computed or under way, if they are asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not reported yet
     hashes: list[BlockHash] = field(default_factory=list)
     num_published: int = 0
     cached_tokens: int | None = None  # prefix hit when first scheduled; None before
@@ -98,6 +106,16 @@ class Request:
         """Tokens whose KV is still to be computed; 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
+    def supposing(self, proposals: Iterable[int]) -> Request:
+        """What a sampler would see if these were its next tokens. For reading only."""
+        return replace(self, token_ids=[*self.token_ids, *proposals])
+
+    def to_score(self, start: int, end: int) -> range:
+        """Positions from `start` to `end` at which the log-probability of the prompt's next token is asked for."""
+        if self.params.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, self.num_scored), min(end, self.prompt_tokens - 1))
+
     def block_hashes(self, block_tokens: int) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far."""
         extend(self.hashes, self.token_ids, block_tokens, self.root)
@@ -142,4 +160,6 @@ class Request:
             decode_queue_s=decode_queue,
             first_step_s=0.0 if self.first_step_s is None else (self.stepped_s or now) - self.first_step_s,
             told_s=told,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
         )

@@ -18,10 +18,11 @@ from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
 from paged_engine.kv_pool import CPU_POOL_BYTES, KVPool, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
+from paged_engine.prompt_scores import PromptScores
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.sampler import Sampler
-from paged_engine.step_plan import Chunk
+from paged_engine.step_plan import Chunk, ScoredRows
 from wire.config import EngineConfig
 from wire.outputs import TokenLogprobs
 
@@ -31,6 +32,8 @@ __all__ = ["CpuRunner", "Launched", "Runner"]
 # A chunk is as small as two cores compute at full speed, so that the first of several prompts is not held up by the
 # others: 128 tokens give 1P1D a TTFT p50 of 420 ms under 8 clients, 512 give 585 ms, at equal throughput.
 _STEP_TOKENS = 128
+# Of a prompt whose tokens' log-probabilities are asked for, so many rows of logits exist at a time.
+_SCORED_ROWS = 64
 
 
 class Launched(Protocol):
@@ -38,13 +41,16 @@ class Launched(Protocol):
 
     @property
     def requests(self) -> Sequence[Request]:
-        """The requests that sample, in the order of their chunks."""
+        """The request of each sampled row; rows of one request follow one another."""
 
     def sample(self) -> None:
         """Choose the tokens that could not be chosen before those of the step before were known."""
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Their tokens, as soon as the device has them."""
+        """The rows' tokens, as soon as the device has them."""
+
+    def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
+        """Behind wait(), if a chunk has scored positions: their log-probabilities, by request."""
 
 
 class Runner(Protocol):
@@ -60,8 +66,11 @@ class Runner(Protocol):
     runs_ahead: bool
     """Whether `launch` returns before the step is done, so that the next one can be scheduled meanwhile."""
 
+    def draws_ahead(self, request: Request) -> bool:
+        """Whether proposals of this request's next tokens can be sampled in one step with the token before them."""
+
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
-        """Begin a step: write the chunks' KV and sample a token for each chunk that samples, at the latest when the
+        """Begin a step: write the chunks' KV and sample a token for each of their sampled rows, at the latest when the
         step is told to: a guide has a say only when all earlier tokens are known."""
 
     def follow(self, message: bytes) -> None:
@@ -76,14 +85,15 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: list[int]
     start: int
-    samples: bool
+    sampled_rows: int
+    scored: tuple[int, int]  # first scored row, and how many
     blocks: list[int]
 
     @classmethod
     def of(cls, chunk: Chunk) -> ChunkValues:
         """The chunk's tokens, and the blocks of its request."""
-        tokens = chunk.request.token_ids[chunk.start : chunk.start + chunk.count]
-        return cls(tokens, chunk.start, chunk.samples, chunk.request.blocks)
+        scored = (chunk.scored.start - chunk.start, len(chunk.scored))
+        return cls(chunk.token_ids, chunk.start, chunk.sampled_rows, scored, chunk.request.blocks)
 
     @property
     def count(self) -> int:
@@ -98,11 +108,15 @@ class _Done:
     requests: Sequence[Request]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+    prompt_scores: PromptScores | None
 
     def sample(self) -> None: ...
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         return self.tokens, self.logprobs
+
+    def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
+        return () if self.prompt_scores is None else self.prompt_scores.of_requests()
 
 
 class CpuRunner:
@@ -151,17 +165,27 @@ class CpuRunner:
         torch.exp(torch.zeros(16))
         self._min_rows = fewest_rows(decoder.linears(), decoder.dtype)
 
+    def draws_ahead(self, request: Request) -> bool:
+        """A guide follows one text; all else is a function of the tokens so far."""
+        return request.guide is None
+
     def launch(self, chunks: Sequence[Chunk]) -> Launched:
         """Compute the step, all of it."""
-        sampling = [chunk.request for chunk in chunks if chunk.samples]
-        return _Done(sampling, *self._sampler.sample(self.run(chunks), sampling))
+        rows = [(chunk.request, chunk.proposals[:ahead]) for chunk in chunks for ahead in range(chunk.sampled_rows)]
+        states = [request.supposing(ahead) if ahead else request for request, ahead in rows]
+        logits, scores = self._run(chunks)
+        tokens, logprobs = self._sampler.sample(logits, states)
+        return _Done([request for request, _ in rows], tokens, logprobs, scores)
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Write the chunks' KV; fp32 logits [chunks that sample, vocab] in the order of `chunks`."""
+        """Write the chunks' KV; fp32 logits [sampled rows, vocab] in the order of `chunks`."""
+        return self._run(chunks)[0]
+
+    def _run(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, PromptScores | None]:
         values = [ChunkValues.of(chunk) for chunk in chunks]
         if self._ranks.size > 1:
             self._ranks.tell(msgspec.msgpack.encode(values))
-        return self._compute(values)
+        return self._compute(values, ScoredRows.of(chunks))
 
     def follow(self, message: bytes) -> None:
         """Compute what rank 0 computes; it alone samples."""
@@ -173,10 +197,26 @@ class CpuRunner:
             self._ranks.tell(b"")
         self._ranks.close()
 
-    def _compute(self, chunks: Sequence[ChunkValues]) -> torch.Tensor:
+    def _compute(
+        self, chunks: Sequence[ChunkValues], scored: ScoredRows | None = None
+    ) -> tuple[torch.Tensor, PromptScores | None]:
+        """`scored` on rank 0 alone; the others only take part in the logits of these rows."""
         step, samples = self._step_input(chunks)
-        logits = self._decoder.forward(step, self.pool)
-        return logits[:samples]
+        hidden = self._decoder.hidden(step, self.pool)
+        to_score = sum(chunk.scored[1] for chunk in chunks)
+        hidden, of_prompts = hidden[: len(hidden) - to_score], hidden[len(hidden) - to_score :]
+        logits = self._decoder.logits(hidden)[:samples]
+        if scored is not None:
+            return logits, PromptScores(scored, of_prompts, self._slice_logits, _SCORED_ROWS)
+        for part in torch.split(of_prompts, _SCORED_ROWS) if to_score else ():
+            self._slice_logits(part)
+        return logits, None
+
+    def _slice_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = len(hidden)
+        if rows < self._min_rows:
+            hidden = hidden[torch.arange(self._min_rows) % rows]
+        return self._decoder.logits(hidden)[:rows]
 
     def _step_input(self, chunks: Sequence[ChunkValues]) -> tuple[CpuStep, int]:
         config, device, block_tokens = self._decoder.config, self._decoder.device, self.pool.block_tokens
@@ -185,7 +225,9 @@ class CpuRunner:
         # Rows that nobody owns are written to the null block.
         token_ids, positions, offsets = (np.zeros(rows, np.int64) for _ in range(3))
         blocks = np.full(rows, NULL_BLOCK, np.int64)
-        spans, sampled, row = [], [], 0
+        spans, row = [], 0
+        sampled: list[int] = []
+        scored: list[int] = []
         for chunk in chunks:
             end = row + chunk.count
             token_ids[row:end] = chunk.token_ids
@@ -194,11 +236,11 @@ class CpuRunner:
             offsets[row:end] = place % block_tokens
             blocks[row:end] = np.asarray(chunk.blocks, np.int64)[place // block_tokens]
             spans.append(SequenceSpan(row, chunk.count, chunk.start, chunk.blocks))
-            if chunk.samples:
-                sampled.append(end - 1)
+            sampled += range(end - chunk.sampled_rows, end)
+            scored += range(row + chunk.scored[0], row + sum(chunk.scored))
             row = end
         samples = len(sampled)
-        sampled += [0] * (max(samples, self._min_rows) - samples)
+        sampled += [0] * (max(samples, self._min_rows) - samples) + scored
         plans = {
             window: plan_attention(
                 spans,

@@ -5,7 +5,7 @@ prefill chunks. A step may be scheduled while the tokens of the one before are s
 that finds no block for its next token preempts the last in order; the preempted one is computed again later, mostly
 from the prefix cache. A fork shares the blocks that its prompt fills with its parent (paged_engine/waiting.py); what
 follows each computes in blocks of its own, so that no block has two writers. Blocks that a transfer may touch are never
-given to anybody else.
+given to anybody else. What a step has left goes to tokens that are only proposed (paged_engine/speculation.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from paged_engine.blocks import BlockPool
+from paged_engine.endings import Endings
 from paged_engine.kept_blocks import KeptBlocks
 from paged_engine.request import Request, State
+from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from paged_engine.waiting import WaitingLine
 from wire.outputs import Finish, Load
@@ -35,13 +37,13 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Collection[int],
         prefix_cache: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
         self._block_tokens = block_tokens
         self._max_batched_tokens = max_batched_tokens
         self._max_running = max_running
-        self._max_model_len = max_model_len
-        self._eos = frozenset(eos_token_ids)
+        self._endings = Endings(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine(self._requests, block_tokens)
@@ -49,6 +51,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
+        self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
         """Of fetches that failed, blocks that need not be computed again."""
@@ -90,7 +93,7 @@ class Scheduler:
         request.state = State.RUNNING
         self._running.append(request)
         self._publish(request)
-        if generated and (over := self._over(request)) is not None:
+        if generated and (over := self._endings.over(request)) is not None:
             self._end(request, over)
 
     def fetch_failed(self, request_id: str, reason: str, proven: int = 0) -> None:
@@ -151,13 +154,13 @@ class Scheduler:
         preempted = False
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
         for request in sorted(self._running, key=lambda r: r.uncomputed > 1):
-            if request.state is not State.RUNNING or not budget or self._ends_with_pending(request):
+            if request.state is not State.RUNNING or not budget or self._endings.awaited(request):
                 continue
             chunk = Chunk.next_of(request, budget)
             while not self._grow(request, chunk.start + chunk.count):
                 preempted = True
                 # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
-                going_on = [r for r in self._running if not (r.offered or self._ends_with_pending(r))]
+                going_on = [r for r in self._running if not (r.offered or self._endings.awaited(r))]
                 victim = max(going_on, key=lambda r: r.turn, default=None)
                 if victim is None:
                     break
@@ -169,8 +172,21 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.count
         offers: list[Request] = []
-        fetches = [] if preempted else list(self._admit(chunks, offers, budget, now))
+        if preempted:
+            return StepPlan(chunks, [], offers)
+        fetches = list(self._admit(chunks, offers, budget, now))
+        left = min(self._max_batched_tokens - sum(c.count for c in chunks), self._max_running - len(chunks))
+        chunks = self.speculation.extended(chunks, left, self._endings.max_model_len, self._room_for)
         return StepPlan(chunks, fetches, offers)
+
+    def _room_for(self, request: Request, tokens: int) -> int:
+        """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
+        return tokens if self._grow(request, tokens) else min(tokens, len(request.blocks) * self._block_tokens)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the tokens of the step under way should be awaited before the next step is scheduled."""
+        return self.speculation.wants_tokens(self._running, self._max_running)
 
     def _admit(self, chunks: list[Chunk], offers: list[Request], budget: int, now: float) -> Iterator[Fetch]:
         """Start waiting requests in the order of their turns, while seats, budget and blocks last."""
@@ -247,6 +263,8 @@ class Scheduler:
     def _cached_prefix(self, request: Request, tokens: int) -> list[int]:
         if not self._prefix_cache:
             return []
+        if request.to_score(0, tokens):  # what is not computed has no logits
+            tokens = request.num_scored
         return self.pool.lookup(request.block_hashes(self._block_tokens)[: tokens // self._block_tokens])
 
     def _grow(self, request: Request, tokens: int) -> bool:
@@ -263,22 +281,30 @@ class Scheduler:
         self._waiting.join(request)
         self.preemptions += 1
 
-    def _ends_with_pending(self, request: Request) -> bool:
-        """Whether a token that is still pending is the last one, whatever it is."""
-        outputs, total = request.output_tokens, len(request.token_ids)
-        pending = request.num_pending
-        return pending > 0 and (
-            outputs + pending >= request.params.max_tokens or total + pending >= self._max_model_len
-        )
-
     # --- after the step ------------------------------------------------------------------------------------------
 
     def launched(self, chunk: Chunk) -> None:
         """The KV of a chunk is written, or will be before any later step reads it: full blocks become findable."""
         request = chunk.request
-        request.num_computed = chunk.start + chunk.count
+        request.num_computed = chunk.start + chunk.count - len(chunk.proposals)
         request.num_pending += chunk.samples
+        request.proposals = chunk.proposals
+        if chunk.scored:
+            request.num_scored = chunk.scored.stop
         self._publish(request)
+
+    def append_drawn(self, request: Request, drawn: Sequence[int], now: float) -> int:
+        """Add the tokens drawn at the rows of a launched chunk, as far as its proposals agree; how many were added."""
+        known = len(request.token_ids)
+        for count, token_id in enumerate(self.speculation.borne_out(request, drawn)):
+            if count:
+                request.num_pending += 1
+                if request.state is State.RUNNING:  # not preempted: the KV of the proposal that came true is there
+                    request.num_computed += 1
+                    self._publish(request)
+            if self.append(request, token_id, now) is not None:
+                break
+        return len(request.token_ids) - known
 
     def append(self, request: Request, token_id: int, now: float) -> Finish | None:
         """Add a token that was pending; if it ends the request, give back or hold its blocks and say why it ended.
@@ -294,24 +320,9 @@ class Scheduler:
         request.token_ids.append(token_id)
         request.new_tokens.append(token_id)
         request.appended(now)
-        if (over := self._over(request)) is not None:
+        if (over := self._endings.over(request)) is not None:
             self._end(request, over)
         return request.finish
-
-    def _over(self, request: Request) -> Finish | None:
-        """Why a request's newest token is its last one, if it is."""
-        params, token_id, guide = request.params, request.token_ids[-1], request.guide
-        if guide is not None:
-            guide.follow(request.token_ids, request.prompt_tokens)
-            if guide.error is not None:
-                return Finish.ERROR
-            if guide.over:
-                return Finish.STOP
-        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
-            return Finish.STOP
-        if request.output_tokens >= params.max_tokens or len(request.token_ids) >= self._max_model_len:
-            return Finish.LENGTH
-        return None
 
     def _end(self, request: Request, why: Finish) -> None:
         """The one place where a request ends."""

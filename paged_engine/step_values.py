@@ -1,20 +1,23 @@
 """A scheduled step as plain arrays: what a GPU is told of it, and what every rank of a tensor-parallel group is told.
 
 Pure numpy. A *slot* is a running request's row in tables that live on the device from step to step: its block table
-and its sampling state. So a step carries only what is new: one token, one position and one block per decode.
+and its sampling state. So a step carries only what is new: one token, one position and one block per decode. A chunk
+with proposed tokens (paged_engine/speculation.py) is sampled in *spare* slots, one for each row, behind the requests'
+own: the host tells each the state that the request would have there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from paged_engine.request import Request, State
-from paged_engine.step_plan import Chunk
+from paged_engine.step_plan import Chunk, ScoredRows
 
-__all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "Slots", "StepValues"]
+__all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "SlotState", "Slots", "StepValues"]
 
 ROW_FIELDS = 5  # token id, source slot, position, block, offset
 SEQUENCE_FIELDS = 3  # slot, context length, block of the newest token
@@ -32,11 +35,23 @@ class StepValues:
     new_blocks: np.ndarray  # [2, N] index into the flattened block tables of the slots, block id
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
+    scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/prompt_scores.py
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one row, and samples: what CUDA graphs are captured for."""
-        return bool(len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1])
+        one_row_each = len(self.sampled_rows) == self.rows.shape[1] == self.sequences.shape[1]
+        return bool(one_row_each and not len(self.scored_rows))
+
+
+class SlotState(NamedTuple):
+    """Slot `slot` samples next as the request in slot `seat` does at its token number `token_index`."""
+
+    slot: int
+    seat: int
+    token_index: int
+    newest: int
+    """The token before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +61,12 @@ class PlannedStep:
     values: StepValues
     admitted: list[tuple[int, Request]]
     """Slots that were given to requests just now."""
+    states: list[SlotState]
+    """What slots must be told before they sample, beside those that were given to requests just now."""
     sampling: list[Request]
     """The requests of `values.sampled_rows`."""
+    scored: ScoredRows | None
+    """What is asked of `values.scored_rows`."""
 
 
 @dataclass(slots=True)
@@ -55,6 +74,7 @@ class _Seat:
     slot: int
     blocks: list[int]  # the request's own list: a preempted request comes back with another one
     known: int = 0  # how many of them the device's table holds
+    behind: bool = False  # its request's last tokens were sampled in spare slots
 
 
 class Slots:
@@ -65,6 +85,7 @@ class Slots:
     """
 
     def __init__(self, count: int, *, max_blocks: int, block_tokens: int) -> None:
+        self._count = count
         self._free = list(reversed(range(count)))
         self._max_blocks, self._block_tokens = max_blocks, block_tokens
         self._seats: dict[Request, _Seat] = {}
@@ -74,7 +95,11 @@ class Slots:
         chunks = sorted(chunks, key=lambda chunk: chunk.count > 1)
         seated = [self._seat(chunk.request) for chunk in chunks]
         rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
-        sequences, new_blocks, sampled_rows, sampled_slots, end = [], [], [], [], 0
+        sequences, new_blocks, end = [], [], 0
+        sampled_rows: list[int] = []
+        scored_rows: list[int] = []
+        sampled: list[tuple[int, Request]] = []
+        states: list[SlotState] = []
         for chunk, (seat, _) in zip(chunks, seated, strict=True):
             start, end = end, end + chunk.count
             self._fill(rows[:, start:end], chunk, seat.slot)
@@ -84,22 +109,38 @@ class Slots:
             new_blocks += [(first + index, seat.blocks[index]) for index in range(seat.known, newest)]
             seat.known = newest + 1
             sequences.append((seat.slot, context_len, seat.blocks[newest]))
+            sampled_rows += range(end - chunk.sampled_rows, end)
+            scored_rows += [start + position - chunk.start for position in chunk.scored]
             if chunk.samples:
-                sampled_rows.append(end - 1)
-                sampled_slots.append(seat.slot)
+                slots, told = self._sampled(chunk, seat, len(sampled))
+                sampled += [(slot, chunk.request) for slot in slots]
+                states += told
         values = StepValues(
             rows=rows,
             sequences=_int32(sequences, SEQUENCE_FIELDS).T,
             counts=_int32([chunk.count for chunk in chunks]),
             new_blocks=_int32(new_blocks, 2).T,
             sampled_rows=_int32(sampled_rows),
-            sampled_slots=_int32(sampled_slots),
+            sampled_slots=_int32([slot for slot, _ in sampled]),
+            scored_rows=_int32(scored_rows),
         )
         return PlannedStep(
             values,
             admitted=[(seat.slot, c.request) for c, (seat, new) in zip(chunks, seated, strict=True) if new],
-            sampling=[chunk.request for chunk in chunks if chunk.samples],
+            states=states,
+            sampling=[request for _, request in sampled],
+            scored=ScoredRows.of(chunks),
         )
+
+    def _sampled(self, chunk: Chunk, seat: _Seat, row: int) -> tuple[list[int], list[SlotState]]:
+        """The slots in which a chunk's rows are sampled, the first of which is the step's number `row`."""
+        request, behind = chunk.request, seat.behind
+        seat.behind = bool(chunk.proposals)
+        if not (chunk.proposals or behind):
+            return [seat.slot], []
+        slots = [self._count + row + ahead for ahead in range(chunk.sampled_rows)] if chunk.proposals else [seat.slot]
+        index, newest = request.output_tokens, [request.token_ids[-1], *chunk.proposals]
+        return slots, [SlotState(slot, seat.slot, index + i, newest[i]) for i, slot in enumerate(slots)]
 
     def _fill(self, rows: np.ndarray, chunk: Chunk, slot: int) -> None:
         request, block_tokens = chunk.request, self._block_tokens
@@ -114,7 +155,7 @@ class Slots:
                 position % block_tokens,
             )
             return
-        known = request.token_ids[chunk.start : chunk.start + chunk.count]
+        known = chunk.token_ids
         rows[0, : len(known)] = known
         rows[1] = -1
         rows[1, len(known) :] = slot

@@ -9,9 +9,22 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 
-__all__ = ["EngineConfig", "NodeConfig", "RanksConfig", "Role", "RouterConfig", "TransferConfig", "is_loopback"]
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_CALL_PARSERS",
+    "EngineConfig",
+    "NodeConfig",
+    "RanksConfig",
+    "Role",
+    "RouterConfig",
+    "TransferConfig",
+    "is_loopback",
+]
 
 MIN_SECRET_CHARS = 16
+# Each proposal costs a row of a step, whether it comes true or not.
+MAX_SPECULATIVE_TOKENS = 32
+MAX_NGRAM = 16
 
 
 class Role(enum.StrEnum):
@@ -89,6 +102,13 @@ class EngineConfig:
     """Reuse the KV of equal prefixes."""
     batch_invariant: bool = False
     """Fixed tiles and splits: tokens do not depend on the batch. (The CPU path always is.)"""
+    speculative_tokens: int = 0
+    """Tokens that a decode step proposes per request at most, by looking its newest ones up in its own text, and checks
+    in the same step; the answer stays the same. 0 proposes none."""
+    ngram_max: int = 4
+    """Longest run of newest tokens that speculative_tokens looks up."""
+    ngram_min: int = 2
+    """Shortest run of newest tokens that speculative_tokens looks up."""
     threads: int = 0
     """CPU threads of the engine; 0 takes all cores of this machine."""
 
@@ -145,6 +165,15 @@ class EngineConfig:
             self.max_model_len >= 0,
             f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
         )
+        _require(
+            0 <= self.speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            f"speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.speculative_tokens}",
+        )
+        _require(
+            1 <= self.ngram_min <= self.ngram_max <= MAX_NGRAM,
+            f"ngram_min and ngram_max must be between 1 and {MAX_NGRAM}, the first not above the second, got "
+            f"{self.ngram_min} and {self.ngram_max}",
+        )
         _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
 
     def threads_on(self, cores: int) -> int:
@@ -173,6 +202,8 @@ class RanksConfig:
         )
 
 
+TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral", "json")
+REASONING_PARSERS = ("think",)
 _CONNECTORS = ("auto", "direct", "nixl", "nccl")
 _FAILURE_POLICIES = ("recompute", "fail")
 
@@ -248,6 +279,10 @@ class NodeConfig:
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
+    tool_call_parser: str = ""
+    """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
+    reasoning_parser: str = ""
+    """How the model reasons: think (<think>...</think>). Reasoning then is reasoning_content and not content."""
     api_key: str = ""
     """If set, /v1 and /kv routes want `Authorization: Bearer <api_key>`."""
     max_body_bytes: int = 16 << 20
@@ -260,6 +295,9 @@ class NodeConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value = getattr(self, name)
+            _require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)

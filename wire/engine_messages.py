@@ -111,6 +111,9 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     """From the launch of the first decode step to its token."""
     told_s: float = 0.0
     """With a transfer: from the news that the KV was complete to the token of the first step."""
+    draft_tokens: int = 0
+    """Tokens that were proposed before they were drawn, and those of them that were drawn."""
+    accepted_tokens: int = 0
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +122,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     The last one has a `timing`, and so have the first two with tokens: the caller may end a request by itself.
     `held` is set when a request that holds its KV begins to be computed, and again when it has ended and its KV is kept
     under a lease; `fetch_error` when its KV could not be fetched: then the prompt is computed here instead, or the
-    request ends with ERROR.
+    request ends with ERROR. `prompt_logprobs` (from the second token on) come with the first token.
     """
 
     request_id: str
@@ -133,6 +136,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     refused: bool = False
     """With an error: the request itself is wrong, and would be on any node."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -173,6 +177,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     generated_tokens: int = 0
     preemptions: int = 0
     forked_blocks: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0

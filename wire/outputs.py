@@ -25,6 +25,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+    """Of a prompt's token: 1 if none is likelier, and so on. 0 is not known."""
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

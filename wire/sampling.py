@@ -32,12 +32,16 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
     `whitespace`: json: what may stand between tokens, as a regular expression; None is at most one space.
     `field`: the request's field that asked for it, which an error names.
+    `behind`: the text is free up to this one, and the constraint is about what follows; empty: it is about all. If
+    there is an `opener`, so only where the text begins with that; else the constraint is about all.
     """
 
     kind: ConstraintKind
     text: str
     whitespace: str | None = None
     field: str = "response_format"
+    behind: str = ""
+    opener: str = ""
 
     def check(self) -> Constraint:
         """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""
@@ -53,8 +57,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling of one choice. Token i is a function of (logits, these values, i): see kernels/philox.py.
 
     `seed` is always set (a request without one is given one at the door); `top_k` 0 and `top_p` 1 are off;
-    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely. Of each of
-    `bad_words` the last token never follows the others.
+    `temperature` 0 is greedy; `logprobs` None is off, k means the chosen token and the k most likely; `prompt_logprobs`
+    means the same of the prompt's tokens from the second one on. Of each of `bad_words` the last token never follows
+    the others.
     """
 
     max_tokens: int
@@ -75,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     constraint: Constraint | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
 
     def check(self, vocab_size: int) -> SamplingParams:
         """Return self, or raise RequestError naming the field, its value and its limits."""
@@ -112,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         _at_most("bad_words", sum(map(len, self.bad_words)))
         for token in itertools.chain(*self.bad_words):
             _within("bad_words", token, 0, vocab_size - 1)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         return self
 
 

@@ -1,6 +1,7 @@
 """The embedded model through a real 1P1D cluster: the same tokens and log-probabilities as alone, bit for bit.
 
-A part of `python -m benchmarks.equality`, which takes 50 prompts of up to 1,500 tokens.
+The cluster proposes tokens and the engine alone does not, which must make no difference either. A part of
+`python -m benchmarks.equality`, which takes 50 prompts of up to 1,500 tokens.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(model, tmp_path
     assert batch == alone
     del engine
     flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
+    flags += ["--speculative-tokens", "3", "--ngram-min", "1"]
     with running(tmp_path, prefill=1, decode=1, flags=flags) as cluster:
         name = "SmolLM2-135M-Instruct"
         handed_over = [
@@ -51,6 +53,10 @@ def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(model, tmp_path
         (decode,) = cluster.of("decode")
         assert decode.metric("kvrelay_fetches_total") == 2 * len(prompts)
         assert decode.metric("kvrelay_fetches_failed_total") == 0
+        drafted, accepted = (
+            decode.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")
+        )
+        assert 0 < accepted < drafted
         aggregated = asyncio.run(through(decode.url, name, prompts, seeded=True, max_tokens=MAX_TOKENS, concurrency=5))
     assert handed_over == alone
     assert aggregated == alone[1]

@@ -32,6 +32,7 @@ def main() -> None:
             seed=index,
             temperature=0.7 * (index == 2),
             logprobs=4,
+            prompt_logprobs=index or None,
             ignore_eos=True,
             allowed_token_ids=(77,) if index == 1 else None,
         )
@@ -43,8 +44,9 @@ def main() -> None:
         if forever and engine.counters.steps == 3:
             print("running", flush=True)
         for request in engine.step():
-            logprobs[request.request_id] += [entry.logprob for entry in request.new_logprobs]
-            request.new_logprobs = []
+            entries = [*request.prompt_logprobs, *request.new_logprobs]
+            logprobs[request.request_id] += [entry.logprob for entry in entries]
+            request.prompt_logprobs, request.new_logprobs = [], []
     engine.close()
     print(json.dumps({"tokens": [r.token_ids[r.prompt_tokens :] for r in requests], "logprobs": logprobs}))
 

@@ -121,6 +121,7 @@ def test_tokens_go_to_text_and_back(node: Process) -> None:
     [
         ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
         ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["x", "y"]}, 400, "prompt"),
         ("/tokenize", {"messages": "x"}, 400, "messages"),
         ("/detokenize", {"tokens": [320]}, 400, "tokens"),
         ("/detokenize", {"tokens": ["x"]}, 400, "tokens[0]"),

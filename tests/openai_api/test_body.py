@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
+from openai_api.body import decode_chat, decode_completion, prompts_of, sampling_params, token_limit
 from openai_api.types import ChatRequest, CompletionRequest
 from wire.errors import RequestError
 from wire.sampling import SamplingParams
@@ -88,9 +88,10 @@ def test_a_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (2, "n above 1 is not supported")]
+    ("n", "words"),
+    [(0, "n must be at least 1"), (-1, "at least 1"), (129, "129 choices, and the limit of one request is 128")],
 )
-def test_n_is_one(n: int, words: str) -> None:
+def test_n_has_bounds(n: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         chat(n=n)
     assert refused.value.param == "n"
@@ -103,8 +104,8 @@ def test_n_is_one(n: int, words: str) -> None:
         ("best_of", 2),
         ("echo", True),
         ("suffix", "x"),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "auto"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
         ("prompt_logprobs", 0),
         ("logits_processors", ["x"]),
         ("use_beam_search", True),
@@ -136,10 +137,20 @@ def test_null_is_the_default_everywhere() -> None:
     ("prompt", "read"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ([], []), ("", "")]
 )
 def test_one_prompt_in_any_of_its_forms(prompt: Any, read: Any) -> None:
-    assert completion(prompt=prompt).prompt == read
+    assert prompts_of(completion(prompt=prompt)) == [read]
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [1, [2]], [1.5], {"a": 1}, None])
+def test_several_prompts_are_texts_or_token_ids() -> None:
+    assert prompts_of(completion(prompt=["a", "b"])) == ["a", "b"]
+    assert prompts_of(completion(prompt=[[1], [2, 3]])) == [[1], [2, 3]]
+    assert prompts_of(completion(prompt=["a", [2, 3]])) == ["a", [2, 3]]
+    completion(prompt=["a"] * 64, n=2)
+    with pytest.raises(RequestError, match="65 prompts with 2 choices each are 130 choices") as refused:
+        completion(prompt=["a"] * 65, n=2)
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [1, [2]], [1.5], {"a": 1}, None])
 def test_any_other_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(RequestError) as refused:
         completion(prompt=prompt)

@@ -347,3 +347,46 @@ def test_launches_wait_for_nothing_and_can_be_captured(extra, device):
             for sampler in (captured, eager):
                 sampler.admit(0, pair(0, [9], temperature=0.8, seed=77, **extra).behind)
                 sampler.prepare([], [])
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9}, {"temperature": 1.1, "top_k": 40, "top_p": 0.9}])
+def test_spare_slots_sample_the_rows_of_one_request_as_the_cpu_does(params, device):
+    """Two requests with proposals and one without; then all go on in their own slots."""
+    vocab, slots = 1200, 6
+    ours = GpuSampler(max_slots=slots, vocab_size=vocab, eos_token_ids=EOS, device=device, spare_slots=slots)
+    theirs = Sampler(EOS)
+    requests = [pair(slot, [2, 3, slot], [4] * slot, logprobs=2, **params).known for slot in range(3)]
+    for slot, request in enumerate(requests):
+        assert ours.draws_ahead(request.params, request.output_tokens)
+        ours.admit(slot, request)
+
+    def sample(rows: list[tuple[int, Request, list[int]]]) -> list[int]:
+        """(slot, request, proposals before the row)"""
+        states = [request.supposing(ahead) for _, request, ahead in rows]
+        for (slot, request, _), state in zip(rows, states, strict=True):
+            if slot >= slots or request is not requests[1]:
+                ours.set(slot, request.params, state.output_tokens, state.token_ids[-1])
+        logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(len(rows))) * 3
+        places = [slot for slot, _, _ in rows]
+        plan = ours.prepare(places, [request for _, request, _ in rows])
+        tokens, logprobs = ours.launch(logits.to(device), on(device, places), plan).wait()
+        expected, expected_logprobs = theirs.sample(logits.clone(), states)
+        for a, b in zip(logprobs, expected_logprobs, strict=True):
+            assert_close(a, b)
+        assert tokens == expected
+        return tokens
+
+    first, second, third = requests
+    rows = [(6, first, []), (7, first, [5]), (8, first, [5, 6]), (1, second, []), (10, third, []), (11, third, [9])]
+    tokens = sample(rows)
+    for request, token in ((first, tokens[0]), (second, tokens[3]), (third, tokens[4])):
+        request.token_ids.append(token)
+    sample([(slot, request, []) for slot, request in enumerate(requests)])
+
+
+def test_who_adjusts_logits_does_not_draw_ahead(device):
+    ours = make_sampler(1, 1100, device)
+    for params in ({"logit_bias": ((5, 1.0),)}, {"presence_penalty": 0.1}, {"repetition_penalty": 1.2}):
+        assert not ours.draws_ahead(pair(0, [1], **params).known.params, 0)
+    minimum = pair(0, [1], min_tokens=3).known.params
+    assert [ours.draws_ahead(minimum, outputs) for outputs in (0, 2, 3)] == [False, False, True]

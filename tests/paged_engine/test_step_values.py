@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request
 from paged_engine.scheduler import Scheduler
+from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk
 from paged_engine.step_values import Slots
 from wire.engine_messages import Submit
@@ -17,18 +19,32 @@ from wire.sampling import SamplingParams
 BLOCK, MAX_BLOCKS, SLOTS = 4, 40, 6
 
 
+def drawn(tokens: list[int], index: int, loop: bool) -> int:
+    """Model and draw: a function of the text and the token's index; with `loop` mostly what stood there before."""
+    said = (sum(tokens) + index) % 97 + 3
+    return tokens[-3] if loop and said % 4 and len(tokens) > 3 else said
+
+
 class Device:
     """What a device does with the arrays, in plain Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: bool) -> None:
         self.tables = [[-1] * MAX_BLOCKS for _ in range(SLOTS)]
-        self.sampled = [-1] * SLOTS
+        self.sampled = [-1] * (2 * SLOTS)
+        self.index = [-1] * (2 * SLOTS)  # of the token that each slot samples next
+        self.loop = loop
         self.kv: dict[tuple[int, int], int] = {}  # (block, offset) -> token id
+
+    def tell(self, planned) -> None:
+        for slot, request in planned.admitted:
+            self.sampled[slot], self.index[slot] = request.token_ids[-1], request.output_tokens
+        for state in planned.states:
+            self.sampled[state.slot], self.index[state.slot] = state.newest, state.token_index
 
     def run(self, values) -> list[int]:
         for index, block in values.new_blocks.T:
             self.tables[index // MAX_BLOCKS][index % MAX_BLOCKS] = int(block)
-        texts, end = [], 0
+        texts, end = {}, 0
         for (slot, context_len, last), count in zip(values.sequences.T, values.counts, strict=True):
             self.tables[slot][(context_len - 1) // BLOCK] = int(last)
             for row in range(end, end + count):
@@ -37,19 +53,23 @@ class Device:
                 assert offset == position % BLOCK
                 self.kv[block, offset] = self.sampled[source] if source >= 0 else token
             end += count
-            texts.append([self.kv[self.tables[slot][p // BLOCK], p % BLOCK] for p in range(context_len)])
+            text = [self.kv[self.tables[slot][p // BLOCK], p % BLOCK] for p in range(context_len)]
+            texts |= {end - behind: text[: context_len - behind + 1] for behind in range(1, count + 1)}
         assert end == values.rows.shape[1]
+        assert len(set(values.sampled_slots.tolist())) == len(values.sampled_slots)
         tokens = []
-        last_rows = dict(zip((values.counts.cumsum() - 1).tolist(), texts, strict=True))
         for row, slot in zip(values.sampled_rows, values.sampled_slots, strict=True):
-            tokens.append(sum(last_rows[int(row)]) % 97 + 3)
+            tokens.append(drawn(texts[int(row)], self.index[slot], self.loop))
             self.sampled[slot] = tokens[-1]
+            self.index[slot] += 1
         return tokens
 
 
+@pytest.mark.parametrize("proposed", [0, 3], ids=["", "with-proposals"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed):
+def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, proposed):
     rng = random.Random(seed)
+    speculation = Speculation(proposed, 3, 1)
     scheduler = Scheduler(
         BlockPool(rng.choice([18, 80])),
         block_tokens=BLOCK,
@@ -57,10 +77,16 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed):
         max_running=SLOTS,
         max_model_len=MAX_BLOCKS * BLOCK,
         eos_token_ids=(5,),
+        speculation=speculation,
     )
-    slots, device = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_tokens=BLOCK), Device()
+    slots, device = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_tokens=BLOCK), Device(loop=bool(proposed))
     requests: list[tuple[Request, list[int]]] = []
     before: list[tuple[Request, int]] = []
+
+    def take(sampled: list[tuple[Request, int]]) -> None:
+        for request, rows in itertools.groupby(sampled, key=lambda row: row[0]):
+            scheduler.append_drawn(request, [token for _, token in rows], 0.0)
+
     for turn in range(250):
         if turn < 150 and rng.random() < 0.4:
             prompt = [rng.randrange(6, 90) for _ in range(rng.randint(1, 30))]
@@ -70,23 +96,27 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed):
             requests.append((request, prompt))
         if rng.random() < 0.03 and requests:
             scheduler.abort(rng.choice(requests)[0].request_id)
+        if scheduler.wants_tokens:
+            take(before)
+            before = []
         plan = scheduler.schedule(float(turn))
         now: list[tuple[Request, int]] = []
         if plan.chunks:
             planned = slots.step(plan.chunks)
             assert len({slot for slot, _ in planned.admitted}) == len(planned.admitted)
+            device.tell(planned)
             now = list(zip(planned.sampling, device.run(planned.values), strict=True))
             for chunk in plan.chunks:
                 scheduler.launched(chunk)
-        for request, token in before:
-            scheduler.append(request, token, float(turn))
+        take(before)
         before = now
         scheduler.check()
     for request, prompt in requests:
         expected = list(prompt)
         while len(expected) < len(request.token_ids):
-            expected.append(sum(expected) % 97 + 3)
+            expected.append(drawn(expected, len(expected) - len(prompt), bool(proposed)))
         assert request.token_ids == expected
+    assert bool(speculation.accepted_tokens) == bool(proposed)
 
 
 def test_decode_steps_are_told_apart():

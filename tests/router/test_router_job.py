@@ -123,22 +123,3 @@ def test_fields_that_the_router_does_not_know_keep_their_bytes() -> None:
     out = prefill_body(parse_job(body, CHAT_PATH, "id", 0, 0))
     assert b'"big":123456789012345678901234567890' in out
     assert b'"text":"\\u00e9"' in out
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "resumable"),
-    [
-        (CHAT_PATH, {}, True),
-        (CHAT_PATH, {"logprobs": True}, False),
-        (CHAT_PATH, {"logprobs": False, "n": 1}, True),
-        (CHAT_PATH, {"n": 2}, False),
-        (COMPLETIONS_PATH, {"logprobs": 0}, False),
-        (COMPLETIONS_PATH, {"prompt": [1, 2]}, True),
-        (COMPLETIONS_PATH, {"prompt": ["a", "b"]}, False),
-        (COMPLETIONS_PATH, {"prompt": [[1], [2]]}, False),
-    ],
-)
-def test_an_answer_is_resumable_from_token_ids_only_if_they_say_it_all(
-    path: str, fields: dict[str, Any], resumable: bool
-) -> None:
-    assert parse(path, **fields).resumable is resumable

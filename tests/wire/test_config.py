@@ -25,6 +25,9 @@ from wire.errors import ConfigError
         ({"tensor_parallel": 2, "tensor_parallel_address": "10.0.0.1"}, "must be host:port, got '10.0.0.1'"),
         ({"tensor_parallel": 2, "tensor_parallel_address": "host:0"}, "must be host:port, got 'host:0'"),
         ({"tensor_parallel": 2, "tensor_parallel_address": "tcp://host:1"}, "must be host:port"),
+        ({"speculative_tokens": 33}, "speculative_tokens must be between 0 and 32, got 33"),
+        ({"ngram_min": 5}, "the first not above the second, got 5 and 4"),
+        ({"ngram_min": 0}, "ngram_min and ngram_max must be between 1 and 16"),
     ],
 )
 def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:

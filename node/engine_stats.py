@@ -1,0 +1,39 @@
+"""What an engine process reports of itself: its engine's, its scheduler's and its connector's numbers in one value."""
+
+from __future__ import annotations
+
+from kv_transfer.connector import Connector
+from paged_engine.engine import Engine
+from wire.engine_messages import EngineStats
+
+__all__ = ["stats_of"]
+
+
+def stats_of(engine: Engine, connector: Connector) -> EngineStats:
+    """Counters since start and gauges now."""
+    scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
+    return EngineStats(
+        load=scheduler.load(),
+        held_blocks=scheduler.kept.num_held,
+        quarantined_blocks=scheduler.pool.quarantined,
+        cached_blocks=scheduler.pool.cached,
+        steps=counters.steps,
+        step_s=counters.step_s,
+        prompt_tokens=counters.prompt_tokens,
+        cached_prompt_tokens=counters.cached_prompt_tokens,
+        generated_tokens=counters.generated_tokens,
+        preemptions=scheduler.preemptions,
+        forked_blocks=scheduler.forked_blocks,
+        drafts=scheduler.speculation.drafts,
+        draft_tokens=scheduler.speculation.draft_tokens,
+        accepted_tokens=scheduler.speculation.accepted_tokens,
+        fetches=transfers.fetches,
+        fetch_failures=dict(transfers.failures),
+        fetch_retries=transfers.retries,
+        fetch_kept_blocks=scheduler.kept_blocks,
+        fetched_bytes=transfers.fetched_bytes,
+        fetch_s=transfers.fetch_s,
+        leases_granted=transfers.leases_granted,
+        leases_released=transfers.leases_released,
+        leases_expired=transfers.leases_expired,
+    )

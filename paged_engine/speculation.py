@@ -1,0 +1,80 @@
+"""Which tokens of a request are proposed before they are drawn, and which of them the draws have borne out. Pure.
+
+A decode chunk with k proposals samples 1 + k rows, each with the state that its request would have if the proposals
+before it were its tokens. What is drawn at a row is the request's token as long as all proposals before it were drawn
+too: a draw depends on seed, choice and token index, not on how many rows a step has, so the tokens are those of an
+engine that proposes nothing. Owns the counters; which rows, tokens and blocks a step has left is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from paged_engine.ngram import NgramIndex
+from paged_engine.request import Request
+from paged_engine.step_plan import Chunk
+
+__all__ = ["Speculation"]
+
+
+@dataclass(slots=True)
+class Speculation:
+    """At most `tokens` proposals per request and step (0: none), by n-grams of `longest` down to `shortest` tokens."""
+
+    tokens: int = 0
+    longest: int = 1
+    shortest: int = 1
+    allows: Callable[[Request], bool] = field(default=lambda request: True)
+    """Whether the sampler of this device can draw several rows of the request at once."""
+    drafts: int = 0
+    """Chunks with proposals whose draws are known."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def proposals(self, request: Request, limit: int) -> tuple[int, ...]:
+        """Up to `limit` tokens that may follow the known ones of a request that decodes."""
+        limit = min(limit, self.tokens, request.params.max_tokens - request.output_tokens - 1)
+        if limit <= 0 or not self.allows(request):
+            return ()
+        if request.lookup is None:
+            request.lookup = NgramIndex(self.longest, self.shortest)
+        return tuple(request.lookup.propose(request.token_ids, limit))
+
+    def extended(
+        self, chunks: Sequence[Chunk], rows: int, max_model_len: int, room_for: Callable[[Request, int], int]
+    ) -> list[Chunk]:
+        """A step's chunks with up to `rows` proposals behind decodes all of whose tokens are known.
+
+        The last token of a context is never computed. `room_for(request, tokens)` makes room for the KV of the first
+        `tokens` tokens and says for how many there is room.
+        """
+        extended = []
+        for chunk in chunks:
+            request, end = chunk.request, chunk.start + 1
+            if chunk.samples and chunk.count == 1 and not request.num_pending:
+                proposals = self.proposals(request, min(rows, max_model_len - 1 - end))
+                proposals = proposals[: room_for(request, end + len(proposals)) - end]
+                chunk = replace(chunk, count=1 + len(proposals), proposals=proposals)
+                rows -= len(proposals)
+            extended.append(chunk)
+        return extended
+
+    def wants_tokens(self, running: Sequence[Request], seats: int) -> bool:
+        """Whether proposals depend on tokens under way: after others, or behind a text that suggests some."""
+        suggests = self.tokens > 0 and len(running) < seats
+        return any(r.proposals or (suggests and r.num_pending and self.proposals(r, 1)) for r in running)
+
+    def borne_out(self, request: Request, drawn: Sequence[int]) -> Sequence[int]:
+        """Of the tokens drawn at the rows of a launched chunk, those that are the request's. Ends its proposals."""
+        proposals, request.proposals = request.proposals, ()
+        agreed = 0
+        while agreed < len(proposals) and drawn[agreed] == proposals[agreed]:
+            agreed += 1
+        if proposals:
+            self.drafts += 1
+            self.draft_tokens += len(proposals)
+            self.accepted_tokens += agreed
+            request.draft_tokens += len(proposals)
+            request.accepted_tokens += agreed
+        return drawn[: agreed + 1]

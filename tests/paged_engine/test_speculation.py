@@ -1,0 +1,361 @@
+"""Proposed tokens change how many steps an answer takes and nothing else: no token, and no block's owner."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import GPU_SIZES, ON_GPU, SAMPLED, drain, make, output, prompt, submit
+from test_scheduler import BLOCK, EOS, next_token, request
+from tiny_models import make_tiny
+
+from paged_engine.blocks import BlockPool
+from paged_engine.request import Request, State
+from paged_engine.scheduler import Scheduler
+from paged_engine.speculation import Speculation
+from paged_engine.step_plan import Chunk
+from wire.engine_messages import Submit
+from wire.outputs import Finish
+from wire.sampling import SamplingParams
+
+ON = {"speculative_tokens": 5, "ngram_min": 1, "ngram_max": 3}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("Qwen3ForCausalLM", folder)
+    return folder
+
+
+def repetitive(length: int, seed: int = 0) -> list[int]:
+    """A few words over and over."""
+    rng = random.Random(seed)
+    words = [prompt(rng.randint(2, 5), seed=seed + i) for i in range(3)]
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += rng.choice(words)
+    return tokens[:length]
+
+
+KINDS = {
+    "greedy": {},
+    "seeded": {"temperature": 0.3},
+    "cut": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "logprobs": {"temperature": 0.3, "logprobs": 3},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logprobs": 1},
+    "all": SAMPLED | {"logprobs": 2},
+    "min_tokens": {"ignore_eos": False, "min_tokens": 9, "logit_bias": ((2, 4.0),)},
+    "stop": {"stop_token_ids": tuple(range(3, 40))},
+    "bias": {"logit_bias": ((77, 9.0), (78, 8.5)), "frequency_penalty": 0.5},
+}
+
+
+def answers(folder: Path, max_tokens: int, **options) -> tuple[dict[str, object], Speculation]:
+    engine, requests = make(folder, **options), {}
+    for name, params in KINDS.items():
+        for kind, tokens in (("random", prompt(33, seed=7)), ("repetitive", repetitive(50))):
+            of = submit(engine, f"{name}-{kind}", tokens, **({"max_tokens": max_tokens} | params))
+            requests[f"{name}-{kind}"] = of
+    drain(engine)
+    told = {name: (output(r), r.finish, r.new_tokens, r.new_logprobs) for name, r in requests.items()}
+    return told, engine.scheduler.speculation
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_batched_tokens": 21}, {"max_running": 3}, {"kv_cache_memory": 24 * 16 * 3 * 2 * 2 * 64}],
+    ids=["roomy", "small-budget", "few-seats", "few-blocks"],
+)
+def test_answers_are_those_without_proposals(options, tiny):
+    limits = {"max_model_len": 128} | options
+    plain, nothing = answers(tiny, 70, **limits)
+    speculated, some = answers(tiny, 70, **limits, **ON)
+    assert speculated == plain
+    assert (nothing.drafts, nothing.draft_tokens, nothing.accepted_tokens) == (0, 0, 0)
+    assert 0 < some.accepted_tokens <= some.draft_tokens
+    assert 0 < some.drafts <= some.draft_tokens
+    assert {finish for _, finish, _, _ in plain.values()} == {Finish.STOP, Finish.LENGTH}
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps(tiny):
+    """A bias makes the model say two tokens in turn."""
+    params = {"max_tokens": 60, "logit_bias": ((77, 60.0), (78, 58.0)), "frequency_penalty": 2.0}
+    steps = {}
+    for name, options in (("plain", {}), ("speculated", ON)):
+        engine = make(tiny, **options)
+        req = submit(engine, "r", prompt(20), **params)
+        drain(engine)
+        steps[name] = engine.counters.steps
+        assert engine.counters.generated_tokens == 60
+        assert len(output(req)) == 60
+    assert steps["plain"] == 60
+    assert steps["speculated"] < 30
+    assert (req.draft_tokens, req.accepted_tokens) == (
+        engine.scheduler.speculation.draft_tokens,
+        engine.scheduler.speculation.accepted_tokens,
+    )
+    timing = req.timing(1.0)
+    assert (timing.draft_tokens, timing.accepted_tokens) == (req.draft_tokens, req.accepted_tokens)
+
+
+def test_a_second_turn_finds_the_blocks_of_accepted_tokens(tiny):
+    """Also those that were accepted in the last step, and none that were not."""
+    tokens = repetitive(40)
+    engine = make(tiny, **ON)
+    first = submit(engine, "first", tokens, max_tokens=60)
+    drain(engine)
+    turn = [*first.token_ids, *prompt(5)]
+    second = submit(engine, "second", turn)
+    drain(engine)
+    assert second.cached_tokens == (len(first.token_ids) - 1) // 16 * 16
+    fresh = make(tiny)
+    alone = submit(fresh, "second", turn)
+    drain(fresh)
+    assert output(second) == output(alone)
+
+
+@pytest.mark.gpu
+def test_a_batch_invariant_gpu_keeps_its_tokens(tmp_path):
+    """One step ahead of the host, in graphs and in chunks, with requests that must not draw ahead among them."""
+    make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
+    options = ON_GPU | {"batch_invariant": True, "max_batched_tokens": 512, "max_model_len": 128}
+    plain, _ = answers(tmp_path, 70, **options)
+    speculated, some = answers(tmp_path, 70, **options, **ON)
+    assert {name: told[:3] for name, told in speculated.items()} == {name: told[:3] for name, told in plain.items()}
+    for name, (*_, ours) in speculated.items():
+        assert [x.logprob for x in ours] == pytest.approx([x.logprob for x in plain[name][3]], abs=1e-5)
+    assert 0 < some.accepted_tokens <= some.draft_tokens
+
+
+# --- the scheduler alone ----------------------------------------------------------------------------------------------
+
+
+class Simulated:
+    """A scheduler with a model in one line; with `ahead` the tokens of a step are known one step late."""
+
+    def __init__(self, ahead: bool, period: int, speculation: Speculation, **options) -> None:
+        self.ahead, self.period, self.options = ahead, period, options
+        blocks = options.pop("blocks")
+        self.scheduler = Scheduler(
+            BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(EOS,), speculation=speculation, **options
+        )
+        self.in_flight: list[tuple[Chunk, list[int]]] = []
+
+    def next(self, tokens: list[int]) -> int:
+        """Mostly what stood there `period` tokens ago."""
+        said = next_token(tokens)
+        return tokens[-self.period] if said % 5 and len(tokens) >= self.period else said
+
+    def drawn(self, chunk: Chunk, tokens: Sequence[int]) -> list[int]:
+        rows = [[*tokens, *chunk.proposals[:ahead]] for ahead in range(chunk.sampled_rows)]
+        return [self.next(row) for row in rows]
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        if self.in_flight and scheduler.wants_tokens:
+            self.take(self.in_flight)
+            self.in_flight = []
+        preemptions = scheduler.preemptions
+        plan = scheduler.schedule(0.0)
+        scheduler.check()
+        assert sum(chunk.count for chunk in plan.chunks) <= self.options["max_batched_tokens"]
+        assert sum(chunk.sampled_rows for chunk in plan.chunks) <= self.options["max_running"]
+        launched = []
+        for chunk in plan.chunks:
+            req, end = chunk.request, chunk.start + chunk.count
+            assert end <= len(req.blocks) * BLOCK
+            assert end < self.options["max_model_len"]
+            if chunk.proposals:
+                assert not req.num_pending
+                assert end - len(chunk.proposals) == len(req.token_ids)
+                assert chunk.sampled_rows <= req.params.max_tokens - req.output_tokens
+                assert scheduler.preemptions == preemptions
+            scheduler.launched(chunk)
+            if chunk.samples:
+                tokens = list(req.token_ids)
+                for _ in range(req.num_pending - 1):  # the device knows them
+                    tokens.append(self.next(tokens))
+                launched.append((chunk, self.drawn(chunk, tokens)))
+        launched, self.in_flight = (self.in_flight, launched) if self.ahead else (launched, [])
+        self.take(launched)
+
+    def take(self, launched: list[tuple[Chunk, list[int]]]) -> None:
+        for chunk, drawn in launched:
+            self.scheduler.append_drawn(chunk.request, drawn, 0.0)
+            self.scheduler.check()
+
+    def told(self, tokens: list[int], count: int) -> list[int]:
+        tokens = list(tokens)
+        for _ in range(count):
+            tokens.append(self.next(tokens))
+            if tokens[-1] == EOS:
+                break
+        return tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), ahead=st.booleans())
+def test_random_use_gives_every_request_its_tokens_and_every_block_back(data, ahead):
+    draw = data.draw
+    speculation = Speculation(draw(st.integers(1, 6)), 3, 1)
+    sim = Simulated(
+        ahead,
+        draw(st.integers(1, 7)),
+        speculation,
+        blocks=draw(st.sampled_from([8, 14, 60])),
+        max_batched_tokens=draw(st.sampled_from([4, 9, 64])),
+        max_running=draw(st.sampled_from([1, 3, 6])),
+        max_model_len=draw(st.sampled_from([70, 100])),
+    )
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    live: list[tuple[Request, list[int], int]] = []
+    aborted: set[str] = set()
+    for turn in range(60):
+        if rng.random() < 0.3:
+            text, count = [rng.randrange(2, 6) for _ in range(rng.randint(1, 40))], rng.randint(1, 40)
+            req = request(f"r{turn}", text, count)
+            req.arrival_s = float(turn)
+            sim.scheduler.add(req)
+            live.append((req, text, count))
+        if live and rng.random() < 0.05:
+            req = rng.choice(live)[0]
+            if sim.scheduler.abort(req.request_id) is not None:
+                aborted.add(req.request_id)
+        sim.step()
+    for _ in range(3000):
+        if not sim.scheduler.has_work and not sim.in_flight:
+            break
+        sim.step()
+    assert sim.scheduler.pool.free == sim.scheduler.pool.total
+    for req, text, count in live:
+        told = sim.told(text, min(count, sim.options["max_model_len"] - len(text)))
+        if req.request_id in aborted:
+            told = told[: len(req.token_ids)]
+        assert req.token_ids == told
+        assert req.num_pending == 0
+        assert req.proposals == ()
+
+
+def alone(tokens: list[int], max_tokens: int, **options) -> tuple[Scheduler, Request]:
+    defaults = {"max_batched_tokens": 64, "max_running": 8, "max_model_len": 1000}
+    scheduler = Scheduler(
+        BlockPool(options.pop("blocks", 64)),
+        block_tokens=BLOCK,
+        eos_token_ids=(EOS,),
+        speculation=Speculation(4, 3, 2),
+        **(defaults | options),
+    )
+    req = Request.of(Submit("r", tokens, SamplingParams(max_tokens, seed=0, temperature=0)), 0.0)
+    scheduler.add(req)
+    (chunk,) = scheduler.schedule(0.0).chunks
+    scheduler.launched(chunk)
+    assert chunk.proposals == ()
+    return scheduler, req
+
+
+def next_chunk(scheduler: Scheduler) -> Chunk:
+    (chunk,) = scheduler.schedule(0.0).chunks
+    scheduler.launched(chunk)
+    scheduler.check()
+    return chunk
+
+
+LOOP = [5, 6, 7, 5, 6]
+
+
+def test_the_rows_behind_a_wrong_proposal_are_thrown_away():
+    scheduler, req = alone(LOOP, 50)
+    assert scheduler.append_drawn(req, [7], 0.0) == 1
+    chunk = next_chunk(scheduler)
+    assert (chunk.start, chunk.count, chunk.proposals, chunk.token_ids) == (5, 5, (5, 6, 7, 5), [7, 5, 6, 7, 5])
+    assert scheduler.append_drawn(req, [5, 6, 9, 5, 6], 0.0) == 3
+    assert req.token_ids == [*LOOP, 7, 5, 6, 9]
+    chunk = next_chunk(scheduler)
+    assert (chunk.start, chunk.proposals, chunk.token_ids) == (8, (), [9])
+    assert (scheduler.speculation.drafts, scheduler.speculation.draft_tokens) == (1, 4)
+    assert scheduler.speculation.accepted_tokens == 2
+
+
+def test_a_stop_token_in_the_middle_ends_the_request_there():
+    scheduler, req = alone([5, EOS, 7, 5, EOS], 50)
+    scheduler.append_drawn(req, [7], 0.0)
+    chunk = next_chunk(scheduler)
+    assert chunk.proposals == (5, EOS, 7, 5)
+    assert scheduler.append_drawn(req, [5, EOS, 7, 5, 9], 0.0) == 2
+    assert req.finish is Finish.STOP
+    assert req.token_ids[-2:] == [5, EOS]
+    assert scheduler.pool.free == scheduler.pool.total
+
+
+@pytest.mark.parametrize(
+    ("options", "max_tokens", "count"),
+    [
+        ({}, 50, 4),
+        ({"max_batched_tokens": 5}, 50, 4),
+        ({"max_batched_tokens": 3}, 50, 2),
+        ({"max_batched_tokens": 1}, 50, 0),
+        ({"max_running": 2}, 50, 1),
+        ({"max_running": 1}, 50, 0),
+        ({"max_model_len": 8}, 50, 2),
+        ({"max_model_len": 6}, 50, 0),
+        ({}, 7, 2),
+        ({}, 5, 0),
+    ],
+)
+def test_proposals_fit_the_budget_the_rows_the_context_and_what_was_asked_for(options, max_tokens, count):
+    scheduler, req = alone([5], max_tokens, **options)
+    for token in (6, 7, 5, 6):  # a token at a time, whatever the budget
+        scheduler.append_drawn(req, [token], 0.0)
+        if req.token_ids != LOOP:
+            chunk = next_chunk(scheduler)
+            assert chunk.proposals == ()
+    assert len(next_chunk(scheduler).proposals) == count
+
+
+def test_without_a_free_block_proposals_fill_the_last_one():
+    scheduler, req = alone([*range(20, 32), 5, 6, 5], 50, blocks=2)
+    scheduler.append_drawn(req, [6], 0.0)
+    assert scheduler.pool.free == 0
+    assert next_chunk(scheduler).proposals == ()
+    scheduler, req = alone([*range(20, 30), 5, 6, 5], 50, blocks=2)
+    scheduler.append_drawn(req, [6], 0.0)
+    assert next_chunk(scheduler).proposals == (5, 6)
+    assert scheduler.preemptions == 0
+
+
+def test_a_request_whose_proposals_are_under_way_waits_for_them():
+    scheduler, req = alone(LOOP, 50)
+    assert scheduler.wants_tokens, "the next proposals depend on the token under way"
+    assert scheduler.schedule(0.0).chunks[0].proposals == (), "who does not wait gets none"
+    scheduler, req = alone(LOOP, 50)
+    scheduler.append_drawn(req, [7], 0.0)
+    assert next_chunk(scheduler).proposals
+    assert scheduler.wants_tokens
+    assert scheduler.schedule(0.0).chunks == []
+    scheduler.append_drawn(req, [9, 5, 6, 7, 5], 0.0)
+    assert not scheduler.wants_tokens
+    assert next_chunk(scheduler).token_ids == [9]
+
+
+def test_a_request_that_is_preempted_with_proposals_under_way_keeps_only_tokens():
+    scheduler, req = alone(LOOP, 50)
+    scheduler.append_drawn(req, [7], 0.0)
+    next_chunk(scheduler)
+    scheduler._preempt(req)
+    scheduler.append_drawn(req, [5, 6, 7, 5, 6], 0.0)
+    assert (req.state, req.num_computed, req.num_published, req.blocks) == (State.WAITING, 0, 0, [])
+    assert req.token_ids == [*LOOP, 7, 5, 6, 7, 5, 6]
+    chunk = next_chunk(scheduler)
+    assert (chunk.start, chunk.count) == (0, 11)
+
+
+def test_only_requests_that_the_sampler_can_draw_ahead_get_proposals():
+    scheduler, req = alone(LOOP, 50)
+    scheduler.speculation.allows = lambda request: request is not req
+    scheduler.append_drawn(req, [7], 0.0)
+    assert next_chunk(scheduler).proposals == ()
