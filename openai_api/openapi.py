@@ -1,4 +1,4 @@
-"""The OpenAPI document of the router's and the nodes' routes, and what /openapi.json and /docs answer.
+"""The OpenAPI document of the router's and the nodes' routes. Pure.
 
 Made of the types that requests are decoded with. FastAPI cannot see these, because it does not read the bodies. What
 the cluster says to itself (/kv) is left out. A test compares the paths here with those that are served.
@@ -6,17 +6,14 @@ the cluster says to itself (/kv) is left out. A test compares the paths here wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
-from starlette.responses import HTMLResponse, Response
 
 from openai_api.anthropic_request import CountRequest, MessagesRequest
 from openai_api.chat_fields import PASSED_ON
-from openai_api.docs_page import DOCS_PAGE
 from openai_api.responses_request import ResponsesRequest
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized
 from openai_api.types import (
@@ -31,7 +28,7 @@ from openai_api.types import (
 from wire.errors import ErrorBody
 from wire.sampling import MAX_LOGPROBS
 
-__all__ = ["add_docs", "document"]
+__all__ = ["document"]
 
 Schema = dict[str, Any]
 
@@ -254,19 +251,6 @@ _OPERATIONS = (
     _Operation("get", "/openapi.json", "This document.", (), dict[str, Any], guarded=False),
     _Operation("get", "/docs", "This document as a page.", (), "text/html", guarded=False),
 )
-
-
-def add_docs(app: FastAPI, version: str, served: Callable[[], list[str]]) -> None:
-    """Serve the document, with the model names that are served now, and its page. Nothing is loaded from elsewhere."""
-
-    @app.get("/openapi.json", response_model=None)
-    async def openapi() -> Response:
-        written = msgspec.json.encode(document(app.title, version, served()))
-        return Response(written, media_type="application/json")
-
-    @app.get("/docs", response_model=None)
-    async def docs() -> Response:
-        return HTMLResponse(DOCS_PAGE)
 
 
 def document(title: str, version: str, models: Sequence[str] = ()) -> Schema:
