@@ -28,6 +28,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient) -> Serving:
         info,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        trusts_request_templates=config.trust_request_chat_template,
     )
 
 

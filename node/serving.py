@@ -24,14 +24,13 @@ from openai_api.body import (
     sampling_params,
     token_limit,
 )
-from openai_api.chat_template import render
 from openai_api.json_body import reading
 from openai_api.leg import Leg, with_forks
 from openai_api.message_stream import message_form
+from openai_api.prompt import Prompts
 from openai_api.structured import bad_word_ids
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from openai_api.tokenizer import Tokenizer
-from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
 from paged_engine.grammar import Grammars
@@ -72,12 +71,18 @@ class Serving:
         *,
         tool_call_parser: str = "",
         reasoning_parser: str = "",
+        trusts_request_templates: bool = False,
     ) -> None:
         """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
         self._tokenizer = tokenizer
-        self._chat_template = chat_template or tokenizer.chat_template
-        self._tool_template = chat_template or tokenizer.tool_template
+        self._prompts = Prompts(
+            tokenizer,
+            info.max_model_len,
+            chat_template=chat_template or tokenizer.chat_template,
+            tool_template=chat_template or tokenizer.tool_template,
+            trusts_request_templates=trusts_request_templates,
+        )
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
 
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
@@ -108,7 +113,7 @@ class Serving:
         ], request
 
     def _leg(self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams) -> Leg:
-        prompt = transfer.prompt_token_ids or self._tokenize(request)
+        prompt = transfer.prompt_token_ids or self._prompts.token_ids(request)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         form = message_form(
             request,
@@ -138,11 +143,12 @@ class Serving:
             so_far=transfer.so_far(choice_count(request)),
             part=transfer.part,
             first_index=transfer.first_index,
+            beginning=self._prompts.beginning(request, prompt),
             message=lambda choice: form.parser(call.response_id, choice),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
-        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt)
+        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt, priority=request.priority or 0)
         if transfer.do_remote_prefill:
             return DecodeLeg(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
@@ -160,7 +166,7 @@ class Serving:
             if len(prompts) != 1:
                 raise RequestError(f"prompt holds {len(prompts)} prompts; send one request for each", param="prompt")
             request = msgspec.structs.replace(request, prompt=prompts[0])
-        tokens = self._tokenize(request)
+        tokens = self._prompts.token_ids(request)
         texts = [self._tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
         return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
 
@@ -210,25 +216,6 @@ class Serving:
             raise RequestError(
                 f"this node's role is {self.role}; send the {leg} leg to a {leg} node", param="kv_transfer_params"
             )
-
-    def _tokenize(self, request: ChatRequest | CompletionRequest) -> list[int]:
-        if isinstance(request, CompletionRequest):
-            if isinstance(request.prompt, str):
-                return self._tokenizer.encode(request.prompt, request.add_special_tokens is not False)
-            return [token for token in request.prompt if isinstance(token, int)]
-        tools = asked_tools(request).tools
-        effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-        text = render(
-            self._tool_template if tools else self._chat_template,
-            request.messages,
-            bos_token=self._tokenizer.bos_token,
-            eos_token=self._tokenizer.eos_token,
-            tools=list(tools) or None,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            **effort | (request.chat_template_kwargs or {}),
-        )
-        # The template has written the special tokens already.
-        return self._tokenizer.encode(text, bool(request.add_special_tokens))
 
     def _check_tokens(self, prompt: list[int], param: str = "prompt") -> None:
         for token in prompt:

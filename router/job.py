@@ -46,6 +46,9 @@ class _Asked(msgspec.Struct):
     include_metrics: bool | None = None
     n: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     stream_options: _StreamOptions | None = None
 
 
@@ -69,6 +72,10 @@ class Job:
     choices: int
     """For each prompt, returned of `best_of`."""
     best_of: int
+    prompt_only: bool
+    """The client wants its prompt back and no token more."""
+    repeats_prompt: bool
+    """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
     part: bool = False
     """One prompt of several: its answer is joined with theirs (router/joined_walk.py)."""
@@ -122,7 +129,9 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
     if path == CHAT_PATH and asked.max_completion_tokens is not None:
         limit_field = "max_completion_tokens"
     limit = getattr(asked, limit_field)
-    _check_limits(asked, limit_field, _DEFAULT_COMPLETION_TOKENS if limit is None and path != CHAT_PATH else limit)
+    prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
+    default = None if path == CHAT_PATH else _DEFAULT_COMPLETION_TOKENS
+    _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
     prompt = bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")).strip()
     return Job(
         id=job_id,
@@ -139,6 +148,8 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         seed_given=asked.seed is not None,
         choices=max(1, asked.n or 1),
         best_of=asked.best_of or 1,
+        prompt_only=prompt_only,
+        repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
     )
 
@@ -146,7 +157,7 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
 def prefill_body(job: Job) -> bytes:
     """The body of the prefill leg: one token, and the client's own limits beside it."""
     fields: dict[str, Any] = dict(job.fields)
-    fields["max_tokens"] = 1
+    fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
     fields.pop("min_tokens", None)
@@ -174,7 +185,7 @@ def prefill_body(job: Job) -> bytes:
 def decode_body(job: Job, params: KvTransferParams) -> bytes:
     """The body of a decode leg. The prompt's text stays at home where its token ids go along."""
     fields: dict[str, Any] = dict(job.fields)
-    if params.prompt_token_ids is not None:
+    if params.prompt_token_ids is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = params

@@ -123,3 +123,62 @@ def test_one_bad_prompt_ends_the_request(cluster):
         body = {"model": "tiny", "prompt": [[5], [99999]], "max_tokens": 400}
         answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
+
+
+def test_the_best_of_several_are_the_likeliest(cluster):
+    (decode,) = cluster.of("decode")
+    every = asked(cluster.url, n=5, logprobs=0)
+
+    def likelihood(choice: dict) -> float:
+        return sum(choice["logprobs"]["token_logprobs"])
+
+    likeliest = sorted(every["choices"], key=likelihood, reverse=True)[:2]
+    for url in (cluster.url, decode.url):
+        best = asked(url, n=2, best_of=5)
+        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in likeliest]
+        assert [choice["logprobs"] for choice in best["choices"]] == [None, None]
+        assert best["usage"]["completion_tokens"] == 60
+
+
+def test_an_answer_may_repeat_its_prompt(cluster):
+    (decode,) = cluster.of("decode")
+    text = asked(cluster.url, prompt="Hello")["choices"][0]["text"]
+    for url in (cluster.url, decode.url):
+        assert asked(url, prompt="Hello", echo=True)["choices"][0]["text"] == "Hello" + text
+        assert streamed(url, prompt="Hello", echo=True, n=2)[1][0] == "Hello" + text
+        only = asked(url, prompt=["Hello", "you"], echo=True, max_tokens=0)
+        assert [(c["text"], c["finish_reason"]) for c in only["choices"]] == [("Hello", "length"), ("you", "length")]
+        assert only["usage"]["completion_tokens"] == 0
+
+
+def test_a_chat_goes_on_with_its_last_message(cluster):
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "echo": True, "n": 2}
+    body |= {"continue_final_message": True, "return_token_ids": True}
+    body["messages"] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]
+    answers = [
+        httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        for url in (cluster.url, cluster.of("decode")[0].url)
+    ]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
+    assert bytes(answers[0]["prompt_token_ids"]).decode().endswith("assistant: Once upon")
+    for choice in answers[0]["choices"]:
+        assert choice["message"]["content"].startswith("Once upon")
+        assert len(choice["token_ids"]) == 4
+
+
+def test_a_prompt_is_cut_before_the_first_leg(cluster):
+    answer = asked(cluster.url, truncate_prompt_tokens=20)
+    assert answer["usage"]["prompt_tokens"] == 20
+    assert choices(answer) == choices(asked(cluster.of("decode")[0].url, prompt=PROMPT[-20:]))
+
+
+@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": PROMPTS, "n": 3}])
+def test_a_client_that_leaves_ends_every_choice(cluster, fields):
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True, **fields}
+    for url in (cluster.url, cluster.of("decode")[0].url):
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            for seen, _ in enumerate(answer.iter_lines()):
+                if seen > 40:
+                    break
+        cluster.all_blocks_free(within_s=4)

@@ -72,6 +72,14 @@ def test_log_probabilities_are_told(llm: LLM) -> None:
     assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None)
 
 
+def test_several_choices_differ_and_are_the_same_on_every_run(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=3, max_tokens=6, ignore_eos=True)
+    (answer,) = llm.generate("a", params)
+    assert [output.index for output in answer.outputs] == [0, 1, 2]
+    assert len({tuple(output.token_ids) for output in answer.outputs}) == 3
+    assert llm.generate("a", params)[0].outputs == answer.outputs
+
+
 def test_conversations_go_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +104,53 @@ def test_a_message_says_what_the_chat_completion_says(
     assert counted.input_tokens == last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0)
     with pytest.raises(anthropic.NotFoundError):
         anthropic_client.messages.create(**(asked | {"model": "other"}))
+
+
+def test_an_answer_that_the_client_has_begun_is_gone_on_with(
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]
+    told = anthropic_client.messages.create(model="tiny", max_tokens=6, messages=messages, extra_body=SAMPLING)
+    whole = openai_client.completions.create(
+        model="tiny",
+        prompt="<user>hi<assistant>Once",
+        max_tokens=6,
+        extra_body=SAMPLING | {"add_special_tokens": False},
+    )
+    assert [block.text for block in told.content if block.type == "text"] == [whole.choices[0].text]
+
+
+def test_structured_answers_and_tools_come_through_both_dialects(
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
+    told = openai_client.responses.create(model="tiny", input="hi", text=form, extra_body={"seed": 1})
+    assert json.loads(told.output_text)["ok"] in (True, False)
+    tools: Any = [{"type": "function", "name": "say", "parameters": schema, "strict": True}]
+    called = openai_client.responses.create(
+        model="tiny", input="hi", tools=tools, tool_choice="required", max_output_tokens=60, extra_body={"seed": 1}
+    )
+    (call,) = (item for item in called.output if item.type == "function_call")
+    assert call.name == "say"
+    assert json.loads(call.arguments)["ok"] in (True, False)
+    with anthropic_client.messages.stream(
+        model="tiny",
+        max_tokens=60,
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[{"name": "say", "input_schema": schema}],
+        tool_choice={"type": "tool", "name": "say"},
+        extra_body={"seed": 1},
+    ) as stream:
+        last = stream.get_final_message()
+    (block,) = (block for block in last.content if block.type == "tool_use")
+    assert (block.name, last.stop_reason) == ("say", "tool_use")
+    assert block.input["ok"] in (True, False)
 
 
 def test_tokens_go_to_text_and_back(node: Process) -> None:

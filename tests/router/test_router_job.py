@@ -71,6 +71,22 @@ def test_the_decode_leg_keeps_the_prompt_where_no_token_ids_are_known() -> None:
     assert body["messages"] == [{"role": "user", "content": "hi"}]
 
 
+def test_the_decode_leg_keeps_the_prompt_where_the_answer_needs_its_words() -> None:
+    params = KvTransferParams(do_remote_prefill=True, prompt_token_ids=[1], generated=[2])
+    for fields in ({"echo": True}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        body = msgspec.json.decode(decode_body(parse(**fields), params))
+        assert body["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_who_wants_the_prompt_back_and_no_token_is_asked_for_none() -> None:
+    body = prefill(parse(COMPLETIONS_PATH, max_tokens=0, echo=True))
+    assert (body["max_tokens"], body["kv_transfer_params"]["client_max_tokens"]) == (0, 0)
+    with pytest.raises(RequestError):
+        parse(COMPLETIONS_PATH, max_tokens=0)
+    with pytest.raises(RequestError):
+        parse(CHAT_PATH, max_tokens=0, echo=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
