@@ -1,10 +1,11 @@
 """Answers of several choices among real processes: equal to those of one node, however they were computed."""
 
 import json
+import signal
 
 import httpx2
 import pytest
-from real_cluster import Cluster, running, tiny_model
+from real_cluster import Cluster, running, tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -18,7 +19,7 @@ def cluster(tmp_path_factory):
     flags = tiny_model(folder)
     flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20), "--no-prefix-cache"]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
-    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+    with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours
 
 
@@ -57,13 +58,17 @@ def streamed(url: str, path: str = "/v1/completions", **fields) -> tuple[list[di
     return chunks, texts
 
 
+def forked_blocks(cluster: Cluster) -> float:
+    return sum(node.metric("kvrelay_forked_blocks_total") for node in cluster.of("decode"))
+
+
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"ignore_eos": False, "stop": ["a", "e"]}, {"max_tokens": 1}])
 def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, fields):
-    (decode,) = cluster.of("decode")
-    forked = decode.metric("kvrelay_forked_blocks_total")
+    decode = cluster.of("decode")[0]
+    forked = forked_blocks(cluster)
     handed_over = asked(cluster.url, n=4, **fields)
     if fields != {"max_tokens": 1}:
-        assert decode.metric("kvrelay_forked_blocks_total") - forked == 3 * 5
+        assert forked_blocks(cluster) - forked == 3 * 5
     assert choices(handed_over) == choices(asked(decode.url, n=4, **fields))
     assert len(set(choices(handed_over))) >= (4 if handed_over["usage"]["completion_tokens"] > 4 else 2)
     assert choices(handed_over) == choices(asked(cluster.url, n=4, **fields))
@@ -98,7 +103,7 @@ PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 1}])
 def test_several_prompts_are_answered_as_each_alone(cluster, fields):
-    (decode,) = cluster.of("decode")
+    decode = cluster.of("decode")[0]
     n = fields.get("n", 1)
     answer = asked(cluster.url, prompt=PROMPTS, **fields)
     alone = [choice for prompt in PROMPTS for choice in choices(asked(cluster.url, prompt=prompt, **fields))]
@@ -126,7 +131,7 @@ def test_one_bad_prompt_ends_the_request(cluster):
 
 
 def test_the_best_of_several_are_the_likeliest(cluster):
-    (decode,) = cluster.of("decode")
+    decode = cluster.of("decode")[0]
     every = asked(cluster.url, n=5, logprobs=0)
 
     def likelihood(choice: dict) -> float:
@@ -141,7 +146,7 @@ def test_the_best_of_several_are_the_likeliest(cluster):
 
 
 def test_an_answer_may_repeat_its_prompt(cluster):
-    (decode,) = cluster.of("decode")
+    decode = cluster.of("decode")[0]
     text = asked(cluster.url, prompt="Hello")["choices"][0]["text"]
     for url in (cluster.url, decode.url):
         assert asked(url, prompt="Hello", echo=True)["choices"][0]["text"] == "Hello" + text
@@ -182,3 +187,48 @@ def test_a_client_that_leaves_ends_every_choice(cluster, fields):
                 if seen > 40:
                     break
         cluster.all_blocks_free(within_s=4)
+
+
+def test_choices_with_logprobs_outlive_their_decode_node(cluster):
+    """Killed in the middle of three choices; each goes on elsewhere, and nobody could tell."""
+    fields = {"n": 3, "logprobs": 1, "max_tokens": 200, "stream_options": {"include_usage": True}}
+    whole, texts = streamed(cluster.url, **fields)
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "temperature": 1,
+        "seed": 5,
+        "ignore_eos": True,
+        "stream": True,
+        **fields,
+    }
+    victim, chunks = None, []
+    try:
+        with httpx2.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+                if len(chunks) == 60 and victim is None:
+                    (victim,) = (node for node in cluster.of("decode") if len(set(node.free_blocks())) > 1)
+                    victim.kill(signal.SIGKILL)
+    finally:
+        if victim is not None:
+            cluster.wait_ready(cluster.restart(victim))
+    assert cluster.router is not None
+    assert cluster.router.metric("kvrelay_failovers_total") > 0
+
+    def said(of: list[dict], index: int) -> tuple[str, list, list]:
+        mine = [c["choices"][0] for c in of if c["choices"] and c["choices"][0]["index"] == index]
+        logprobs = [lp for c in mine if c["logprobs"] for lp in c["logprobs"]["token_logprobs"]]
+        return "".join(c["text"] for c in mine), logprobs, [c["finish_reason"] for c in mine if c["finish_reason"]]
+
+    for index in range(3):
+        assert said(chunks, index) == said(whole, index)
+        assert (said(chunks, index)[0], said(chunks, index)[2]) == (texts[index], ["length"])
+    assert chunks[-1]["usage"] == whole[-1]["usage"]
+
+    def all_up() -> bool:
+        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
+        return all(node["up"] for node in nodes)
+
+    wait_until(all_up, 10, "the router sees the restarted node")
