@@ -79,6 +79,34 @@ def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, f
     assert [texts[index] for index in range(4)] == [choice["text"] for choice in handed_over["choices"]]
 
 
+def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
+    """The prefill node draws that token: it holds the KV for the others all the same."""
+    decode = cluster.of("decode")[0]
+    first = asked(cluster.url, max_tokens=1, return_token_ids=True)["choices"][0]["token_ids"]
+    fetches = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
+    handed_over = asked(cluster.url, n=3, stop_token_ids=first, return_token_ids=True)
+    assert handed_over["choices"][0]["token_ids"] == first
+    assert handed_over["choices"][0]["stop_reason"] == first[0]
+    assert max(len(choice["token_ids"]) for choice in handed_over["choices"]) > 1
+    assert sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode")) == fetches + 1
+    assert choices(handed_over) == choices(asked(decode.url, n=3, stop_token_ids=first, return_token_ids=True))
+    _, texts = streamed(cluster.url, n=3, stop_token_ids=first)
+    assert [texts[index] for index in range(3)] == [choice["text"] for choice in handed_over["choices"]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_proxy_that_knows_no_frames_gets_all_choices_of_the_decode_node(cluster, stream):
+    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
+    alone = asked(decode.url, n=3)
+    asking = {"do_remote_decode": True, "do_remote_prefill": False}
+    leg = asked(prefill.url, n=3, max_tokens=1, kv_transfer_params=asking)
+    if stream:
+        _, texts = streamed(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])
+        assert [texts[index] for index in range(3)] == [choice["text"] for choice in alone["choices"]]
+    else:
+        assert choices(asked(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])) == choices(alone)
+
+
 def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
     chunks, _ = streamed(
         cluster.url, n=3, stream_options={"include_usage": True, "continuous_usage_stats": True}, logprobs=1
