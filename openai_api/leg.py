@@ -28,8 +28,13 @@ def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Su
         params = msgspec.structs.replace(first.params, choice=choice)
         mine = msgspec.structs.replace(first, params=params, generated=list(tokens))
         if submits:
+            # What is said of the prompt, the first says.
             mine = msgspec.structs.replace(
-                mine, request_id=f"{first.request_id}.{choice}", fork_of=first.request_id, fetch=None
+                mine,
+                request_id=f"{first.request_id}.{choice}",
+                params=msgspec.structs.replace(params, prompt_logprobs=None),
+                fork_of=first.request_id,
+                fetch=None,
             )
         submits.append(mine)
     return submits

@@ -200,6 +200,13 @@ class FakeNode:
         self.released_event.set()
         return web.json_response({})
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"count": 3, "max_model_len": 128, "tokens": PROMPT_IDS, "token_strs": None})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        error = {"message": "no such token", "type": "invalid_request_error", "param": "tokens", "code": None}
+        return web.json_response({"error": error}, status=400)
+
     async def adapter(self, request: web.Request) -> web.Response:
         self.told.append((request.path, await request.read(), request.headers.get("authorization", "")))
         if self.adapter_status == 200:
@@ -211,6 +218,8 @@ class FakeNode:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.leg)
         app.router.add_post("/v1/completions", self.leg)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/detokenize", self.detokenize)
         app.router.add_get("/health", self.health)
         app.router.add_post("/kv/release", self.release)
         app.router.add_post("/v1/load_lora_adapter", self.adapter)
