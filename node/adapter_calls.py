@@ -12,6 +12,7 @@ import msgspec
 
 from node.engine_client import EngineClient
 from node.serving import Serving
+from openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from wire.config import NodeConfig
 from wire.engine_messages import AdapterRefused, LoadAdapter, UnloadAdapter
 from wire.errors import NotFound, RequestError
@@ -20,33 +21,22 @@ __all__ = ["load_adapter", "unload_adapter"]
 
 # Reading an adapter takes seconds; this is for a file system that hangs.
 ANSWER_DEADLINE_S = 300.0
+MAX_NAME_CHARS = 256
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
-
-
-class _Load(msgspec.Struct):
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = False
-
-
-class _Unload(msgspec.Struct):
-    lora_name: str
-
-
-class AdapterAnswer(msgspec.Struct, frozen=True):
-    """What has happened to an adapter."""
-
-    lora_name: str
-    message: str
 
 
 async def load_adapter(config: NodeConfig, engine: EngineClient, serving: Serving, body: bytes) -> AdapterAnswer:
     """Make an adapter known. Raises RequestError, NotFound if it has no files, EngineDead, DeadlineExceeded."""
     _check_allowed(config, "/v1/load_lora_adapter")
-    asked = _decoded(body, _Load)
+    asked = _decoded(body, LoadAdapterRequest)
     if not asked.lora_name or not asked.lora_path:
         raise RequestError("lora_name and lora_path must not be empty", param="lora_path")
+    if len(asked.lora_name) > MAX_NAME_CHARS or not asked.lora_name.isprintable():
+        raise RequestError(
+            f"lora_name must be printable and have at most {MAX_NAME_CHARS} characters, got {len(asked.lora_name)}",
+            param="lora_name",
+        )
     if asked.lora_name == serving.model_name:
         raise RequestError(f"{asked.lora_name!r} is the name of the model itself; choose another", param="lora_name")
     answer = await engine.load_adapter(
@@ -65,7 +55,7 @@ async def load_adapter(config: NodeConfig, engine: EngineClient, serving: Servin
 def unload_adapter(config: NodeConfig, engine: EngineClient, serving: Serving, body: bytes) -> AdapterAnswer:
     """Make an adapter unknown. Raises RequestError, NotFound if it is."""
     _check_allowed(config, "/v1/unload_lora_adapter")
-    name = _decoded(body, _Unload).lora_name
+    name = _decoded(body, UnloadAdapterRequest).lora_name
     if serving.adapters.pop(name, None) is None:
         raise NotFound(f"adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
     engine.unload_adapter(UnloadAdapter(name))

@@ -6,9 +6,9 @@ names clients may use: the HTTP process turns them away first.
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Callable, Collection
-from pathlib import Path
 
 import msgspec
 
@@ -106,8 +106,8 @@ class AdapterLoads:
         return msgspec.structs.replace(ticket, adapter=name, adapter_digest=digest) if name else ticket
 
     def _refuse(self, ask: LoadAdapter, reason: str) -> None:
-        missing = not Path(ask.path).expanduser().is_dir()
-        self._send(AdapterRefused(ask.load_id, reason, missing))
+        # Not Path.is_dir, which raises on names that are too long.
+        self._send(AdapterRefused(ask.load_id, reason, missing=not os.path.isdir(ask.path)))
 
 
 def _content(request: Request) -> tuple[str, str]:

@@ -57,9 +57,9 @@ class Directly:
         return False
 
     def served(self) -> list[str]:
-        """The model's name, once it is loaded."""
+        """The names of the model and its adapters, once it is loaded."""
         with contextlib.suppress(EngineDead):
-            return [self._ready().model_name]
+            return [self._ready().model_name, *self._ready().adapters]
         return []
 
     async def complete(self, request: Request, speak: Speak) -> Response:

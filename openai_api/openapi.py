@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from openai_api.anthropic_request import CountRequest, MessagesRequest
 from openai_api.chat_fields import PASSED_ON
 from openai_api.responses_request import ResponsesRequest
@@ -241,6 +242,14 @@ _OPERATIONS = (
     ),
     _Operation("get", "/v1/models", "The served models.", (), ModelList),
     _Operation("get", "/v1/models/{model}", "One of them.", (), ModelCard, parameters=_MODEL),
+    _Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter, which is a model's name from then on; where nodes allow it.",
+        (LoadAdapterRequest,),
+        AdapterAnswer,
+    ),
+    _Operation("post", "/v1/unload_lora_adapter", "Unload a LoRA adapter.", (UnloadAdapterRequest,), AdapterAnswer),
     _Operation("post", "/tokenize", "A prompt as token ids.", (TokenizePrompt, TokenizeChat), Tokenized),
     _Operation("post", "/detokenize", "Token ids as a text.", (ToDetokenize,), Detokenized),
     _Operation("get", "/health", "200 when requests can be served.", (), dict[str, Any], guarded=False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtyp
 
     Raises ConfigError if a file is missing or broken, or if it needs what is not served.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     config = _read_config(folder)
     digest = blake2b(json.dumps(_decisive(config), sort_keys=True).encode(), digest_size=16)
     modules: dict[str, Matrices] = {}
@@ -85,7 +86,7 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtyp
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json, if all that it asks for is served."""
-    if not (folder / _CONFIG).exists():
+    if not os.path.exists(folder / _CONFIG):  # Path.exists raises on names that are too long
         raise ConfigError(f"adapter {folder} has no {_CONFIG}; pass a folder in PEFT's layout")
     if not (folder / _WEIGHTS).exists():
         pickled = " and a .bin file is not read, because it could run code" if any(folder.glob("*.bin")) else ""

@@ -78,6 +78,8 @@ def test_what_is_loaded_and_unloaded_is_known_at_once():
         (body(lora_name="a"), RequestError, "lora_path"),
         (body(lora_name="", lora_path="/x"), RequestError, "empty"),
         (body(lora_name="m", lora_path="/x"), RequestError, "the model itself"),
+        (body(lora_name="a" * 300, lora_path="/x"), RequestError, "at most 256"),
+        (body(lora_name="a\n", lora_path="/x"), RequestError, "printable"),
         (body(lora_name="a", lora_path="/x"), NotFound, "no such"),
     ],
 )
@@ -116,10 +118,14 @@ def test_a_node_that_fails_rather_than_recomputes_says_why():
 def test_an_engine_without_slots_refuses_what_it_is_asked():
     said: list[Any] = []
     loads = AdapterLoads(SimpleNamespace(adapters=None), said.append, lambda: None)  # type: ignore[arg-type]
-    loads.hear(LoadAdapter("1", "a", "/nowhere"))
+    for path in ("/nowhere", "~nobody-at-all", "x" * 5000, "\0", ""):
+        loads.hear(LoadAdapter("1", "a", path))
+        assert said.pop() == AdapterRefused(
+            "1", "this node has no slots for adapters; start it with --max-loras", missing=True
+        )
     loads.hear(UnloadAdapter("a"))
     loads.turn()
-    assert said == [AdapterRefused("1", "this node has no slots for adapters; start it with --max-loras", missing=True)]
+    assert not said
     assert (loads.loaded, loads.in_use()) == ([], ([], []))
 
 

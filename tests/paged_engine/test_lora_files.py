@@ -80,6 +80,9 @@ def test_what_is_not_served_is_refused_by_name(base, tmp_path, fields, words):
 def test_files_that_are_missing_or_pickled(base, tmp_path):
     with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
         read(tmp_path / "none", base)
+    for path in ("~nobody-at-all", "x" * 5000, "a\0b"):
+        with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
+            read(Path(path), base)
     folder = make_adapter(tmp_path / "a", base, seed=1)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(ConfigError, match="could run code"):
