@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
-from kvrelay.plan import API_KEY, CLUSTER_SECRET, NODE_API_KEY, ClusterConfig
+from kvrelay.plan import API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
 from wire.config import NodeConfig, RanksConfig, Role, RouterConfig, TransferConfig
@@ -182,7 +182,7 @@ def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     option = typer.Option(
         flag,
         help=setting.help,
-        metavar=None if kind is bool else _METAVARS[setting.kind],
+        metavar="NAME=PATH" if setting.name == "lora" else None if kind is bool else _METAVARS[setting.kind],
         envvar=env,
         show_default=_shown(setting),
         rich_help_panel=f"{setting.group} settings",
@@ -206,7 +206,7 @@ _add(
     ClusterConfig,
     _running_cluster,
     _CLUSTER_SKIP,
-    {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET},
+    {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
 )
 for _role, _name, _about in (
     (Role.PREFILL, "prefill", "Serve a prefill node: it computes prompts and gives their KV away."),
@@ -219,7 +219,7 @@ for _role, _name, _about in (
         NodeConfig,
         _serving_node(_role),
         ("role",),
-        {"api_key": NODE_API_KEY, "cluster_secret": CLUSTER_SECRET},
+        {"api_key": NODE_API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
     )
 _add(
     "rank",
@@ -227,7 +227,7 @@ _add(
     RanksConfig,
     _serving_ranks,
     (),
-    {},
+    {"allow_runtime_lora": RUNTIME_LORA},
 )
 _add(
     "router",

@@ -21,6 +21,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from node.adapter_calls import load_adapter, unload_adapter
 from node.compiling import COMPILE_DEADLINE_S
 from node.directly import Directly
 from node.engine_client import EngineClient, Updates
@@ -34,7 +35,7 @@ from openai_api.join import joined_end
 from openai_api.leg import Leg
 from openai_api.routes import add_routes, given_key
 from openai_api.stages import STAGES, stages_ms
-from openai_api.types import ChatRequest, CompletionRequest, ModelCard, ModelList
+from openai_api.types import ChatRequest, CompletionRequest, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
 from wire.errors import (
@@ -42,7 +43,6 @@ from wire.errors import (
     DeadlineExceeded,
     EngineDead,
     KvrelayError,
-    NotFound,
     Overloaded,
     RequestError,
     RequestTimeout,
@@ -113,15 +113,23 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         _authorize(node.config.api_key, request)
-        return _json(ModelList(data=[_card(node)]))
+        return _json(ModelList(data=node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         _authorize(node.config.api_key, request)
-        card = _card(node)
-        if name != card.id:
-            raise NotFound(f"model {name!r} is not served here; {card.id!r} is", param="model", code="model_not_found")
-        return _json(card)
+        node.ready().check_served(name)
+        return _json(next(card for card in node.ready().cards(node.created) if card.id == name))
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(await load_adapter(node.config, node.engine, node.ready(), body))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(unload_adapter(node.config, node.engine, node.ready(), body))
 
     @app.post("/kv/release")
     async def release(request: Request) -> Response:
@@ -154,6 +162,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "status": "ok",
                 "role": node.config.role,
                 "model": serving.model_name,
+                "adapters": list(serving.adapters),
                 "max_model_len": serving.info.max_model_len,
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
@@ -387,11 +396,6 @@ def _request_id(request: Request) -> str:
 def _authorize(key: str, request: Request) -> None:
     if key and not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
         raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
-
-
-def _card(node: Node) -> ModelCard:
-    serving = node.ready()
-    return ModelCard(id=serving.model_name, created=node.created, max_model_len=serving.info.max_model_len)
 
 
 def _json(value: object) -> Response:

@@ -10,6 +10,7 @@ from node.serving import Serving
 from openai_api.chat_template import check_template
 from openai_api.tokenizer import Tokenizer
 from wire.config import NodeConfig
+from wire.engine_messages import EngineReady
 from wire.errors import ConfigError
 
 __all__ = ["serving_of"]
@@ -22,7 +23,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient) -> Serving:
     template = await asyncio.to_thread(_template, config.chat_template)
     return Serving(
         config.role,
-        config.served_model_name or info.model_name,
+        _served_name(config, info),
         template,
         tokenizer,
         info,
@@ -30,6 +31,13 @@ async def serving_of(config: NodeConfig, engine: EngineClient) -> Serving:
         reasoning_parser=config.reasoning_parser,
         trusts_request_templates=config.trust_request_chat_template,
     )
+
+
+def _served_name(config: NodeConfig, info: EngineReady) -> str:
+    name = config.served_model_name or info.model_name
+    if name in [adapter.name for adapter in info.adapters]:
+        raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name with --lora")
+    return name
 
 
 def _template(path: str) -> str | None:

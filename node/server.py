@@ -70,7 +70,9 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         give_up()
         return
     name, info = serving.model_name, serving.info
-    node.metrics = NodeMetrics(lambda: node.engine.stats, model_name=name, role=config.role)
+    node.metrics = NodeMetrics(
+        lambda: node.engine.stats, model_name=name, role=config.role, max_loras=config.engine.adapter_slots
+    )
     node.serving = serving
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",

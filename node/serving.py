@@ -31,7 +31,7 @@ from openai_api.prompt import Prompts
 from openai_api.structured import bad_word_ids
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from openai_api.tokenizer import Tokenizer
-from openai_api.types import ChatRequest, CompletionRequest
+from openai_api.types import ChatRequest, CompletionRequest, ModelCard
 from openai_api.writer import AnswerWriter
 from paged_engine.grammar import Grammars
 from prefill_node.leg import PrefillLeg
@@ -75,6 +75,8 @@ class Serving:
     ) -> None:
         """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
+        self.adapters = {adapter.name: adapter for adapter in info.adapters}
+        """What clients may name beside the model; changed as adapters are loaded and unloaded."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(
             tokenizer,
@@ -137,7 +139,7 @@ class Serving:
             sampling,
             response_id=call.response_id,
             created=transfer.created if transfer.created is not None else int(time.time()),
-            model=self.model_name,
+            model=request.model or self.model_name,
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
             so_far=transfer.so_far(choice_count(request)),
@@ -148,7 +150,14 @@ class Serving:
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
-        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt, priority=request.priority or 0)
+        submit = Submit(
+            engine_id,
+            prompt,
+            sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority or 0,
+            adapter="" if request.model == self.model_name else request.model or "",
+        )
         if transfer.do_remote_prefill:
             return DecodeLeg(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
@@ -182,13 +191,24 @@ class Serving:
         """How log-probabilities name a token."""
         return self._tokenizer.token_text(token_id)
 
-    def _check_model(self, name: str | None, *, needed: bool = True) -> None:
-        if name is None and needed:
-            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
-        if name not in (None, self.model_name):
+    def cards(self, created: int) -> list[ModelCard]:
+        """The model first, then its adapters."""
+        base = ModelCard(id=self.model_name, created=created, max_model_len=self.info.max_model_len)
+        return [base, *(msgspec.structs.replace(base, id=name, parent=base.id) for name in self.adapters)]
+
+    def check_served(self, name: str) -> None:
+        """Raise NotFound, naming what is served, unless `name` is the model's or an adapter's."""
+        if name not in (self.model_name, *self.adapters):
+            served = ", ".join(map(repr, (self.model_name, *self.adapters)))
             raise NotFound(
-                f"model {name!r} is not served here; {self.model_name!r} is", param="model", code="model_not_found"
+                f"model {name!r} is not served here; served: {served}", param="model", code="model_not_found"
             )
+
+    def _check_model(self, name: str | None, *, needed: bool = True) -> None:
+        if name is not None:
+            self.check_served(name)
+        elif needed:
+            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
 
     def knows(self, constraint: Constraint) -> bool:
         """Whether this constraint is known to be one that can be followed."""

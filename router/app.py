@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key
+from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.chores import Chores
 from router.handoff import Walk
 from router.health import watch_nodes
@@ -136,6 +137,7 @@ class Router:
                 "for_s": round(now - node.since, 3) if node.since else None,
                 "reason": node.reason,
                 "model": node.model,
+                "adapters": sorted(node.adapters),
                 "generation": node.generation,
                 "legs": len(node.leases),
                 "queue_depth": round(node.view().depth, 3),
@@ -155,19 +157,32 @@ class Router:
         return all(self.pool.up(role) for role in (Role.PREFILL, Role.DECODE))
 
     def models(self) -> list[dict[str, str | int]]:
-        """The served models as OpenAI model objects."""
-        return [
+        """The served models as OpenAI model objects, then their adapters, each with its model as `parent`."""
+        known = self.pool.models()
+        cards: list[dict[str, str | int]] = [
             {"id": name, "object": "model", "created": self.started, "owned_by": "kvrelay", "max_model_len": longest}
-            for name, longest in sorted(self.pool.models().items())
+            for name, longest in sorted(known.items())
         ]
+        of = {str(card["id"]): card for card in cards}
+        return cards + [
+            of[parent] | {"id": name, "parent": parent} for name, parent in sorted(self.pool.adapters().items())
+        ]
+
+    async def tell_adapters(self, request: Request) -> Response:
+        """Load or unload an adapter on all nodes. Raises KvrelayError."""
+        assert self._legs is not None
+        body = await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
+        said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
+        return Response(said, media_type="application/json")
 
     def check_served(self, model: str) -> None:
         """Raise NotFound, naming what is served, or NoNode while no node has said what it serves."""
         served = self.pool.models()
         if not served:
             raise NoNode("no node has reported its model yet; try again, or look at the router's /health")
-        if model not in served:
-            names = ", ".join(repr(name) for name in sorted(served))
+        adapters = self.pool.adapters()
+        if model not in served and model not in adapters:
+            names = ", ".join(repr(name) for name in (*sorted(served), *sorted(adapters)))
             raise NotFound(
                 f"model {model!r} is not served here; served: {names}", param="model", code="model_not_found"
             )
@@ -243,6 +258,11 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
         return await router.complete(request, as_it_is)
 
     add_routes(app, router)
+
+    @app.post(LOAD_PATH, response_model=None)
+    @app.post(UNLOAD_PATH, response_model=None)
+    async def adapters(request: Request) -> Response:
+        return await router.tell_adapters(request)
 
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:

@@ -37,6 +37,10 @@ class _ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
+class _Told(msgspec.Struct, frozen=True):
+    message: str
+
+
 class Refused(KvrelayError):
     """A node's 4xx, or its KvNotLoaded: the client's to see as it is; no fault of the node."""
 
@@ -149,6 +153,20 @@ class Legs:
             _log.warning("prefill node %s could not be told to release %s: %s", node.url, request_ids[0], why)
         return False
 
+    async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
+        """Post a small request to a node: its status, and its message or the error's. 503 if it cannot be reached."""
+        try:
+            async with self._session.post(
+                node.url + path,
+                data=body,
+                headers={"content-type": "application/json", **self._auth},
+                timeout=aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s),
+                allow_redirects=False,
+            ) as answer:
+                return answer.status, _message(await _read_short(answer.content))
+        except (aiohttp.ClientError, TimeoutError, OSError) as why:
+            return 503, f"it could not be reached: {type(why).__name__}"
+
     async def _exchange(
         self, node: Node, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
     ) -> FrameKind:
@@ -218,6 +236,18 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     if 400 <= answer.status < 500:
         return Refused(answer.status, error, retry_after_s)
     return LegFailed(error.message, max(answer.status, 500), retry_after_s)
+
+
+def _message(body: bytes) -> str:
+    """What an answer says, whether it is an error or not."""
+    try:
+        return msgspec.json.decode(body, type=_ErrorAnswer).error.message
+    except _MALFORMED:
+        pass
+    try:
+        return msgspec.json.decode(body, type=_Told).message
+    except _MALFORMED:
+        return "no message"
 
 
 async def _read_short(content: aiohttp.StreamReader) -> bytes:
