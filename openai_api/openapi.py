@@ -57,6 +57,7 @@ _LIMITS: dict[str, dict[str, Schema]] = {
     "ChatRequest": _SAMPLING,
     "CompletionRequest": _SAMPLING | {"max_tokens": {"minimum": 0, "description": "0 with echo only."}},
     "Message": {"role": {"minLength": 1}},
+    "LoadAdapter": {"lora_name": {"minLength": 1}, "lora_path": {"minLength": 1}},
     "Turn": {"role": {"enum": ["user", "assistant", "system"]}},
     "ResponsesRequest": {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "top_logprobs")},
@@ -169,6 +170,20 @@ class TokenizeChat(msgspec.Struct):
     return_token_strs: bool | None = None
 
 
+class LoadAdapter(msgspec.Struct):
+    """A LoRA adapter in a folder that the nodes can read."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapter(msgspec.Struct):
+    """The adapter by its name."""
+
+    lora_name: str
+
+
 class Version(msgspec.Struct):
     """Of the server."""
 
@@ -245,6 +260,8 @@ _OPERATIONS = (
     ),
     _Operation("get", "/v1/models", "The served models.", (), ModelList),
     _Operation("get", "/v1/models/{model}", "One of them.", (), ModelCard, parameters=_MODEL),
+    _Operation("post", "/v1/load_lora_adapter", "Load an adapter.", (LoadAdapter,), dict[str, Any]),
+    _Operation("post", "/v1/unload_lora_adapter", "Unload an adapter.", (UnloadAdapter,), dict[str, Any]),
     _Operation("post", "/tokenize", "A prompt as token ids.", (TokenizePrompt, TokenizeChat), Tokenized),
     _Operation("post", "/detokenize", "Token ids as a text.", (ToDetokenize,), Detokenized),
     _Operation("get", "/health", "200 when requests can be served.", (), dict[str, Any], guarded=False),
