@@ -57,6 +57,10 @@ class ClusterConfig:
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
+    tool_call_parser: str = ""
+    """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
+    reasoning_parser: str = ""
+    """How the model reasons: think (<think>...</think>). Reasoning then is reasoning_content and not content."""
     api_key: str = ""
     """If set, clients must send `Authorization: Bearer <api_key>`. The nodes get a random key of their own."""
     max_body_bytes: int = 16 << 20
@@ -91,7 +95,13 @@ class ClusterConfig:
                 raise ConfigError(f"{name} must not be negative, got {ranks}; 0 takes tensor_parallel")
         for role in (Role.PREFILL, Role.DECODE):
             # What a node would refuse is refused before anything starts.
-            NodeConfig(self.engine_of(role), role, self.transfer)
+            NodeConfig(
+                self.engine_of(role),
+                role,
+                self.transfer,
+                tool_call_parser=self.tool_call_parser,
+                reasoning_parser=self.reasoning_parser,
+            )
 
     def engine_of(self, role: Role) -> EngineConfig:
         """The engine of the nodes of a role."""
@@ -226,6 +236,8 @@ def _node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: 
         port=port,
         served_model_name=config.served_model_name,
         chat_template=config.chat_template,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         max_body_bytes=config.max_body_bytes,
         request_deadline_s=config.request_deadline_s,
         start_deadline_s=config.start_deadline_s,

@@ -41,7 +41,8 @@ class Compiling:
     def __init__(self, model: str, engine: Engine, wake: Callable[[], None]) -> None:
         self._model, self._engine, self._wake = model, engine, wake
         self._grammars: Grammars | None = None
-        self._waiting: dict[str, Request] = {}
+        self._waiting: dict[str, Request] = {}  # in the order in which they came
+        self._outcomes: dict[str, str | None] = {}  # of those that wait for their parent only
         self._asked: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, str | None]] = queue.SimpleQueue()
         self._loaded = threading.Event()
@@ -56,26 +57,30 @@ class Compiling:
 
     def drop(self, request_id: str) -> Request | None:
         """Forget a request; it, if it was waiting here."""
+        self._outcomes.pop(request_id, None)
         return self._waiting.pop(request_id, None)
 
     def ready(self, now: float) -> list[tuple[Request, str | None]]:
         """Requests that wait no longer: with a guide that has followed their tokens, or why there is none.
 
-        `now`: the clock of their arrival."""
+        A fork never comes before its parent. `now`: the clock of their arrival."""
+        while not self._done.empty():
+            request, error = self._done.get()
+            if self._waiting.get(request.request_id) is request:
+                self._outcomes[request.request_id] = error
         found = []
-        while True:
-            try:
-                request, error = self._done.get_nowait()
-            except queue.Empty:
-                break
-            if self._waiting.pop(request.request_id, None) is request:
-                found.append((request, error))
-        late = [r for r in self._waiting.values() if now - r.arrival_s > COMPILE_DEADLINE_S]
-        for request in late:
-            del self._waiting[request.request_id]
-            constraint = request.params.constraint
-            assert constraint is not None
-            found.append((request, f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile"))
+        for name, request in list(self._waiting.items()):
+            if request.fork_of in self._waiting:
+                continue
+            if name in self._outcomes:
+                found.append((request, self._outcomes.pop(name)))
+            elif now - request.arrival_s > COMPILE_DEADLINE_S:
+                constraint = request.params.constraint
+                assert constraint is not None
+                found.append((request, f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile"))
+            else:
+                continue
+            del self._waiting[name]
         return found
 
     def _work(self, first: bool) -> None:

@@ -76,7 +76,15 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         return
     name = config.served_model_name or info.model_name
     node.metrics = NodeMetrics(lambda: node.engine.stats, model_name=name, role=config.role)
-    node.serving = Serving(config.role, name, template, tokenizer, info)
+    node.serving = Serving(
+        config.role,
+        name,
+        template,
+        tokenizer,
+        info,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,

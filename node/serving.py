@@ -11,13 +11,17 @@ import time
 import uuid
 from dataclasses import dataclass
 
+import msgspec
+
 from decode_node.leg import DecodeLeg
 from node.compiling import grammars_for
 from openai_api.body import MAX_CHOICES, choice_count, decode_chat, decode_completion, sampling_params, token_limit
 from openai_api.chat_template import render
 from openai_api.leg import Leg, with_forks
+from openai_api.message_stream import message_form
 from openai_api.structured import bad_word_ids
 from openai_api.tokenizer import Tokenizer
+from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
 from paged_engine.grammar import Grammars
@@ -55,10 +59,16 @@ class Serving:
         chat_template: str | None,
         tokenizer: Tokenizer,
         info: EngineReady,
+        *,
+        tool_call_parser: str = "",
+        reasoning_parser: str = "",
     ) -> None:
+        """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
         self._tokenizer = tokenizer
         self._chat_template = chat_template or tokenizer.chat_template
+        self._tool_template = chat_template or tokenizer.tool_template
+        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
 
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
         """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
@@ -75,6 +85,13 @@ class Serving:
         self._check_role(transfer)
         prompt = transfer.prompt_token_ids or self._tokenize(request)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
+        form = message_form(
+            request,
+            self._tokenizer,
+            prompt,
+            tool_call_parser=self._tool_call_parser,
+            reasoning_parser=self._reasoning_parser,
+        )
         sampling = sampling_params(
             request,
             bad_words=bad_word_ids(request.bad_words, lambda word: self._tokenizer.encode(word, False)),
@@ -83,6 +100,7 @@ class Serving:
             max_model_len=self.info.max_model_len,
             default_seed=transfer.seed if transfer.seed is not None else random.getrandbits(63),
         )
+        sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(
             request,
             self._tokenizer,
@@ -93,6 +111,7 @@ class Serving:
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
             so_far=transfer.so_far(choice_count(request)),
+            message=lambda choice: form.parser(call.response_id, choice),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
@@ -135,13 +154,16 @@ class Serving:
             if isinstance(request.prompt, str):
                 return self._tokenizer.encode(request.prompt, request.add_special_tokens is not False)
             return [token for token in request.prompt if isinstance(token, int)]
+        tools = asked_tools(request).tools
+        effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
         text = render(
-            self._chat_template,
+            self._tool_template if tools else self._chat_template,
             request.messages,
             bos_token=self._tokenizer.bos_token,
             eos_token=self._tokenizer.eos_token,
+            tools=list(tools) or None,
             add_generation_prompt=request.add_generation_prompt is not False,
-            **(request.chat_template_kwargs or {}),
+            **effort | (request.chat_template_kwargs or {}),
         )
         # The template has written the special tokens already.
         return self._tokenizer.encode(text, bool(request.add_special_tokens))

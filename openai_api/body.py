@@ -5,17 +5,25 @@ Whatever is wrong with a request is said here, as a RequestError that names the 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from openai_api.not_built import refuse_not_built
 from openai_api.structured import constraint_of
+from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["MAX_CHOICES", "choice_count", "decode_chat", "decode_completion", "sampling_params", "token_limit"]
+__all__ = [
+    "MAX_CHOICES",
+    "choice_count",
+    "decode_chat",
+    "decode_completion",
+    "sampling_params",
+    "token_limit",
+]
 
 MAX_CHOICES = 128
 """Of one request, over all of its prompts: each is a request of the engine."""
@@ -37,6 +45,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     """The chat request in `body`. Raises RequestError."""
     request = _decode(body, _chat_decoder)
     _check_messages(request)
+    asked_tools(request)
     for name in _TEMPLATE_VARIABLES:
         if name in (request.chat_template_kwargs or {}):
             raise RequestError(
@@ -200,6 +209,8 @@ def _check_messages(request: ChatRequest) -> None:
     for i, message in enumerate(request.messages):
         if not message.role:
             raise RequestError(f"messages[{i}].role must not be empty", param=f"messages[{i}].role")
+        for j, call in enumerate(message.tool_calls or ()):
+            _check_past_call(f"messages[{i}].tool_calls[{j}]", call)
         if not isinstance(message.content, list):
             continue
         for part in message.content:
@@ -212,6 +223,13 @@ def _check_messages(request: ChatRequest) -> None:
                 raise RequestError(
                     f"messages[{i}].content holds a text part without text", param=f"messages[{i}].content"
                 )
+
+
+def _check_past_call(where: str, call: dict[str, Any]) -> None:
+    """Of a call in a message, what every chat template reads."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where}.function must be an object with name and arguments", param=f"{where}.function")
 
 
 def _check_logprobs(name: str, value: int) -> None:

@@ -68,11 +68,30 @@ def render(
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates expect it: content is one text (parts are joined by line breaks, null is empty)."""
+    """As templates expect it: content is one text (parts are joined by line breaks, null is empty), and arguments of
+    calls are objects."""
     content = message.content or ""
     if not isinstance(content, str):
         content = "\n".join(part.text or "" for part in content)
-    return {**msgspec.to_builtins(message), "content": content}
+    plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": content}
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [_with_object(call) for call in message.tool_calls]
+    return plain
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object, where the API has JSON in a text. What is no such JSON stays as it is."""
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return dict(call)
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments, strict=False)
+        except (ValueError, RecursionError):
+            found = None
+        arguments = found if isinstance(found, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 @lru_cache(maxsize=8)

@@ -73,6 +73,7 @@ class ChoiceWriter:
             bool(request.include_stop_str_in_output),
             request.skip_special_tokens is not False,
             params.min_tokens,
+            message.rendered,
         )
         self._begun = False
         self._unsent = ""  # released while replaying and not with the client yet

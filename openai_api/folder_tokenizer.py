@@ -37,13 +37,15 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
     eos_token_ids = _eos_token_ids(folder / "config.json")
     if not eos_token_ids and (found := backend.token_to_id(eos_token)) is not None:
         eos_token_ids = (found,)
+    template, tool_template = _chat_templates(folder, config)
     return TokenizerParts(
         backend,
         pieces,
         eos_token_ids,
         bos_token=_token(special.get("bos_token")),
         eos_token=eos_token,
-        chat_template=_chat_template(folder, config),
+        chat_template=template,
+        tool_template=tool_template,
         leading_space=leading_space,
     )
 
@@ -93,16 +95,20 @@ def _eos_token_ids(config: Path) -> tuple[int, ...]:
     return ()
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """A file of its own wins over the config, which holds one template or a list of named ones."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = _read(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """(the template, one for chats with tools). Files win over the config, which holds one or a list of named ones."""
+    named: dict[str, Any] = {}
+    for name, path in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (folder / path).exists():
+            named[name] = (folder / path).read_text(encoding="utf-8")
+    if "default" not in named:
+        template = _read(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+        if isinstance(template, list):
+            named = {entry["name"]: entry["template"] for entry in template} | named
+        else:
+            named["default"] = template
+    found = [template if isinstance(template := named.get(name), str) else None for name in ("default", "tool_use")]
+    return found[0], found[1]
 
 
 def _token(value: Any) -> str:

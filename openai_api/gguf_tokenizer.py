@@ -52,6 +52,7 @@ def gguf_tokenizer(path: Path) -> TokenizerParts:
         bos_token=metadata.token("bos"),
         eos_token=metadata.token("eos"),
         chat_template=metadata.get("tokenizer.chat_template"),
+        tool_template=metadata.get("tokenizer.chat_template.tool_use"),
         leading_space=pieces is Pieces.SENTENCEPIECE and metadata.space_prefix,
     )
 

@@ -15,6 +15,9 @@ __all__ = ["MessageParser", "PlainMessage"]
 class MessageParser(Protocol):
     """Takes the text of one choice in pieces. Its state is a function of the text so far, however that is cut."""
 
+    rendered: frozenset[int]
+    """Special tokens that have their text here, whatever the request says of them."""
+
     def push(self, text: str) -> list[Delta]:
         """What more text adds to the message; `text` is never empty."""
 
@@ -30,6 +33,8 @@ class MessageParser(Protocol):
 
 class PlainMessage:
     """All text is content."""
+
+    rendered: frozenset[int] = frozenset()
 
     def __init__(self, role: str) -> None:
         self._role = role

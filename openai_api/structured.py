@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from openai_api.types import ResponseFormat, SamplingFields
+from openai_api.tool_choice import asked_tools
+from openai_api.types import ChatRequest, ResponseFormat, SamplingFields
 from wire.errors import RequestError
 from wire.sampling import Constraint, ConstraintKind
 
@@ -34,7 +35,9 @@ _MAX_BAD_WORD_CHARS = 256
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
     """The one constraint that a request names, None if the answer is free. Raises RequestError, for several too."""
-    found = [*_response_format(request.response_format), *_guided(request), *_structured(request.structured_outputs)]
+    # A forced tool call leaves no message whose format could matter.
+    forced = list(_forced_calls(request)) or list(_response_format(request.response_format))
+    found = [*forced, *_guided(request), *_structured(request.structured_outputs)]
     if len(found) > 1:
         names = " and ".join(constraint.field for constraint in found)
         raise RequestError(
@@ -64,6 +67,12 @@ def bad_word_ids(words: list[str] | None, encode: Callable[[str], list[int]]) ->
         for text in (word.lstrip(), f" {word.lstrip()}"):
             found[tuple(encode(text))] = None
     return tuple(found)
+
+
+def _forced_calls(request: SamplingFields) -> Iterator[Constraint]:
+    schema = asked_tools(request).schema() if isinstance(request, ChatRequest) else None
+    if schema is not None:
+        yield Constraint("json", _json(schema), field="tool_choice")
 
 
 def _response_format(asked: ResponseFormat | None) -> Iterator[Constraint]:

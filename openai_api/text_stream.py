@@ -17,7 +17,7 @@ class TextStream:
     """The text of one answer. Held back are parts of a character and what may become a stop string.
 
     Stop strings are not looked for in the text of the first `min_tokens` tokens. Special tokens have no text if
-    `skip_special_tokens`.
+    `skip_special_tokens`, but for those in `rendered`.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        rendered: frozenset[int] = frozenset(),
     ) -> None:
         self.stop_hit: str | None = None
         """The stop string that ended the text; tokens after it have no text."""
@@ -36,6 +37,8 @@ class TextStream:
         """Characters decoded so far, also those held back: where the text of the next token begins."""
         self._bytes_of = tokenizer.token_bytes
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        if rendered:
+            self._skipped -= rendered
         self._stop = stop
         self._beginnings = frozenset("".join(text[:-1] for text in stop))
         self._include_stop = include_stop

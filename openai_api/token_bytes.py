@@ -23,7 +23,10 @@ class Pieces(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a model's files say about its tokenizer. `leading_space`: encoding puts a space before a text."""
+    """What a model's files say about its tokenizer. `leading_space`: encoding puts a space before a text.
+
+    `tool_template` is for chats with tools, if the model has one of its own for them.
+    """
 
     backend: Backend
     pieces: Pieces
@@ -31,6 +34,7 @@ class TokenizerParts:
     bos_token: str = ""
     eos_token: str = ""
     chat_template: str | None = None
+    tool_template: str | None = None
     leading_space: bool = False
 
 

@@ -29,6 +29,8 @@ class Tokenizer:
         self.eos_token_ids = parts.eos_token_ids
         self.bos_token, self.eos_token = parts.bos_token, parts.eos_token
         self.chat_template = parts.chat_template
+        self.tool_template = parts.tool_template or parts.chat_template
+        """For chats with tools; few models have two."""
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         """Control tokens, which are left out of text unless a request asks for them."""
@@ -75,6 +77,11 @@ class Tokenizer:
             found = b"" if piece is None else piece_bytes(self._parts.pieces, piece)
             self._bytes[token_id] = found
         return found
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written like this, if there is one."""
+        found = self._backend.token_to_id(text)
+        return found if found in self.special_ids else None
 
     def token_text(self, token_id: int) -> str:
         """How log-probabilities name a token: its text, or `bytes:\\xNN...` (as OpenAI does) where it is not UTF-8."""

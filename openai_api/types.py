@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 from wire.transfer import KvTransferParams
 
 __all__ = [
+    "CalledFunction",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
@@ -29,6 +30,7 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "Delta",
+    "FunctionDelta",
     "JsonSchemaFormat",
     "Message",
     "ModelCard",
@@ -38,6 +40,8 @@ __all__ = [
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "Usage",
 ]
@@ -125,13 +129,14 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a chat. `tool_calls`, `tool_call_id` and `name` go to the chat template as they are."""
+    """One message of a chat. What is not its content goes to the chat template as it is, but for arguments of calls."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -143,6 +148,12 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # Templates want each tool as the client wrote it; openai_api/tool_choice.py checks them.
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -202,11 +213,28 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[dict[str, float]]
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """`arguments` is JSON as the model wrote it; it may be cut off or broken."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of a whole answer."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class ReplyMessage(msgspec.Struct, frozen=True):
-    """The answer's message."""
+    """The answer's message. `content` is None beside tool calls if there is none."""
 
     role: str
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -231,11 +259,29 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     kv_transfer_params: KvTransferParams | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a called function: first the name, then pieces of the arguments."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a call. `id` and `type` are there in its first one only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: str | None = None
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the message."""
+    """What a chunk adds to the message: one of these."""
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

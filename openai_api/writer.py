@@ -57,14 +57,17 @@ class AnswerWriter:
         prompt_tokens: int,
         cached_tokens: int = 0,
         so_far: Sequence[ChoiceSoFar] = (ChoiceSoFar(),),
-        message: Callable[[], MessageParser] = lambda: PlainMessage(_ROLE),
+        message: Callable[[int], MessageParser] = lambda _: PlainMessage(_ROLE),
     ) -> None:
-        """`message` makes the parser of one choice. Raises RequestError for a `so_far` that cannot be gone on from."""
+        """`message` makes the parser of the choice of an index.
+
+        Raises RequestError for a `so_far` that cannot be gone on from.
+        """
         self.streams = bool(request.stream)
         self.cached_tokens = cached_tokens
         """Of the prompt, those found in a prefix cache. Known when the first update comes; set it then."""
         self.choices = [
-            ChoiceWriter(request, tokenizer, params, index, message(), each) for index, each in enumerate(so_far)
+            ChoiceWriter(request, tokenizer, params, index, message(index), each) for index, each in enumerate(so_far)
         ]
         self._chat = isinstance(request, ChatRequest)
         whole = "chat.completion" if self._chat else "text_completion"

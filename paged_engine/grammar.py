@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -78,8 +79,14 @@ class Grammars:
         return copy
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
+        if constraint.behind:
+            # First alone, so that errors name the client's lines.
+            self._compile(msgspec.structs.replace(constraint, behind="", opener=""))
         try:
-            matcher = LLMatcher(self._tokenizer, self._lark(constraint), log_level=0)
+            lark = self._lark(constraint)
+            if constraint.behind:
+                lark = self._behind(lark, constraint.behind, constraint.opener)
+            matcher = LLMatcher(self._tokenizer, lark, log_level=0)
         except (ValueError, TypeError, KeyError, RecursionError) as why:
             raise _refused(constraint, f"{why}") from why
         if matcher.is_error():
@@ -99,6 +106,20 @@ class Grammars:
                 return _user_grammar(text)
             case "tags":
                 return self._tags(json.loads(text))
+
+    def _behind(self, lark: str, text: str, opener: str) -> str:
+        """The same behind free text that ends with `text`, and that need not be there if there is an opener."""
+        head = f"head: TEXT {text}" if text in self._specials else f"head[lazy]: TEXT {_literal(text)}"
+        begin = f"BLANKS {opener if opener in self._specials else _literal(opener)} " if opener else ""
+        rules = [
+            f"{_OPTIONS}start: {'free?' if opener else 'free'} body",
+            f"free: {begin}head BLANKS",
+            head,
+            r"TEXT: /(.|\n)*/",
+            r"BLANKS: /[ \t\r\n]{0,8}/",
+            f"body: %lark {{\n{lark}\n}}\n",
+        ]
+        return "\n".join(rules)
 
     def _tags(self, tags: dict[str, Any]) -> str:
         """Free text in which each trigger begins one of the structures that begin with it."""

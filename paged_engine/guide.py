@@ -117,7 +117,8 @@ class Guide:
         if self.matcher is None or self.error is not None:
             return
         if self.matcher.is_error():
-            self.error = (self.matcher.get_error().strip() or "its grammar failed").splitlines()[0]
+            why = (self.matcher.get_error().strip() or "no reason given").splitlines()[0]
+            self.error = f"the grammar of this answer cannot be followed any further: {why}"
         else:
             self.over = self.matcher.is_stopped()
 

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 
 from wire.errors import ConfigError
 
-__all__ = ["EngineConfig", "NodeConfig", "RanksConfig", "Role", "RouterConfig", "TransferConfig", "is_loopback"]
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_CALL_PARSERS",
+    "EngineConfig",
+    "NodeConfig",
+    "RanksConfig",
+    "Role",
+    "RouterConfig",
+    "TransferConfig",
+    "is_loopback",
+]
 
 MIN_SECRET_CHARS = 16
 # Each proposal costs a row of a step, whether it comes true or not.
@@ -192,6 +202,8 @@ class RanksConfig:
         )
 
 
+TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral", "json")
+REASONING_PARSERS = ("think",)
 _CONNECTORS = ("auto", "direct", "nixl", "nccl")
 _FAILURE_POLICIES = ("recompute", "fail")
 
@@ -267,6 +279,10 @@ class NodeConfig:
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
+    tool_call_parser: str = ""
+    """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
+    reasoning_parser: str = ""
+    """How the model reasons: think (<think>...</think>). Reasoning then is reasoning_content and not content."""
     api_key: str = ""
     """If set, /v1 and /kv routes want `Authorization: Bearer <api_key>`."""
     max_body_bytes: int = 16 << 20
@@ -279,6 +295,9 @@ class NodeConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value = getattr(self, name)
+            _require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)

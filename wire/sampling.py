@@ -30,14 +30,18 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a JSON list of
     strings, of which the answer is one. grammar: a Lark grammar. tags: free text with constrained parts, a JSON
     object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
-    `whitespace`: json: the regular expression of the white space between tokens; None is at most one space.
+    `whitespace`: json: what may stand between tokens, as a regular expression; None is at most one space.
     `field`: the request's field that asked for it, which an error names.
+    `behind`: the text is free up to this one, and the constraint is about what follows; empty: it is about all. If
+    there is an `opener`, so only where the text begins with that; else the constraint is about all.
     """
 
     kind: ConstraintKind
     text: str
     whitespace: str | None = None
     field: str = "response_format"
+    behind: str = ""
+    opener: str = ""
 
     def check(self) -> Constraint:
         """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""

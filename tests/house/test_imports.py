@@ -23,13 +23,16 @@ MAY_IMPORT = {
     "kvrelay": {*_NODES, "kernels", "prefill_node", "decode_node", "node", "router"},
 }
 OURS = {*MAY_IMPORT, "benchmarks", "deploy", "tests"}
-HEAVY = {"torch", "triton", "nixl", "nixl_cu12", "nixl_cu13", "transformers", "tokenizers", "gguf", "safetensors"}
+HEAVY = {
+    "torch", "triton", "nixl", "nixl_cu12", "nixl_cu13", "transformers", "tokenizers", "gguf", "safetensors",
+    "llguidance",
+}  # fmt: skip
 NEVER = {
     "wire": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
     "router": HEAVY,
     "kvrelay": HEAVY,
     "kernels": {"transformers", "nixl", "aiohttp", "zmq", "fastapi"},
-    "openai_api": {"torch", "triton", "nixl"},
+    "openai_api": {"torch", "triton", "nixl", "llguidance"},
     "paged_engine": {"transformers", "nixl", "aiohttp", "zmq", "fastapi"},
     "kv_transfer": {"transformers", "aiohttp", "fastapi"},
     "node": {"transformers"},

@@ -19,6 +19,7 @@ HEAVY = {
     "numpy",
     "gguf",
     "safetensors",
+    "llguidance",
     "paged_engine",
     "kernels",
 }

@@ -33,6 +33,17 @@ def test_two_and_two_are_five_processes_that_know_each_other() -> None:
     assert specs[2].log == Path("/logs/decode-0.log")
 
 
+def test_all_nodes_are_told_how_their_model_writes() -> None:
+    specs = planned(ClusterConfig(EngineConfig("m"), tool_call_parser="hermes", reasoning_parser="think"))
+    for spec in specs[:2]:
+        assert "--tool-call-parser=hermes" in spec.command
+        assert "--reasoning-parser=think" in spec.command
+    with pytest.raises(ConfigError, match="tool_call_parser 'qwen' is not one of hermes, llama3, mistral, json"):
+        ClusterConfig(EngineConfig("m"), tool_call_parser="qwen")
+    with pytest.raises(ConfigError, match="reasoning_parser 'x' is not one of think"):
+        ClusterConfig(EngineConfig("m"), reasoning_parser="x")
+
+
 @pytest.mark.parametrize(
     ("cores", "given", "threads"), [(8, 0, (4, 8)), (2, 0, (1, 2)), (1, 0, (1, 1)), (8, 3, (3, 3))]
 )

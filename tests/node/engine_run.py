@@ -34,8 +34,10 @@ def main() -> None:
             logprobs=4,
             prompt_logprobs=index or None,
             ignore_eos=True,
+            allowed_token_ids=(77,) if index == 1 else None,
         )
         requests.append(Request.of(Submit(f"r{index}", tokens, params), 0.0))
+        requests[-1].guide = engine.guide(params)
         engine.scheduler.add(requests[-1])
     logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
     while engine.has_work:

@@ -42,11 +42,114 @@ def test_tool_fields_reach_the_template_only_where_they_are_set() -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "é<", "tool_call_id": "1", "name": "f"},
     ]
-    assert rendered(template, given) == "".join(json.dumps(m, ensure_ascii=False) for m in map(in_order, given))
+    given_back = [in_order(message) for message in given]
+    given_back[0]["tool_calls"] = [{**call, "function": {"name": "f", "arguments": {}}}]
+    assert rendered(template, given) == "".join(json.dumps(m, ensure_ascii=False) for m in given_back)
 
 
 def in_order(message: dict[str, Any]) -> dict[str, Any]:
     return {n: message[n] for n in ("role", "content", "name", "tool_calls", "tool_call_id") if n in message}
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TOOL_CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather in Orléans?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Orléans"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abcdefghi", "content": '{"sky": "blue"}'},
+]
+# In the manner of the models' own templates: where they look for tools, calls and results.
+QWEN = """{%- if tools %}<|im_start|>system
+# Tools
+<tools>{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '\\n' }}</tools><|im_end|>
+{% endif %}{% for message in messages %}
+{%- if message.role == "user" or (message.role == "assistant" and not message.tool_calls) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == "assistant" %}
+{{- '<|im_start|>assistant' }}{% if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for tool_call in message.tool_calls %}
+{%- if tool_call.function is defined %}{% set tool_call = tool_call.function %}{% endif %}
+{{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}{{ tool_call.arguments | tojson }}
+{{- '}\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif message.role == "tool" %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+LLAMA = """{{- bos_token }}{%- if tools is not none %}
+{%- for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}
+{%- for message in messages %}
+{%- if 'tool_calls' in message %}
+{%- if not message.tool_calls | length == 1 %}{{ raise_exception("one call at a time") }}{% endif %}
+{%- set tool_call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + tool_call.name + '", ' }}
+{{- '"parameters": ' }}{{ tool_call.arguments | tojson }}{{ "}<|eot_id|>" }}
+{%- elif message.role == "tool" %}
+{{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+{%- if message.content is mapping or message.content is iterable and message.content is not string %}
+{{- message.content | tojson }}{% else %}{{ message.content }}{% endif %}{{ "<|eot_id|>" }}
+{%- else %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endif %}{% endfor %}"""
+MISTRAL = """{%- if tools is not none %}{{ "[AVAILABLE_TOOLS] [" }}{% for tool in tools %}
+{%- set tool = tool.function %}{{- '{"type": "function", "function": {' }}
+{%- for key, val in tool.items() if key != "return" %}{{- '"' + key + '": ' }}
+{%- if val is string %}{{- '"' + val + '"' }}{% else %}{{ val | tojson }}{% endif %}
+{%- if not loop.last %}{{ ", " }}{% endif %}{% endfor %}{{ "}}" }}{% endfor %}{{ "][/AVAILABLE_TOOLS]" }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == "user" %}{{ "[INST] " + message.content + "[/INST]" }}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{ "[TOOL_CALLS] [" }}
+{%- for tool_call in message.tool_calls %}{% set out = tool_call.function | tojson %}{{- out[:-1] }}
+{%- if tool_call.id | length != 9 %}{{ raise_exception("ids of 9 characters") }}{% endif %}
+{{- ', "id": "' + tool_call.id + '"}' }}{% endfor %}{{ "]" + eos_token }}
+{%- elif message.role == "tool" %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id + '"}' }}
+{{- "[/TOOL_RESULTS]" }}
+{%- endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (
+            QWEN,
+            '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Orléans"}}\n</tool_call>',
+        ),
+        (QWEN, '<|im_start|>user\n<tool_response>\n{"sky": "blue"}\n</tool_response><|im_end|>'),
+        (QWEN, f"<tools>\n{json.dumps(WEATHER)}\n</tools>"),
+        (LLAMA, '{"name": "weather", "parameters": {"city": "Orléans"}}<|eot_id|>'),
+        (LLAMA, 'ipython<|end_header_id|>\n\n{"sky": "blue"}<|eot_id|>'),
+        (LLAMA, json.dumps(WEATHER, indent=4)),
+        (
+            MISTRAL,
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Orléans"}, "id": "abcdefghi"}]</s>'
+            '[TOOL_RESULTS] {"content": {"sky": "blue"}, "call_id": "abcdefghi"}[/TOOL_RESULTS]',
+        ),
+        (MISTRAL, '[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "weather", "description": "Weather of'),
+    ],
+)
+def test_tools_calls_and_results_are_rendered_as_models_expect_them(template: str, wanted: str) -> None:
+    assert wanted in rendered(template, TOOL_CHAT, tools=[WEATHER])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [('{"a": 1.50, "b": "\\u00e9"}', {"a": 1.5, "b": "é"}), ("", {}), (None, {}), ("{oops", "{oops"), ("[1]", "[1]")],
+)
+def test_arguments_become_objects_where_they_are_ones(arguments: Any, wanted: Any) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert json.loads(rendered(template, [{"role": "assistant", "tool_calls": [call]}])) == wanted
 
 
 def test_what_templates_expect_is_there() -> None:

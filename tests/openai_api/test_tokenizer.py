@@ -206,10 +206,18 @@ def test_a_folder_is_read_with_all_that_lies_beside_its_tokenizer(folder: Path) 
     assert tokenizer.chat_template == "in a file"
 
 
-def test_the_default_of_several_templates_is_taken(folder: Path) -> None:
+def test_of_several_templates_one_is_the_default_and_one_for_tools(folder: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert Tokenizer.load(str(folder)).chat_template == "plain"
+    tokenizer = Tokenizer.load(str(folder))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("plain", "tools")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "one"}))
+    tokenizer = Tokenizer.load(str(folder))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("one", "one")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("in a file")
+    tokenizer = Tokenizer.load(str(folder))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("one", "in a file")
 
 
 def test_the_end_token_is_the_tokenizers_if_no_config_names_one(folder: Path) -> None:

@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from paged_engine.gpu_sampler import GpuSampler, SamplePlan
+from paged_engine.grammar import masks_of
+from paged_engine.guide import Guide
 from paged_engine.request import Request
 from paged_engine.sampler import Sampler
 from tests.kernels.test_fused_sampling import check_tokens
@@ -161,6 +163,38 @@ def test_counts_of_the_output_grow_on_the_device(device):
     tokens = [ours.launch(logits.to(device), on(device, [0]), plan).wait()[0][0] for _ in range(6)]
     # 10 falls to 7.5, 11 to 6.75; 10 falls to 6.5, 12 to 5.5, ...
     assert tokens == [10, 11, 10, 12, 11, 10]
+
+
+def test_masked_rows_equal_the_cpus(device):
+    """Rows with and without a guide, of every kind of parameters, while others are not masked."""
+    rng, generator = random.Random(5), torch.Generator().manual_seed(5)
+    vocab, slots = 1201, 6
+    ours, theirs = make_sampler(slots, vocab, device), Sampler(EOS)
+    pairs = []
+    for slot in range(slots):
+        allowed = (*rng.sample(range(vocab), 30), vocab - 1) if slot % 2 else None
+        bad = ((slot, 40), (41,)) if slot in (2, 3) else ()
+        params = everything(rng, vocab) | {"allowed_token_ids": allowed, "bad_words": bad}
+        new = pair(slot, [5, 6], [slot], **params)
+        for request in (new.known, new.behind):
+            request.guide = Guide.of(request.params, vocab_size=vocab, eos_token_ids=EOS, matcher=None)
+        ours.admit(slot, new.behind)
+        pairs.append(new)
+    rows = [p.slot for p in pairs]
+    for _ in range(3):
+        logits = torch.randn(slots, vocab, generator=generator)
+        logits[:, 40:42] = 20.0
+        plan = ours.prepare(rows, [p.behind for p in pairs])
+        masks = masks_of([p.known for p in pairs], vocab)
+        assert masks is not None
+        assert masks.rows == [1, 2, 3, 5]
+        tokens, _ = ours.launch(logits.to(device), on(device, rows), plan, ours.mask(masks, slots)).wait()
+        expected, _ = theirs.sample(logits.clone(), [p.known for p in pairs])
+        assert tokens == expected
+        for p, token in zip(pairs, tokens, strict=True):
+            p.append(token)
+            allowed = p.known.params.allowed_token_ids
+            assert allowed is None or token in allowed
 
 
 def test_a_slot_forgets_its_last_request(device):

@@ -1,0 +1,84 @@
+"""What the text of a chat answer is made of: reasoning, content, tool calls. Values only; light.
+
+A parser (openai_api/tool_parsers.py, openai_api/reasoning.py) makes them of text, a writer makes deltas of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Arguments", "CallBegun", "CallIds", "Content", "Part", "Reasoning", "joined"]
+
+_ALPHANUMERICS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_SHORT = 9  # Mistral's templates refuse ids of any other length
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A piece of what the client reads as the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what the model thought before."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A tool call: `index` counts those of one choice from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of the JSON of a call's arguments, exactly as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Part = Content | Reasoning | CallBegun | Arguments
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The same with neighbours of one kind as one."""
+    out: list[Part] = []
+    for part in parts:
+        last = out[-1] if out else None
+        if isinstance(part, Arguments) and isinstance(last, Arguments) and last.index == part.index:
+            out[-1] = Arguments(part.index, last.text + part.text)
+        elif isinstance(part, (Content, Reasoning)) and type(last) is type(part):
+            out[-1] = type(part)(last.text + part.text)
+        else:
+            out.append(part)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class CallIds:
+    """Ids of the calls of one choice: functions of these values, so that every node gives a call the same one."""
+
+    response_id: str
+    choice: int
+    short: bool
+    """Nine letters and digits, as Mistral's models want them."""
+
+    def of(self, index: int) -> str:
+        """The id of the call with that index."""
+        digest = hashlib.blake2b(f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12)
+        if not self.short:
+            return f"call_{digest.hexdigest()}"
+        number, letters = int.from_bytes(digest.digest()), []
+        for _ in range(_SHORT):
+            number, place = divmod(number, len(_ALPHANUMERICS))
+            letters.append(_ALPHANUMERICS[place])
+        return "".join(letters)

@@ -1,0 +1,205 @@
+"""The text of one choice of a chat into its message: reasoning first, then tools in what is left. Pure.
+
+`MessageForm` says what a request asks for and what the node's model needs; it makes a `MessageStream` for each choice,
+which is a MessageParser to the writer of the choice. The state of a stream is a function of the text, so a node that
+goes on with an answer pushes what the client has, and drops what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET
+
+from openai_api.message import MessageParser, PlainMessage
+from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, Reasoning, joined
+from openai_api.reasoning import CLOSE, MARKERS, OPEN, Opening, ReasoningSplit, opening
+from openai_api.tokenizer import Tokenizer
+from openai_api.tool_choice import Choice, ToolUse, asked_tools
+from openai_api.tool_parsers import TOOL_PARSERS, JsonParser, NamedParser, TextParser
+from openai_api.types import (
+    CalledFunction,
+    ChatRequest,
+    CompletionRequest,
+    Delta,
+    FunctionDelta,
+    ReplyMessage,
+    ToolCall,
+    ToolCallDelta,
+)
+from wire.errors import RequestError
+from wire.sampling import Constraint
+
+__all__ = ["MessageForm", "MessageStream", "message_form"]
+
+_ROLE = "assistant"
+_PROMPT_END_TOKENS = 16  # hold the markers of reasoning however they are cut
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """How the text of the answers to a request becomes messages."""
+
+    tools: ToolUse
+    tool_call_parser: str = ""
+    """The node's, for tool_choice auto; its model's ids of calls are made for the other choices too."""
+    opening: Opening | None = None
+    """How the answer begins; None: no reasoning is looked for."""
+    include_reasoning: bool = True
+    hidden: dict[int, str] = field(default_factory=dict)
+    """Markers that are special tokens, by id: they are rendered for the parsers, and the client never sees them."""
+
+    @property
+    def plain(self) -> bool:
+        """The text is the content."""
+        return self.tools.choice is Choice.NONE and self.opening is None
+
+    def guided(self, constraint: Constraint | None) -> Constraint | None:
+        """A constraint of the content, as one of the whole text: reasoning is free."""
+        if constraint is None or self.opening is None or self.opening is Opening.BEHIND:
+            return constraint
+        opener = OPEN if self.opening is Opening.FREE else ""
+        return msgspec.structs.replace(constraint, behind=CLOSE, opener=opener)
+
+    def parser(self, response_id: str, choice: int) -> MessageParser:
+        """For one choice."""
+        if self.plain:
+            return PlainMessage(_ROLE)
+        ids = CallIds(response_id, choice, short=self.tool_call_parser == "mistral")
+        hidden = tuple(self.hidden.values())
+        content: TextParser
+        match self.tools.choice:
+            case Choice.AUTO:
+                content = TOOL_PARSERS[self.tool_call_parser](ids, hidden)
+            case Choice.REQUIRED:
+                content = JsonParser(ids, hidden)
+            case Choice.NAMED:
+                content = NamedParser(ids, self.tools.name)
+            case Choice.NONE:
+                content = TextParser(ids, hidden)
+        return MessageStream(self, content, TextParser(ids, hidden))
+
+
+def message_form(
+    request: ChatRequest | CompletionRequest,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    *,
+    tool_call_parser: str,
+    reasoning_parser: str,
+) -> MessageForm:
+    """The form of the answers to a request on a node with these parsers (empty: none).
+
+    Raises RequestError if it is left to the model whether to call a tool, and no parser would notice.
+    """
+    if isinstance(request, CompletionRequest):
+        return MessageForm(ToolUse())
+    tools = asked_tools(request)
+    if tools.choice is Choice.AUTO and not tool_call_parser:
+        raise RequestError(
+            "tool_choice auto (the default with tools) needs to know how the model writes calls; start the nodes with "
+            f"--tool-call-parser {'|'.join(TOOL_PARSERS)}, or send tool_choice required or the name of a tool",
+            param="tool_choice",
+        )
+    begins = None
+    if reasoning_parser:
+        begins = opening(tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False))
+    markers: tuple[str, ...] = () if begins is None else MARKERS
+    if tools.choice is Choice.AUTO:
+        markers += TOOL_PARSERS[tool_call_parser].markers
+    hidden: dict[int, str] = {}
+    if request.skip_special_tokens is not False:
+        hidden = {token: marker for marker in markers if (token := tokenizer.special_id(marker)) is not None}
+    return MessageForm(tools, tool_call_parser, begins, request.include_reasoning is not False, hidden)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call so far."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class MessageStream:
+    """One choice, as a MessageParser. `push` pieces of text, cut anywhere, and `finish` once."""
+
+    def __init__(self, form: MessageForm, content: TextParser, thoughts: TextParser) -> None:
+        """`content` and `thoughts` parse what their names say; in thoughts are markers to be taken out at most."""
+        self.rendered = frozenset(form.hidden)
+        """Special tokens that must have their text here."""
+        self._form = form
+        self._parser = content
+        self._split = None if form.opening is None else ReasoningSplit(form.opening)
+        self._thoughts: TextParser | None = thoughts
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[_Call] = []
+
+    def push(self, text: str) -> list[Delta]:
+        """What more text adds to the message."""
+        if self._split is None:
+            return self._told(self._parser.push(text))
+        return self._told(self._divided(self._split.push(text)))
+
+    def finish(self) -> list[Delta]:
+        """What it adds that nothing follows."""
+        parts = [] if self._split is None else self._divided(self._split.finish())
+        return self._told([*parts, *self._end_thoughts(), *self._parser.finish()])
+
+    def message(self) -> ReplyMessage:
+        """All of it, after `finish`."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        calls = [ToolCall(call.id, CalledFunction(call.name, "".join(call.arguments))) for call in self._calls]
+        shown = content if content or not (reasoning or calls) else None
+        return ReplyMessage(_ROLE, shown, reasoning or UNSET, calls or UNSET)
+
+    def finish_reason(self, reason: str) -> str:
+        """The choice's, after `finish`. A call that the request named ends with `stop` as any text does."""
+        called = bool(self._calls) and self._form.tools.choice is not Choice.NAMED
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _divided(self, split: list[Part]) -> list[Part]:
+        """Reasoning without markers, and tools in the content."""
+        parts: list[Part] = []
+        for part in split:
+            if isinstance(part, Reasoning) and self._thoughts is not None:
+                parts += _as_reasoning(self._thoughts.push(part.text))
+            elif isinstance(part, Content):
+                parts += [*self._end_thoughts(), *self._parser.push(part.text)]
+        return parts
+
+    def _end_thoughts(self) -> list[Part]:
+        """What their parser holds back, once."""
+        parts = [] if self._thoughts is None else _as_reasoning(self._thoughts.finish())
+        self._thoughts = None
+        return parts
+
+    def _told(self, parts: Iterable[Part]) -> list[Delta]:
+        """What the client is told of these, and the message keeps."""
+        deltas: list[Delta] = []
+        for part in joined(parts):
+            if isinstance(part, Content):
+                self._content.append(part.text)
+                deltas.append(Delta(content=part.text))
+            elif isinstance(part, Reasoning):
+                if self._form.include_reasoning:
+                    self._reasoning.append(part.text)
+                    deltas.append(Delta(reasoning_content=part.text))
+            elif part.index == 0 or self._form.tools.parallel:
+                deltas.append(self._call(part))
+        return deltas
+
+    def _call(self, part: CallBegun | Arguments) -> Delta:
+        if isinstance(part, CallBegun):
+            self._calls.append(_Call(part.id, part.name))
+            return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(part.name, ""), part.id, "function")])
+        self._calls[part.index].arguments.append(part.text)
+        return Delta(tool_calls=[ToolCallDelta(part.index, FunctionDelta(arguments=part.text))])
+
+
+def _as_reasoning(parts: list[Part]) -> list[Part]:
+    return [Reasoning(part.text) for part in parts if isinstance(part, Content)]

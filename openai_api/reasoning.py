@@ -1,0 +1,110 @@
+"""Reasoning apart from the answer: `<think>...</think>` at its beginning. Pure.
+
+Many templates open `<think>` in the prompt, so that the answer begins inside; whether they do is read from the prompt's
+end (`opening`), which every node of a request has. Reasoning without an end is reasoning to the last character. White
+space next to the markers belongs to neither part.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from openai_api.message_parts import Content, Part, Reasoning, joined
+from openai_api.tool_parsers import beginning_at_end
+
+__all__ = ["CLOSE", "MARKERS", "OPEN", "Opening", "ReasoningSplit", "opening"]
+
+OPEN = "<think>"
+CLOSE = "</think>"
+"""Behind it begins the content."""
+MARKERS = (OPEN, CLOSE)
+"""Texts that must be seen also where they are special tokens."""
+
+
+class Opening(enum.Enum):
+    """How an answer begins, as far as its prompt says."""
+
+    INSIDE = enum.auto()
+    """In the middle of reasoning: the prompt has opened it."""
+    BEHIND = enum.auto()
+    """With the content: the prompt has closed it (which is how templates switch thinking off)."""
+    FREE = enum.auto()
+    """The model may open it."""
+
+
+def opening(prompt_end: str) -> Opening:
+    """How the answer to a prompt with this end begins; the last 64 characters are enough."""
+    end = prompt_end.rstrip()
+    if end.endswith(OPEN):
+        return Opening.INSIDE
+    return Opening.BEHIND if end.endswith(CLOSE) else Opening.FREE
+
+
+class ReasoningSplit:
+    """Takes an answer's text in pieces that may be cut anywhere; gives Reasoning and Content."""
+
+    def __init__(self, begins: Opening) -> None:
+        self._inside = begins is Opening.INSIDE
+        self._state: Callable[[], bool] = self._content if begins is Opening.BEHIND else self._start
+        self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker, or white space before one
+        self._parts: list[Part] = []
+
+    def push(self, text: str) -> list[Part]:
+        """What has become certain with this text."""
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        parts, self._parts = joined(self._parts), []
+        return parts
+
+    def finish(self) -> list[Part]:
+        """The rest, now that nothing follows."""
+        if self._state == self._start:
+            self._state = self._thinking if self._inside else self._content
+        parts = self.push("")
+        rest, self._buffer = self._buffer.rstrip(), ""
+        # What the states leave: perhaps the beginning of a marker, with white space before it.
+        return joined([*parts, Reasoning(rest)]) if rest else parts
+
+    def _start(self) -> bool:
+        """Before anything that counts; the model may open what the prompt has opened already."""
+        text = self._buffer.lstrip()
+        if text.startswith(OPEN):
+            self._buffer = text[len(OPEN) :]
+            self._state = self._begin_thinking
+        elif not text or OPEN.startswith(text):
+            return False
+        else:
+            self._state = self._begin_thinking if self._inside else self._content
+        return True
+
+    def _begin_thinking(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = self._thinking
+        return bool(self._buffer)
+
+    def _thinking(self) -> bool:
+        thought, marker, behind = self._buffer.partition(CLOSE)
+        if marker:
+            thought, self._buffer = thought.rstrip(), behind
+            self._state = self._begin_content
+        else:
+            cut = len(self._buffer) - beginning_at_end(self._buffer, (CLOSE,))
+            cut = len(self._buffer[:cut].rstrip())
+            thought, self._buffer = self._buffer[:cut], self._buffer[cut:]
+        if thought:
+            self._parts.append(Reasoning(thought))
+        return bool(marker)
+
+    def _begin_content(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._state = self._content
+        return bool(self._buffer)
+
+    def _content(self) -> bool:
+        self._parts.append(Content(self._buffer))
+        self._buffer = ""
+        return False

@@ -1,0 +1,177 @@
+"""What a chat request asks of tools: none, auto, required or one by name; checked. Pure and light.
+
+Auto needs a parser of what the model writes (openai_api/tool_parsers.py). Required and named need none: the output is
+constrained to a JSON schema, which is made here.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openai_api.types import ChatRequest
+from wire.errors import RequestError
+
+__all__ = ["Choice", "ToolUse", "asked_tools", "tool_use"]
+
+_MAX_TOOLS = 1024
+_MAX_NAME_CHARS = 256
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Choice(enum.Enum):
+    """The kinds of `tool_choice`."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a request asks of tools. `name` is set with NAMED; not `parallel`: one call at most."""
+
+    choice: Choice = Choice.NONE
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """For the chat template, as the client wrote them. Empty with NONE: what is not shown is not called."""
+    name: str = ""
+    parallel: bool = True
+
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer's content is constrained to, or None (none, auto).
+
+        Named: of the arguments alone. Required: of a list of {"name", "parameters"}. Raises RequestError.
+        """
+        if self.choice is Choice.NAMED:
+            return dict(next(_parameters(tool) for tool in self.tools if tool["function"]["name"] == self.name))
+        if self.choice is not Choice.REQUIRED:
+            return None
+        try:
+            calls = [_call_schema(i, tool) for i, tool in enumerate(self.tools)]
+        except RecursionError as why:
+            raise RequestError("tools hold a schema that nests too deeply; send fewer levels", param="tools") from why
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        return schema if self.parallel else {**schema, "maxItems": 1}
+
+
+def asked_tools(request: ChatRequest) -> ToolUse:
+    """What a request asks of tools. Raises RequestError."""
+    return tool_use(request.tools, request.tool_choice, request.parallel_tool_calls)
+
+
+def tool_use(
+    tools: Sequence[Mapping[str, Any]] | None, tool_choice: str | Mapping[str, Any] | None, parallel: bool | None
+) -> ToolUse:
+    """The request's three fields, checked. Raises RequestError that names the field."""
+    names = _checked_names(tools or ())
+    # An empty list of tools is a client's way to have none, whatever else it sends.
+    if tool_choice is None or (tools == [] and isinstance(tool_choice, str)):
+        choice, name = Choice.AUTO if names else Choice.NONE, ""
+    else:
+        choice, name = _choice(tool_choice)
+    if choice is Choice.NONE:
+        return ToolUse()
+    if not names:
+        raise RequestError("tool_choice needs tools; send both or leave it out", param="tool_choice")
+    if choice is Choice.NAMED and name not in names:
+        raise RequestError(
+            f"tool_choice names the tool {name!r}, which is not among the tools: {', '.join(names)}",
+            param="tool_choice",
+        )
+    return ToolUse(choice, tuple(tools or ()), name, parallel is not False)
+
+
+def _choice(value: str | Mapping[str, Any]) -> tuple[Choice, str]:
+    if isinstance(value, str):
+        if value in ("none", "auto", "required"):
+            return Choice(value), ""
+        raise RequestError(
+            f"tool_choice must be none, auto, required or an object that names a tool, got {value!r}",
+            param="tool_choice",
+        )
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if value.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            'a tool is named with tool_choice {"type": "function", "function": {"name": ...}}, '
+            f"got {_shown(value)}",
+            param="tool_choice",
+        )
+    return Choice.NAMED, name
+
+
+def _checked_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the tools, each of which is one that can be called."""
+    if len(tools) > _MAX_TOOLS:
+        raise RequestError(f"tools lists {len(tools)} tools; the limit is {_MAX_TOOLS}", param="tools")
+    names: list[str] = []
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if tool.get("type") != "function":
+            raise RequestError(
+                f"{where}.type must be 'function', got {_shown(tool.get('type'))}; no others are served",
+                param=f"{where}.type",
+            )
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise RequestError(
+                f"{where}.function must be an object with a name, got {_shown(function)}", param=f"{where}.function"
+            )
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _MAX_NAME_CHARS:
+            raise RequestError(
+                f"{where}.function.name must be a text of 1 to {_MAX_NAME_CHARS} printable characters, "
+                f"got {_shown(name)}",
+                param=f"{where}.function.name",
+            )
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise RequestError(
+                f"{where}.function.parameters must be a JSON schema (an object), got {_shown(parameters)}",
+                param=f"{where}.function.parameters",
+            )
+        if name in names:
+            raise RequestError(f"{where}: there are two tools {name!r}; names must differ", param="tools")
+        names.append(name)
+    return names
+
+
+def _parameters(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a tool's arguments, which are always an object."""
+    found: Mapping[str, Any] = tool["function"].get("parameters") or _NO_PARAMETERS
+    return found if "type" in found or "$ref" in found else {"type": "object", **found}
+
+
+def _call_schema(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    # A schema's own references start at its root, which lies deeper here.
+    root = f"#/items/anyOf/{index}/properties/parameters"
+    parameters = _moved({k: v for k, v in _parameters(tool).items() if k not in ("$id", "$schema")}, root)
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool["function"]["name"]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(value: Any, root: str) -> Any:
+    """The same schema with references that hold where it stands at `root` of another one."""
+    if isinstance(value, Mapping):
+        return {
+            key: root + below[1:]
+            if key == "$ref" and isinstance(below, str) and below.startswith("#")
+            else _moved(below, root)
+            for key, below in value.items()
+        }
+    return [_moved(each, root) for each in value] if isinstance(value, list) else value
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:100]}..."

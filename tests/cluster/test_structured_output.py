@@ -1,0 +1,136 @@
+"""Constraints through a router and two nodes: the first token is the prefill node's, the rest the decode node's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import Cluster, running, tiny_model
+
+pytestmark = pytest.mark.cluster
+
+END = 1
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "größe": {"enum": ["klein", "groß", 3]},
+        "in": {
+            "type": "object",
+            "properties": {"yes": {"type": "boolean"}},
+            "required": ["yes"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["größe", "in"],
+    "additionalProperties": False,
+}
+LARK = 'start: pair ("," pair)*\npair: /[a-z]/ "=" /[0-9]/'
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("structured")
+    with running(folder, prefill=1, decode=1, flags=tiny_model(folder)) as cluster:
+        yield cluster
+
+
+def post(url: str, **fields: Any) -> httpx2.Response:
+    body = {"model": "tiny", "prompt": "Say it:", "max_tokens": 150, "seed": 4, "logit_bias": {str(END): 20}}
+    return httpx2.post(f"{url}/v1/completions", json=body | fields, timeout=60)
+
+
+def answer(url: str, **fields: Any) -> tuple[str, str]:
+    reply = post(url, **fields)
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    return choice["text"], choice["finish_reason"]
+
+
+KINDS = [
+    ({"guided_choice": ["positive", "negative"]}, lambda text: text in ("positive", "negative")),
+    ({"guided_regex": r"\w{2,9}@\d+\.de"}, lambda text: re.fullmatch(r"\w{2,9}@\d+\.de", text)),
+    ({"guided_grammar": LARK}, lambda text: re.fullmatch("[a-z]=[0-9](,[a-z]=[0-9])*", text)),
+    ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        lambda text: list(json.loads(text)) == ["größe", "in"],
+    ),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "\n"}, lambda text: "\n" in text and " " not in text),
+    ({"structured_outputs": {"choice": ["a b", "ä"]}}, lambda text: text in ("a b", "ä")),
+    ({"guided_choice": ["x"]}, lambda text: text == "x"),  # over with the prefill node's token
+]
+
+
+@pytest.mark.parametrize(("fields", "holds"), KINDS)
+def test_an_answer_keeps_to_it_and_is_the_same_on_one_node(fields, holds, cluster):
+    text, finish = answer(cluster.url, **fields)
+    assert holds(text)
+    assert finish == "stop"
+    for node in cluster.nodes:
+        assert answer(node.url, **fields) == (text, finish)
+
+
+def test_streams_and_chats_keep_to_it(cluster):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "stream": True, "max_tokens": 150}
+    body |= {"guided_json": SCHEMA, "seed": 1}
+    with httpx2.stream("POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60) as reply:
+        events = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
+    deltas = [json.loads(event)["choices"][0] for event in events]
+    assert json.loads("".join(delta["delta"].get("content") or "" for delta in deltas))["größe"] in ("klein", "groß", 3)
+    assert deltas[-1]["finish_reason"] == "stop"
+
+
+def test_a_cut_answer_is_the_beginning_of_the_whole_one(cluster):
+    whole, _ = answer(cluster.url, guided_json=SCHEMA)
+    cut, finish = answer(cluster.url, guided_json=SCHEMA, max_tokens=12)
+    assert finish == "length"
+    assert cut
+    assert whole.startswith(cut.rstrip("�"))
+
+
+def test_tokens_are_allowed_and_forbidden(cluster):
+    url, free = cluster.url, {"logit_bias": None, "ignore_eos": True, "max_tokens": 60}
+    text, _ = answer(url, allowed_token_ids=[*b"xyz"], **free)
+    assert set(text) == set("xyz")
+    text, _ = answer(url, allowed_token_ids=[*b"xy"], bad_words=["xy"], **free)
+    assert "xy" not in text
+    assert "yx" in text or set(text) <= {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_json": {"type": "objekt"}}, "guided_json", "Invalid type: objekt"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_grammar": "start: nowhere"}, "guided_grammar", "unknown name"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "at once"),
+        ({"structured_outputs": {"xml": "<a>"}}, "structured_outputs.xml", "not supported"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids", "between 0 and 319"),
+        ({"bad_words": [""]}, "bad_words", "bad word"),
+    ],
+)
+def test_what_cannot_be_followed_is_a_400_with_the_reason(fields, param, words, cluster):
+    for url in (cluster.url, *(node.url for node in cluster.nodes)):
+        for stream in (False, True):
+            reply = post(url, **fields, stream=stream)
+            assert reply.status_code == 400, reply.text
+            error = reply.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+            assert words in error["message"]
+
+
+def test_a_decode_node_that_takes_over_knows_the_tokens_alone(cluster):
+    """As after the death of another one: it goes on from any of them, and notices that an answer is over already."""
+    (decode,) = cluster.of("decode")
+    fields = {"guided_choice": ["yes and no"], "prompt": [ord("?")]}
+    taken_over = {"do_remote_prefill": True, "prompt_token_ids": [ord("?")], "seed": 4}
+    for said in ("", "y", "yes and", "yes and no"):
+        params = taken_over | {"generated": [*said.encode()]}
+        assert answer(decode.url, **fields, kv_transfer_params=params) == ("yes and no", "stop")
+    wrong = post(decode.url, **fields, kv_transfer_params=taken_over | {"generated": [*b"no"]})
+    assert wrong.status_code == 400
+    assert "does not match its grammar" in wrong.json()["error"]["message"]

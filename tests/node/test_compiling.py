@@ -1,0 +1,128 @@
+"""Grammars beside the step loop: ready, refused, late, dropped, and over before they began."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from node import compiling
+from node.compiling import COMPILE_DEADLINE_S, Compiling, grammars_for
+from openai_api.tokenizer import Tokenizer
+from paged_engine.guide import Guide
+from paged_engine.request import Request
+from wire.engine_messages import Submit
+from wire.sampling import Constraint, SamplingParams
+
+VOCAB, EOS = 300, 2
+
+
+class StandInEngine:
+    """What Compiling asks of an engine."""
+
+    model = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,))
+
+    def guide(self, params, matcher):
+        return Guide.of(params, vocab_size=VOCAB, eos_token_ids=(EOS,), matcher=matcher)
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": EOS}))
+    return str(config)
+
+
+class Desk:
+    """A Compiling with its wake-ups."""
+
+    def __init__(self, model: str) -> None:
+        self.woken = threading.Semaphore(0)
+        self.compiling = Compiling(model, StandInEngine(), self.woken.release)
+
+    def begin(self, name: str, regex: str, generated: tuple[int, ...] = (), fork_of: str | None = None) -> Request:
+        params = SamplingParams(9, seed=0, constraint=Constraint("regex", regex, field="guided_regex"))
+        request = Request.of(Submit(name, [5], params, generated=list(generated), fork_of=fork_of), 100.0)
+        self.compiling.begin(request)
+        return request
+
+    def ready(self, now: float = 100.0) -> list[tuple[Request, str | None]]:
+        assert self.woken.acquire(timeout=60)
+        return self.compiling.ready(now)
+
+
+def test_a_request_gets_a_guide_that_has_followed_its_tokens(model):
+    desk = Desk(model)
+    fresh = desk.begin("fresh", "ab")
+    assert desk.ready() == [(fresh, None)]
+    assert fresh.guide is not None
+    assert not fresh.guide.over
+    ended = desk.begin("ended", "ab", tuple(b"ab"))
+    assert desk.ready() == [(ended, None)]
+    assert ended.guide.over
+    assert desk.compiling.ready(100.0) == []
+
+
+def test_what_cannot_be_followed_is_told_with_its_reason(model):
+    desk = Desk(model)
+    wrong = desk.begin("wrong", "(")
+    ((request, error),) = desk.ready()
+    assert request is wrong
+    assert "unclosed group" in error
+    strange = desk.begin("strange", "ab", tuple(b"x"))
+    ((request, error),) = desk.ready()
+    assert request is strange
+    assert "does not match" in error
+
+
+def test_a_request_that_was_dropped_is_not_told_of(model):
+    desk = Desk(model)
+    gone = desk.begin("gone", "ab")
+    assert desk.compiling.drop("gone") is gone
+    assert desk.compiling.drop("gone") is None
+    assert desk.ready() == []
+
+
+def test_a_compilation_that_takes_too_long_ends_its_request_alone(model, monkeypatch):
+    release, entered = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, inner) -> None:
+            self._inner = inner
+
+        def matcher(self, constraint):
+            if constraint.text == "slow":
+                entered.set()
+                assert release.wait(60)
+            return self._inner.matcher(constraint)
+
+    monkeypatch.setattr(compiling, "grammars_for", lambda *of: Slow(grammars_for(*of)))
+    desk = Desk(model)
+    slow = desk.begin("slow", "slow")
+    assert entered.wait(60)
+    quick = desk.begin("quick", "ab")
+    assert desk.ready() == [(quick, None)]
+    fork = desk.begin("fork", "ab", fork_of="slow")
+    assert desk.ready() == [], "a fork waits for its parent"
+    (first, error), second = desk.compiling.ready(100.1 + COMPILE_DEADLINE_S)
+    assert first is slow
+    assert "guided_regex took longer than 10 s" in error
+    assert second == (fork, None)
+    release.set()
+    assert desk.ready() == []
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_to_those_who_need_it(tmp_path):
+    desk = Desk(str(tmp_path / "nothing"))
+    desk.begin("r", "ab")
+    ((_, error),) = desk.ready()
+    assert "no grammar can be followed on this node" in error
+
+
+def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(model):
+    tokenizer = Tokenizer.load(model)
+    for vocab_size in (VOCAB - 20, VOCAB, VOCAB + 37):
+        matcher = grammars_for(tokenizer, vocab_size, (EOS,)).matcher(Constraint("regex", "ab"))
+        assert len(matcher.compute_bitmask()) == -(-vocab_size // 32) * 4

@@ -1,0 +1,83 @@
+"""Reasoning apart from content, wherever it is cut, whoever opened it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openai_api.message_parts import Content, Part, Reasoning, joined
+from openai_api.reasoning import Opening, ReasoningSplit, opening
+
+
+def split(begins: Opening, pieces: list[str]) -> list[Part]:
+    stream = ReasoningSplit(begins)
+    parts: list[Part] = []
+    for piece in pieces:
+        parts += stream.push(piece)
+    return joined([*parts, *stream.finish()])
+
+
+@pytest.mark.parametrize(
+    ("begins", "text", "wanted"),
+    [
+        (Opening.FREE, "<think>\na\nb\n</think>\n\nc\n", [Reasoning("a\nb"), Content("c\n")]),
+        (Opening.FREE, "\n<think>a</think>c", [Reasoning("a"), Content("c")]),
+        (Opening.FREE, "c <think>a</think>", [Content("c <think>a</think>")]),
+        (Opening.FREE, "<thin", [Content("<thin")]),
+        (Opening.FREE, " c", [Content(" c")]),
+        (Opening.FREE, "<think>\n\n</think>\n\nc", [Content("c")]),
+        (Opening.FREE, "", []),
+        (Opening.INSIDE, "a</think>c", [Reasoning("a"), Content("c")]),
+        (Opening.INSIDE, "\n a </thin k> </think> ", [Reasoning("a </thin k>")]),
+        # Some models open what the prompt has opened already.
+        (Opening.INSIDE, "<think>\na</think>\nc", [Reasoning("a"), Content("c")]),
+        # Without an end it is reasoning to the last character.
+        (Opening.INSIDE, "a b\n", [Reasoning("a b")]),
+        (Opening.INSIDE, "a </thi", [Reasoning("a </thi")]),
+        (Opening.INSIDE, "<th", [Reasoning("<th")]),
+        (Opening.FREE, "<think>a", [Reasoning("a")]),
+        (Opening.INSIDE, "a</think>b</think>c", [Reasoning("a"), Content("b</think>c")]),
+        (Opening.BEHIND, "\n<think>a</think>", [Content("\n<think>a</think>")]),
+    ],
+)
+def test_reasoning_and_content(begins: Opening, text: str, wanted: list[Part]) -> None:
+    assert split(begins, [text]) == wanted
+    assert split(begins, list(text)) == wanted
+
+
+def test_reasoning_is_told_as_it_comes() -> None:
+    stream = ReasoningSplit(Opening.INSIDE)
+    assert stream.push("one two ") == [Reasoning("one two")]
+    assert stream.push("three <") == [Reasoning(" three")]
+    assert stream.push("/think>\n") == []
+    assert stream.push("so") == [Content("so")]
+
+
+@pytest.mark.parametrize(
+    ("end", "wanted"),
+    [
+        ("<|im_start|>assistant\n", Opening.FREE),
+        ("<|Assistant|><think>\n", Opening.INSIDE),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", Opening.BEHIND),
+        ("", Opening.FREE),
+    ],
+)
+def test_the_prompts_end_says_how_the_answer_begins(end: str, wanted: Opening) -> None:
+    assert opening(end) is wanted
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    begins=st.sampled_from(Opening),
+    shreds=st.lists(st.sampled_from(["<think>", "</think>", "<", "/think", ">", " ", "\n", "a", "é"]), max_size=10),
+    cut=st.integers(0, 30),
+)
+def test_where_the_text_is_cut_makes_no_difference(begins: Opening, shreds: list[str], cut: int) -> None:
+    text = "".join(shreds)
+    whole = split(begins, [text])
+    assert split(begins, list(text)) == whole
+    assert split(begins, [text[:cut], text[cut:]]) == whole
+    told = "".join(part.text for part in whole if isinstance(part, (Reasoning, Content)))
+    shown = "".join(told.split()).replace("<think>", "").replace("</think>", "")
+    assert shown == "".join(text.split()).replace("<think>", "").replace("</think>", "")

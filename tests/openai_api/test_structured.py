@@ -1,0 +1,189 @@
+"""Which constraint a request asks for, and which askings are refused; tokens of bad words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from openai_api.body import decode_chat, sampling_params
+from openai_api.structured import bad_word_ids, constraint_of
+from openai_api.tokenizer import Tokenizer
+from openai_api.types import ChatRequest
+from wire.errors import RequestError
+from wire.sampling import Constraint
+
+SCHEMA = {"type": "object", "properties": {"ö": {"type": "string"}, "a": {"type": "integer"}}}
+TAGS = {"structures": [{"begin": "<f=a>", "schema": {}, "end": "</f>"}], "triggers": ["<f="]}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return decode_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode())
+
+
+def asked(**fields: Any) -> Constraint | None:
+    return constraint_of(chat(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "structured_outputs": None, "guided_json": None, "guided_choice": []},
+        {"structured_outputs": {}, "guided_decoding_backend": "outlines"},
+        {"structured_outputs": {"json": None, "json_object": False, "disable_fallback": False}},
+    ],
+)
+def test_most_requests_ask_for_nothing(fields: dict[str, Any]) -> None:
+    assert asked(**fields) is None
+
+
+def test_json_schemas_keep_the_order_of_their_properties() -> None:
+    formats: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+    ]
+    for fields in formats:
+        found = asked(**fields)
+        assert found is not None
+        assert found.kind == "json"
+        assert json.loads(found.text) == SCHEMA
+        assert found.text.index("ö" if "ö" in found.text else "\\u00f6") < found.text.index('"a"')
+        assert found.field.startswith(next(iter(fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", '{"type":"object"}'),
+        ({"structured_outputs": {"json_object": True}}, "json", '{"type":"object"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"guided_choice": ["ja", "ne in"]}, "choice", '["ja","ne in"]'),
+        ({"structured_outputs": {"choice": ["ja"]}}, "choice", '["ja"]'),
+        ({"guided_grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
+    ],
+)
+def test_every_kind_by_each_of_its_names(fields: dict[str, Any], kind: str, text: str) -> None:
+    found = asked(**fields)
+    assert found is not None
+    assert (found.kind, found.text, found.whitespace) == (kind, text, None)
+
+
+def test_structural_tags() -> None:
+    for fields in (
+        {"response_format": {"type": "structural_tag", **TAGS}},
+        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", **TAGS})}},
+    ):
+        found = asked(**fields)
+        assert found is not None
+        assert (found.kind, json.loads(found.text)) == ("tags", TAGS)
+
+
+def test_white_space_goes_with_json() -> None:
+    for fields in (
+        {"guided_json": {}, "guided_whitespace_pattern": "[\n ]*"},
+        {"structured_outputs": {"json": {}, "whitespace_pattern": "[\n ]*"}},
+    ):
+        found = asked(**fields)
+        assert found is not None
+        assert found.whitespace == "[\n ]*"
+    compact = asked(structured_outputs={"json": {}, "disable_any_whitespace": True})
+    assert compact is not None
+    assert compact.whitespace == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "at once"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json", "at once"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.json", "at once"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "'yaml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema",
+            "needs",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "triggers"),
+        ({"response_format": {"type": "structural_tag", **TAGS, "triggers": ["<g"]}}, "response_format", "'<g'"),
+        ({"response_format": {"type": "structural_tag", **TAGS, "triggers": []}}, "response_format", "none of"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [], "triggers": []}},
+            "response_format",
+            "no str",
+        ),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "about JSON"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "about JSON"),
+        ({"guided_regex": ""}, "guided_regex", "not empty"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "'xml' is not supported"),
+        ({"structured_outputs": {"disable_fallback": True}}, "structured_outputs.disable_fallback", "not supported"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "not empty"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "strings"),
+        ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "JSON schema"),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "valid JSON"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.regex",
+            "goes with json",
+        ),
+        ({"guided_regex": "a" * 200_000}, "guided_regex", "131072"),
+    ],
+)
+def test_what_is_no_constraint_is_refused(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        asked(**fields)
+    assert refused.value.status == 400
+    assert refused.value.param == param
+
+
+def test_wrong_types_name_the_field() -> None:
+    for fields, param in (
+        ({"guided_choice": ["a", 1]}, "guided_choice[1]"),
+        ({"response_format": "json"}, "response_format"),
+        ({"bad_words": "x"}, "bad_words"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            chat(**fields)
+        assert refused.value.param == param
+
+
+def test_parameters_carry_it_and_check_the_lists() -> None:
+    def params(bad_words: tuple[tuple[int, ...], ...] = (), **fields: Any) -> Any:
+        limits = {"prompt_tokens": 5, "max_model_len": 50, "vocab_size": 300, "default_seed": 1}
+        return sampling_params(chat(**fields), **limits, bad_words=bad_words)
+
+    full = params(((1, 2),), guided_regex="a", allowed_token_ids=[7, 8, 7])
+    assert full.constraint == Constraint("regex", "a", field="guided_regex")
+    assert (full.allowed_token_ids, full.bad_words) == ((7, 8), ((1, 2),))
+    for fields, param in (
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [300]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            params(**fields)
+        assert refused.value.param == param
+    for words in (((1,) * 1025,), ((1, 300),)):
+        with pytest.raises(RequestError) as refused:
+            params(words)
+        assert refused.value.param == "bad_words"
+
+
+def test_bad_words_are_meant_at_the_beginning_and_behind_a_space(bytewise: Tokenizer) -> None:
+    def encode(word: str) -> list[int]:
+        return bytewise.encode(word, False)
+
+    assert bad_word_ids(None, encode) == bad_word_ids([], encode) == ()
+    assert bad_word_ids(["ab", " ab", "é"], encode) == ((97, 98), (32, 97, 98), (0xC3, 0xA9), (32, 0xC3, 0xA9))
+    for word in ("", "  ", "x" * 300):
+        with pytest.raises(RequestError, match="bad word") as refused:
+            bad_word_ids([word], encode)
+        assert refused.value.param == "bad_words"

@@ -1,0 +1,304 @@
+"""Calls in generated text: every format, wherever it is cut; what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
+from openai_api.tool_parsers import TOOL_PARSERS, NamedParser, TextParser
+from wire.config import TOOL_CALL_PARSERS
+
+IDS = CallIds("chatcmpl-1", 0, short=False)
+
+
+def parse(parser: TextParser, pieces: list[str]) -> list[Part]:
+    parts: list[Part] = []
+    for piece in pieces:
+        parts += parser.push(piece)
+    return joined([*parts, *parser.finish()])
+
+
+def message(name: str, text: str, hidden: tuple[str, ...] = ()) -> tuple[str, list[tuple[str, str]]]:
+    """(content, [(name, arguments)]), by characters; the calls must be numbered and in order."""
+    parts = parse(TOOL_PARSERS[name](IDS, hidden), list(text))
+    content, calls = "", []
+    for part in parts:
+        if isinstance(part, Content):
+            content += part.text
+        elif isinstance(part, CallBegun):
+            assert part.index == len(calls)
+            assert part.id == IDS.of(part.index)
+            calls.append((part.name, ""))
+        elif isinstance(part, Arguments):
+            assert part.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return content, calls
+
+
+HARD = '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": "<tool_call>{\\n\\u00e9"}'
+"""Arguments with what could confuse: quotes, brackets and markers in strings, nesting, escapes."""
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "content", "calls"),
+    [
+        # Hermes and Qwen
+        (
+            "hermes",
+            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+            "",
+            [("get_weather", '{"city": "Paris"}')],
+        ),
+        (
+            "hermes",
+            "I look.\n\n<tool_call>\n"
+            f'{{"name": "f", "arguments": {HARD}}}\n</tool_call>\n<tool_call>\n'
+            '{"arguments": {}, "name": "g"}\n</tool_call>',
+            "I look.",
+            [("f", HARD), ("g", "{}")],
+        ),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+        ("hermes", 'a<tool_call>{"name":"f","arguments":{ } }</tool_call> b', "a b", [("f", "{ }")]),
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a":1', "", [("f", '{"a":1')]),
+        ("hermes", '<tool_call>{"name":"f","arguments":{}}</tool', "", [("f", "{}")]),
+        # A closing marker that is missing, one that is of no call, a brace too many
+        (
+            "hermes",
+            '<tool_call>{"name":"f","arguments":{}}<tool_call>{"name":"g","arguments":{}}',
+            "",
+            [("f", "{}"), ("g", "{}")],
+        ),
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a":{}}}}</tool_call>', "}", [("f", '{"a":{}}')]),
+        ("hermes", '<tool_call>{"type": 1, "name": "f", "id": [{"name": 2}], "parameters": {}}', "", [("f", "{}")]),
+        # Llama 3
+        ("llama3", '{"name": "f", "parameters": {"x": "1"}}', "", [("f", '{"x": "1"}')]),
+        ("llama3", f'<|python_tag|>{{"name": "f", "parameters": {HARD}}}', "", [("f", HARD)]),
+        (
+            "llama3",
+            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": [1]}};{"name":"h","parameters":{}}',
+            "",
+            [("f", "{}"), ("g", '{"a": [1]}'), ("h", "{}")],
+        ),
+        ("llama3", 'Sure. <|python_tag|>{"type":"function","name":"f","parameters":{}}', "Sure.", [("f", "{}")]),
+        # Mistral, before version 11 and since
+        (
+            "mistral",
+            f'[TOOL_CALLS] [{{"name": "f", "arguments": {HARD}}}, {{"name": "g", "arguments": {{}}}}]',
+            "",
+            [("f", HARD), ("g", "{}")],
+        ),
+        ("mistral", f"Wait[TOOL_CALLS]f{HARD}[TOOL_CALLS]g{{}}", "Wait", [("f", HARD), ("g", "{}")]),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+        ("mistral", "[TOOL_CALLS]f{}[TOOL_CALLS]g[CALL_ID]x1y2z3abc[ARGS]{}", "", [("f", "{}"), ("g", "{}")]),
+        ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+        # Plain JSON
+        ("json", f'{{"name": "f", "arguments": {HARD}}}', "", [("f", HARD)]),
+        (
+            "json",
+            ' [{"name": "f", "parameters": {"a": 1}}, {"arguments": {}, "name": "g"}]\n',
+            "",
+            [("f", '{"a": 1}'), ("g", "{}")],
+        ),
+    ],
+)
+def test_calls_are_found(parser: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert message(parser, text) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", "<tool_call>f()</tool_call>"),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", }</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 01}, "name": "f"}</tool_call>'),
+        ("hermes", "<tool_call>"),
+        ("hermes", "  <tool_cal \n"),
+        ("hermes", '<tool_call>{"name": "f"'),
+        ("hermes", "a < b </tool_call> c"),
+        ("llama3", '{"a": 1}; {"name": "f", "parameters": {}}'),
+        ("llama3", '{"name": "Ann", "age": 5}'),
+        ("llama3", 'So: {"name": "f", "parameters": {}}'),
+        ("llama3", '<|python_tag|>print("x")'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS] I would call f {"),
+        ("mistral", "[TOOL_CALLS] [1, 2]"),
+        ("mistral", "[TOOL_CALLS] []"),
+        ("mistral", '[{"name": "f", "arguments": {}}]'),
+        ("mistral", "[TOOL_CALLS][TOOL_CALLS]"),
+        ("json", '[{"name": "f"}]'),
+        ("json", "[]"),
+        ("json", '{"name": "f", "arguments": [1]}'),
+        ("json", 'x {"name": "f", "arguments": {}}'),
+        ("json", " \n"),
+    ],
+)
+def test_what_is_no_call_is_content_to_the_last_character(parser: str, text: str) -> None:
+    assert message(parser, text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "content", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a": nope}}</tool_call>!', "ope}}!", '{"a": n'),
+        ("llama3", '{"name":"f","parameters":{"a" 1}} x', "1}} x", '{"a" '),
+        ("mistral", "[TOOL_CALLS]f{'a': 1}", "'a': 1}", "{"),
+        ("json", '{"name":"f","arguments":{}, oops', "oops", "{}"),
+    ],
+)
+def test_a_call_that_breaks_later_keeps_what_was_told_and_the_rest_is_content(
+    parser: str, text: str, content: str, arguments: str
+) -> None:
+    assert message(parser, text) == (content, [("f", arguments)])
+
+
+def test_a_malformed_call_before_a_good_one_hides_nothing() -> None:
+    text = '<tool_call>{oops}</tool_call>\n<tool_call>{"name":"f","arguments":{}}</tool_call>'
+    assert message("hermes", text) == ("<tool_call>{oops}</tool_call>", [("f", "{}")])
+
+
+def test_markers_that_are_special_tokens_are_never_shown() -> None:
+    hidden = ("<tool_call>", "</tool_call>")
+    assert message("hermes", "a<tool_call>no</tool_call>b", hidden) == ("anob", [])
+    assert message("hermes", "a</tool_call>b<tool_call>", hidden) == ("ab", [])
+    assert message("mistral", "x[TOOL_CALLS]f[ARGS]y z", ("[TOOL_CALLS]", "[ARGS]")) == ("xfy z", [])
+    assert message("llama3", "<|python_tag|>print(1)", ("<|python_tag|>",)) == ("print(1)", [])
+
+
+def test_white_space_between_words_and_calls() -> None:
+    call = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
+    assert message("hermes", f" \n{call}\n \n{call} ")[0] == ""
+    assert message("hermes", f"a\n{call}\nb\n")[0] == "a\n\nb"
+    assert message("hermes", f"\n{call}\n b\n")[0] == "b"
+    assert message("hermes", " a \n")[0] == " a \n"
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    parser = TOOL_PARSERS["hermes"](IDS)
+    assert parser.push('<tool_call>{"name": "f", "arg') == []
+    assert parser.push('uments": {"a') == [CallBegun(0, IDS.of(0), "f"), Arguments(0, '{"a')]
+    assert parser.push('": 1') == [Arguments(0, '": 1')]
+    assert parser.push("}}</tool_call>") == [Arguments(0, "}")]
+    assert parser.finish() == []
+
+
+def test_the_named_call_is_all_of_the_text() -> None:
+    assert parse(NamedParser(IDS, "f"), ['{"a"', "", ": 1}"]) == [
+        CallBegun(0, IDS.of(0), "f"),
+        Arguments(0, '{"a": 1}'),
+    ]
+    assert parse(NamedParser(IDS, "f"), []) == []
+
+
+def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
+    told = {
+        CallIds(answer, choice, short).of(index)
+        for answer in ("a", "b")
+        for choice in (0, 1)
+        for short in (True, False)
+        for index in (0, 1)
+    }
+    assert len(told) == 16
+    short = CallIds("a", 0, short=True)
+    assert short.of(3) == CallIds("a", 0, short=True).of(3)
+    for index in range(100):
+        assert len(short.of(index)) == 9
+        assert short.of(index).isalnum()
+        assert short.of(index).isascii()
+
+
+def test_the_flag_takes_the_parsers_that_there_are() -> None:
+    assert tuple(TOOL_PARSERS) == TOOL_CALL_PARSERS
+
+
+_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-100, 100), st.floats(-1e9, 1e9), st.text(max_size=6)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+_NAMES = st.text("abcXYZ09_.é-", min_size=1, max_size=8)
+_CALLS = st.lists(
+    st.tuples(_NAMES, st.dictionaries(st.text(max_size=5), _JSON, max_size=3), st.booleans()), min_size=1, max_size=3
+)
+
+
+def written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> tuple[str, list[tuple[str, str]]]:
+    """How a model of that kind writes these calls, and what must come of it."""
+    texts, told = [], []
+    for name, arguments, ascii_only in calls:
+        raw = json.dumps(arguments, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
+        key = "parameters" if parser == "llama3" else "arguments"
+        texts.append(f'{{"name": {json.dumps(name, ensure_ascii=ascii_only)}, "{key}": {raw}}}')
+        told.append((name, raw))
+    if parser == "hermes":
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts), told
+    if parser == "llama3":
+        return "; ".join(texts), told
+    listed = f"[{', '.join(texts)}]"
+    return (f"[TOOL_CALLS]{listed}" if parser == "mistral" else listed), told
+
+
+@settings(max_examples=150, deadline=None)
+@given(parser=st.sampled_from(TOOL_CALL_PARSERS), calls=_CALLS)
+def test_any_calls_come_back_as_they_were_written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> None:
+    text, told = written(parser, calls)
+    assert message(parser, text) == ("", told)
+    for (_, raw), (_, arguments, _) in zip(message(parser, text)[1], calls, strict=True):
+        assert json.loads(raw) == arguments
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls=_CALLS, said=st.sampled_from(["", "Well.\n"]))
+def test_mistrals_newer_form_comes_back(calls: list[tuple[str, dict[str, Any], bool]], said: str) -> None:
+    told = written("mistral", calls)[1]
+    assert message("mistral", said + "".join(f"[TOOL_CALLS]{name}{raw}" for name, raw in told)) == (said.strip(), told)
+
+
+_SHREDS = [
+    "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "{", "}", "[",
+    "]", '"name"', '"arguments"', '"parameters"', ":", ",", ";", '"f"', "f", "{}", ' {"name": "f", "arguments": {',
+    '"a": 1', '{"name": "g", "parameters": {}}', "\\", '"', " ", "\n", "1", "-", "true", "nul", "é", "<", "x",
+]  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    parser=st.sampled_from([*TOOL_CALL_PARSERS, "text"]),
+    shreds=st.lists(st.sampled_from(_SHREDS), max_size=14),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+    hides=st.booleans(),
+)
+@example(parser="hermes", shreds=["<tool_call>", ' {"name": "f", "arguments": {', "}", " ", "1"], cuts=[], hides=False)
+def test_where_the_text_is_cut_makes_no_difference(
+    parser: str, shreds: list[str], cuts: list[int], hides: bool
+) -> None:
+    kind = TOOL_PARSERS.get(parser, TextParser)
+    hidden = kind.markers if hides else ()
+    text = "".join(shreds)
+    whole = parse(kind(IDS, hidden), [text])
+    assert parse(kind(IDS, hidden), list(text)) == whole
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    assert parse(kind(IDS, hidden), [text[a:b] for a, b in pairwise(places)]) == whole
+    if not hides and not any(isinstance(part, CallBegun) for part in whole):
+        assert whole == ([Content(text)] if text else [])
+
+
+@settings(max_examples=300, deadline=None)
+@given(parser=st.sampled_from(TOOL_CALL_PARSERS), shreds=st.lists(st.sampled_from(_SHREDS), max_size=14))
+def test_nothing_is_told_twice_or_made_up(parser: str, shreds: list[str]) -> None:
+    text = "".join(shreds)
+    parts = parse(TOOL_PARSERS[parser](IDS), [text])
+    left = iter(text)
+    for part in parts:
+        if isinstance(part, (Content, Arguments)):
+            # White space waits for what follows, and a call without arguments is given empty ones.
+            assert all(char in left for char in part.text if char not in "{} \n")

@@ -1,0 +1,227 @@
+"""Answers with tool calls and reasoning: their shapes, and that a hand-over at any token leaves no trace in them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from openai_api.body import decode_chat, sampling_params
+from openai_api.message_stream import message_form
+from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
+from openai_api.tokenizer import Tokenizer
+from openai_api.writer import AnswerWriter
+from wire.outputs import Finish, TokenLogprobs
+from wire.transfer import ChoiceSoFar
+
+TOOLS = [{"type": "function", "function": {"name": "weather"}}, {"type": "function", "function": {"name": "now"}}]
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"]
+TEXTS = {
+    "hermes": 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é😀", "x": "{\\"}"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3": '<|python_tag|>{"name": "weather", "parameters": {"city": "é"}}; {"name": "now", "parameters": {}}',
+    "mistral": 'Hm[TOOL_CALLS]weather[ARGS]{"city": "é"}[TOOL_CALLS]now{}',
+    "json": '[{"name": "weather", "arguments": {"city": "é"}}, {"name": "now", "arguments": {}}]',
+}
+
+
+@pytest.fixture(scope="module", params=["special", "ordinary"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Bytes; the markers are special tokens, or tokens like others."""
+    backend = Backend(models.BPE(vocab={name: i for i, name in enumerate(BYTE_CHARS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    added = [AddedToken(marker, normalized=False) for marker in MARKERS]
+    (backend.add_special_tokens if request.param == "special" else backend.add_tokens)(added)
+    return Tokenizer(TokenizerParts(backend, Pieces.BYTE_LEVEL, (2,)))
+
+
+def writer(tokenizer: Tokenizer, parser: str, fields: dict[str, Any], prompt: str = "x", **so_far: Any) -> AnswerWriter:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
+    request = decode_chat(json.dumps(body).encode())
+    params = sampling_params(request, prompt_tokens=5, max_model_len=1000, vocab_size=300, default_seed=1)
+    form = message_form(
+        request,
+        tokenizer,
+        tokenizer.encode(prompt, False),
+        tool_call_parser=parser,
+        reasoning_parser="think" if "think" in prompt else "",
+    )
+    return AnswerWriter(
+        request,
+        tokenizer,
+        params,
+        response_id="chatcmpl-1",
+        created=7,
+        model="m",
+        prompt_tokens=5,
+        so_far=[ChoiceSoFar(**so_far)],
+        message=lambda choice: form.parser("chatcmpl-1", choice),
+    )
+
+
+def feed(answer: AnswerWriter, ids: list[int]) -> bytes:
+    """One token per update, up to a stop string."""
+    payload = b""
+    for token in ids:
+        if not answer.choices[0].stopped:
+            payload += answer.tokens(0, [token], [TokenLogprobs(token, -0.5)])
+    return payload
+
+
+def end(answer: AnswerWriter, finish: Finish = Finish.STOP) -> bytes:
+    return answer.end(0, finish) + answer.close()
+
+
+def added_up(payload: bytes) -> dict[str, Any]:
+    """The choice of a stream as the official client's types read it."""
+    events = payload.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    finish = None
+    for at, event in enumerate(events[:-2]):
+        chunk = ChatCompletionChunk.model_validate_json(event.removeprefix("data: "), strict=True)
+        (choice,) = chunk.choices
+        assert finish is None, "the finish reason is in the last chunk"
+        finish = choice.finish_reason
+        assert (choice.delta.role == "assistant") == (at == 0)
+        message["content"] += choice.delta.content or ""
+        if reasoning := getattr(choice.delta, "reasoning_content", None):
+            message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+        assert len(choice.delta.tool_calls or ()) <= 1
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            if call.id is not None:
+                assert (call.index, call.type) == (len(message["tool_calls"]), "function")
+                message["tool_calls"].append({"id": call.id, "name": call.function.name, "arguments": ""})
+            message["tool_calls"][call.index]["arguments"] += call.function.arguments or ""
+    return {"message": message, "finish": finish}
+
+
+def whole(payload: bytes) -> dict[str, Any]:
+    """The same of a whole answer."""
+    choice = ChatCompletion.model_validate_json(payload, strict=True).choices[0]
+    calls = [
+        {"id": call.id, "name": call.function.name, "arguments": call.function.arguments}
+        for call in choice.message.tool_calls or ()
+        if call.type == "function"
+    ]
+    message = {"role": choice.message.role, "content": choice.message.content or "", "tool_calls": calls}
+    if reasoning := getattr(choice.message, "reasoning_content", None):
+        message["reasoning_content"] = reasoning
+    return {"message": message, "finish": choice.finish_reason}
+
+
+@pytest.mark.parametrize("parser", TEXTS)
+def test_streamed_and_whole_answers_with_calls_agree(tokenizer: Tokenizer, parser: str) -> None:
+    ids = tokenizer.encode(TEXTS[parser], False)
+    streamed = writer(tokenizer, parser, {"stream": True})
+    got = added_up(feed(streamed, ids) + end(streamed))
+    assert got["finish"] == "tool_calls"
+    calls = got["message"]["tool_calls"]
+    assert [call["name"] for call in calls] == ["weather", "now"]
+    assert json.loads(calls[0]["arguments"])["city"] in ("é", "é😀")
+    assert calls[1]["arguments"] == "{}"
+    assert got["message"]["content"] in ("", "Hm", "Hm.")
+    body = writer(tokenizer, parser, {})
+    assert feed(body, ids) == b""
+    assert whole(end(body)) == got
+
+
+def test_a_call_that_was_cut_off_ends_with_length(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode('<tool_call>{"name": "now", "arguments": {"a', False)
+    cut = writer(tokenizer, "hermes", {"stream": True})
+    got = added_up(feed(cut, ids) + end(cut, Finish.LENGTH))
+    assert (got["finish"], got["message"]["tool_calls"][0]["arguments"]) == ("length", '{"a')
+
+
+def test_reasoning_of_a_prompt_that_opened_it(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(f"\nShall I?\n</think>\n\n{TEXTS['hermes']}", False)
+    streamed = writer(tokenizer, "hermes", {"stream": True}, "<think>\n")
+    got = added_up(feed(streamed, ids) + end(streamed))
+    assert got["message"]["reasoning_content"] == "Shall I?"
+    assert got["message"]["content"] == "Hm."
+    body = writer(tokenizer, "hermes", {}, "<think>\n")
+    feed(body, ids)
+    assert whole(end(body)) == got
+
+
+def test_a_stop_string_behind_which_nothing_counts(tokenizer: Tokenizer) -> None:
+    body = writer(tokenizer, "hermes", {"stop": ["</tool_call>"]})
+    feed(body, tokenizer.encode(TEXTS["hermes"], False))
+    assert body.choices[0].stopped
+    got = whole(end(body))
+    assert [call["name"] for call in got["message"]["tool_calls"]] == ["weather"]
+
+
+def test_logprobs_are_told_for_every_token_also_where_nothing_is_said(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXTS["json"], False)
+    streamed = writer(tokenizer, "json", {"stream": True, "logprobs": True})
+    payload = feed(streamed, ids) + end(streamed)
+    chunks = [json.loads(event.removeprefix("data: ")) for event in payload.decode().split("\n\n")[:-2]]
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(each["content"]) for each in told if each) == len(ids)
+
+
+_SHREDS = [*MARKERS, *"ab{}[]é \n", '"name"', ": ", '{"name": "now", "arguments": {', '"x": 1}}', *TEXTS.values()]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    shreds=st.lists(st.sampled_from(_SHREDS), max_size=6),
+    parser=st.sampled_from(list(TEXTS)),
+    stream=st.booleans(),
+    prompt=st.sampled_from(["x", "<think>\n", "</think>"]),
+    fields=st.sampled_from(
+        [{}, {"stop": ["}}", "</tool"]}, {"logprobs": True}, {"include_reasoning": False}, {"tool_choice": "required"}]
+    ),
+)
+def test_a_hand_over_at_any_token_leaves_no_trace(
+    tokenizer: Tokenizer, shreds: list[str], parser: str, stream: bool, prompt: str, fields: dict[str, Any]
+) -> None:
+    """For every cut: what one writer has said and what a second one adds are, to the byte, what one alone says."""
+    ids = tokenizer.encode("".join(shreds), False)[:150]
+    fields = {**fields, "stream": stream}
+    alone = writer(tokenizer, parser, fields, prompt)
+    wanted = feed(alone, ids) + end(alone)
+    first = writer(tokenizer, parser, fields, prompt)
+    payload = b""
+    for cut in range(len(ids) + 1):
+        known = first.choices[0].token_ids
+        so_far: dict[str, Any] = {"generated": list(known), "sent_text": first.choices[0].sent_text if known else None}
+        if "logprobs" in fields:
+            so_far["logprobs"] = [TokenLogprobs(token, -0.5) for token in known]
+        second = writer(tokenizer, parser, fields, prompt, **so_far)
+        assert second.choices[0].sent_text == first.choices[0].sent_text
+        assert payload + feed(second, ids[cut:]) + end(second) == wanted
+        if first.choices[0].stopped or cut == len(ids):
+            break
+        payload += feed(first, ids[cut : cut + 1])
+
+
+@pytest.mark.parametrize("parser", TEXTS)
+def test_with_nothing_sent_yet_the_next_writer_says_all(tokenizer: Tokenizer, parser: str) -> None:
+    """A third-party proxy throws the prefill leg's answer away."""
+    ids = tokenizer.encode(TEXTS[parser], False)
+    alone = writer(tokenizer, parser, {"stream": True})
+    wanted = added_up(feed(alone, ids) + end(alone))
+    for cut in (1, 10, len(ids)):
+        second = writer(tokenizer, parser, {"stream": True}, generated=ids[:cut], sent_text=None)
+        payload = second.tokens(0, []) + feed(second, ids[cut:]) + end(second)
+        assert added_up(payload) == wanted
+
+
+def test_a_client_that_has_a_part_of_the_text_gets_the_rest(tokenizer: Tokenizer) -> None:
+    """Of tokens that came in one frame, the text up to any character."""
+    ids = tokenizer.encode(TEXTS["hermes"], False)
+    alone = writer(tokenizer, "hermes", {"stream": True})
+    wanted = added_up(feed(alone, ids) + end(alone))
+    one = writer(tokenizer, "hermes", {"stream": True})
+    said = one.tokens(0, ids[:60])
+    rest = writer(tokenizer, "hermes", {"stream": True}, generated=ids[:60], sent_text=one.choices[0].sent_text)
+    assert added_up(said + feed(rest, ids[60:]) + end(rest)) == wanted
