@@ -175,7 +175,6 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.launched.sample()
         if before is not None:
-            updated = self._take_tokens(before, handover)
             # Only now may others write to blocks that have just become free: the step that has ended was the last one
             # which could touch them.
             self._fetch(plan, handover)
