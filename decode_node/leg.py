@@ -92,7 +92,7 @@ class DecodeLeg(Leg):
                 yield self.tokens(at, unsent, nothing)
         if self.writer.ended and not self.done:
             self.done, self.finish = True, Finish.STOP  # its client knows all but the very end
-            yield Frame(FrameKind.END, self.writer.close())
+            yield Frame(FrameKind.END, self.writer.close(), usage=self.writer.counts)
 
 
 def _over(

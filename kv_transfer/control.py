@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import hashlib
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +28,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from kv_transfer.fetches import PeerKey
+from kv_transfer.commands import PeerKey
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, encode
 from kv_transfer.poke import Poke
 from kv_transfer.zmq_address import listen, tcp
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 BURST = 256
 # How long farewells may take when we close; the whole close must end within a second.
 LINGER_MS = 100
+# A host that is there says at once that nobody listens.
+KNOCK_S = 0.3
 # What a CURVE message has beyond its content (nonce, authenticator, flags): counted by zmq's size limit.
 CURVE_OVERHEAD_BYTES = 33
 # A source that has another secret hangs up during the handshake; one with and one without are a protocol error.
@@ -63,6 +67,9 @@ class ControlDesk(Protocol):
 
     def gone(self, peer: PeerKey) -> None:
         """As the reader: the connection to this peer is over."""
+
+    def vanished(self, peer: PeerKey) -> None:
+        """As the reader, from any thread: the process of this peer is not there any more."""
 
     def beat(self, now: float) -> float:
         """Do what is due. Returns the seconds until something is due again."""
@@ -116,6 +123,12 @@ class ControlThread:
         """Forget a peer. No `gone` follows."""
         self._post(partial(self._hang_up, peer))
 
+    def knock(self, peer: PeerKey) -> None:
+        """Find out whether the process of a peer is there. `vanished` follows if its host says that nobody listens.
+
+        Zmq does not tell a refused connection from one that could not be made."""
+        threading.Thread(target=self._knock, args=(peer,), name="kv-knock", daemon=True).start()
+
     def close(self, timeout_s: float) -> None:
         """Send what is still to be sent, end the thread and its sockets."""
         self._closing = True
@@ -128,6 +141,17 @@ class ControlThread:
     def _post(self, job: Callable[[], None]) -> None:
         self._todo.append(job)
         self._poke()
+
+    def _knock(self, peer: PeerKey) -> None:
+        try:
+            for family, kind, _, _, address in socket.getaddrinfo(*peer[:2], type=socket.SOCK_STREAM):
+                with socket.socket(family, kind) as door:
+                    door.settimeout(KNOCK_S)
+                    if door.connect_ex(address) != errno.ECONNREFUSED:
+                        return  # also if there is no answer, which proves nothing
+        except OSError:
+            return
+        self._desk.vanished(peer)
 
     def _run(self) -> None:
         try:

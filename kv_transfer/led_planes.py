@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from kv_transfer.commands import PeerKey
 from kv_transfer.connector import PoolRegion
-from kv_transfer.fetches import PeerKey
 from kv_transfer.planes import DataPlane, PlaneThread
 from kv_transfer.rank_link import LinkEnd
 from kv_transfer.rank_messages import (

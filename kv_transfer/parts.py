@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.commands import PeerKey, Read
 from wire.errors import KvrelayError
 
 __all__ = ["Failed", "Finished", "Joined", "Outcome", "Part", "PartTable"]

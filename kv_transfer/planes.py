@@ -1,7 +1,19 @@
 """Data planes: what really moves bytes, and the one thread each of them lives on.
 
 A plane knows memory and peers' metadata; it knows nothing of requests, leases or deadlines. Its thread keeps reads in
-flight until their end is seen, whoever has lost interest in them.
+flight until their end is seen, whoever has lost interest in them: blocks may be used again only when nothing can land
+in them. What is known of that, plane by plane:
+
+- direct: our own copies, which always end, whatever becomes of the peer; a read never breaks.
+- NCCL: bytes land in staging, and who ends a pair locks the pool: a read that fails is over at once.
+- NIXL: a read is many operations of UCX. Done: all of them are. Disconnected: UCX has closed our end by force, so none
+  goes on but copies of our own GPU. Any other error is that of one operation, and NIXL never looks at the others again:
+  the read is *broken*, and its other parts may land, also after the desk's connection has ended. Nothing at all: it
+  hangs with its peer, and lands when that one goes on (seen: after the release of its handle, too).
+
+So a connection that ends proves nothing; a process that is gone does (`peer_gone`). Without either, a broken read is
+waited for as long as any network may hold its parts; one that hangs without end, because its peer may be stopped for
+as long. Both are told in the log.
 """
 
 from __future__ import annotations
@@ -15,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.connector import PoolRegion
-from kv_transfer.fetches import PeerKey, Read
 from kv_transfer.shares import Share
 from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
@@ -28,6 +40,11 @@ log = logging.getLogger(__name__)
 # While reads run, a twentieth longer each time: a read is noticed that part of its length late. A long one needs
 # progress to receive: 64 MiB over UCX's TCP on loopback took 42 to 58 ms with at most 1 ms, 71 to 114 ms with 5.
 POLL_MIN_S, POLL_MAX_S, POLL_GROWTH = 0.00005, 0.001, 1.05
+# A broken read of a peer that may be there. TCP gives up after 15 minutes, RDMA after seconds; what comes later than
+# that was sent by somebody who was stopped for so long.
+BROKEN_S = 1000.0
+# Of a read that hangs it is told once.
+HANGING_S = 60.0
 # While peers may read here, a plane without own threads must be progressed; else only often enough to notice them.
 SERVE_S, IDLE_S = 0.002, 0.05
 
@@ -69,7 +86,11 @@ class DataPlane(Protocol):
     def poll(self, handle: object) -> bool:
         """True: all bytes are in. Raises PeerLost if no byte will land any more, another TransferError if some may.
 
-        A handle is polled until True or PeerLost."""
+        A handle is polled until True or PeerLost, or for `BROKEN_S` after another error. After PeerLost the peer is
+        dropped and added again before the next read."""
+
+    def peer_gone(self, generation: str) -> None:
+        """Its process is gone for certain: `poll` soon tells the end of what only its help would end."""
 
     def drop_peer(self, generation: str) -> None:
         """No reads from this peer any more; unknown ones are ignored."""
@@ -104,7 +125,9 @@ class PlaneDesk(Protocol):
 class _Running:
     read: Read
     handle: object
-    broken: bool = False
+    posted_at: float
+    broken_at: float | None = None
+    told: bool = False
 
 
 class PlaneThread:
@@ -115,7 +138,6 @@ class PlaneThread:
         self._desk = desk
         self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: list[_Running] = []
-        self._gone: set[PeerKey] = set()
         self._closing = False
         self._interval_s = POLL_MIN_S
         self._opened: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
@@ -138,12 +160,12 @@ class PlaneThread:
         self._todo.put(partial(self._post, read))
 
     def peer_gone(self, peer: PeerKey) -> None:
-        """The peer's process does not answer any more: what has broken needs no more proof that it ended."""
-        self._todo.put(partial(self._peer_gone, peer))
+        """The peer's process is gone for certain."""
+        self._todo.put(partial(self._plane.peer_gone, peer.generation))
 
     def drop_peer(self, peer: PeerKey) -> None:
         """No read from this peer is in flight, and none will be asked for before the next `add_peer`."""
-        self._todo.put(partial(self._drop_peer, peer))
+        self._todo.put(partial(self._plane.drop_peer, peer.generation))
 
     def nudge(self) -> None:
         """Somebody may be about to read from here: leave the long sleep."""
@@ -193,7 +215,6 @@ class PlaneThread:
 
     def _add_peer(self, peer: PeerKey, source: Source) -> None:
         started = time.monotonic()
-        self._gone.discard(peer)
         try:
             self._plane.add_peer(source)
         except TransferError as error:
@@ -208,32 +229,37 @@ class PlaneThread:
         except TransferError as error:
             self._desk.read_failed(read.peer, read.read_id, error, in_flight=False)
             return
-        self._running.append(_Running(read, handle))
+        self._running.append(_Running(read, handle, time.monotonic()))
         self._interval_s = POLL_MIN_S
-
-    def _peer_gone(self, peer: PeerKey) -> None:
-        self._gone.add(peer)
-
-    def _drop_peer(self, peer: PeerKey) -> None:
-        self._gone.discard(peer)
-        self._plane.drop_peer(peer.generation)
 
     def _poll(self) -> None:
         self._running = [running for running in self._running if not self._ended(running)]
 
     def _ended(self, running: _Running) -> bool:
-        read = running.read
+        read, now = running.read, time.monotonic()
         try:
             if not self._plane.poll(running.handle):
+                if not running.told and now - running.posted_at >= HANGING_S:
+                    running.told = True
+                    log.warning("%s hangs: its blocks are in quarantine until its end is seen", _named(read))
                 return False
         except TransferError as error:
-            in_flight = not isinstance(error, PeerLost) and read.peer not in self._gone
-            if not (running.broken and in_flight):
+            first = running.broken_at is None
+            if running.broken_at is None:
+                running.broken_at = now
+            in_flight = not isinstance(error, PeerLost)
+            if in_flight and now - running.broken_at >= BROKEN_S:
+                in_flight = False
+                log.warning("%s broke %g s ago: its blocks leave quarantine, its end unseen", _named(read), BROKEN_S)
+            if first or not in_flight:
                 self._desk.read_failed(read.peer, read.read_id, error, in_flight=in_flight)
-            running.broken = True
             return not in_flight
         self._desk.read_ended(read.peer, read.read_id)
         return True
+
+
+def _named(read: Read) -> str:
+    return f"a READ of {len(read.local_blocks)} blocks from {read.peer.host}:{read.peer.port}"
 
 
 def _nothing() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.connector import PoolRegion
-from kv_transfer.fetches import PeerKey, Read
 from kv_transfer.planes import Source
 from wire import errors
 from wire.errors import KvrelayError, TransferError

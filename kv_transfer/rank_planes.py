@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.parts import Finished, Joined, Outcome, Part, PartTable
 from kv_transfer.planes import PlaneDesk, PlaneThread, Source
 from kv_transfer.rank_link import RankLink
@@ -104,9 +104,9 @@ class RankPlane:
             self._ends[part.rank].read(its)
 
     def peer_gone(self, peer: PeerKey) -> None:
-        """The peer's process does not answer any more."""
+        """The peer's process is gone for certain. Of its other ranks, which have their own, that says nothing."""
         with self._lock:
-            parts = self._table.parts(peer)
+            parts = [part for part in self._table.parts(peer) if part.source == peer]
         for part in parts:
             self._ends[part.rank].peer_gone(part.source)
 

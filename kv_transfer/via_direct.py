@@ -128,6 +128,9 @@ class DirectPlane:
         """Raises nothing but what ends the process: a GPU that has failed fails for good."""
         return self._side.poll(handle)
 
+    def peer_gone(self, generation: str) -> None:
+        """What was mapped is still there, and read to its end."""
+
     def drop_peer(self, generation: str) -> None:
         """Unmap the pool of a peer that no READ in flight reads from."""
         remote = self._remotes.pop(generation, None)

@@ -114,6 +114,9 @@ class NcclPlane:
             raise PeerLost(handle.error.message) from handle.error
         return handle.done
 
+    def peer_gone(self, generation: str) -> None:
+        """The control socket tells the same, and no read waits longer than a slice may take."""
+
     def drop_peer(self, generation: str) -> None:
         """Hang up, and end its pair."""
         if self._sources.pop(generation, None) is not None:

@@ -57,6 +57,8 @@ class ClusterConfig:
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
+    trust_request_chat_template: bool = False
+    """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
     tool_call_parser: str = ""
     """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
     reasoning_parser: str = ""
@@ -236,6 +238,7 @@ def _node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: 
         port=port,
         served_model_name=config.served_model_name,
         chat_template=config.chat_template,
+        trust_request_chat_template=config.trust_request_chat_template,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         max_body_bytes=config.max_body_bytes,

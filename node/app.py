@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,10 +25,12 @@ from starlette.requests import ClientDisconnect
 
 from node.compiling import COMPILE_DEADLINE_S
 from node.engine_client import EngineClient, Updates
+from node.joined_frames import joined_frames
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
+from openai_api.join import joined_end
 from openai_api.leg import Leg
 from openai_api.stages import STAGES, stages_ms
 from openai_api.types import ModelCard, ModelList
@@ -176,11 +179,12 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     call = Call(chat, body, _request_id(request))
     if len(body) > INLINE_BODY_BYTES:
-        leg, parsed = await asyncio.to_thread(serving.leg, call)
+        legs, parsed = await asyncio.to_thread(serving.legs, call)
     else:
-        leg, parsed = serving.leg(call)
+        legs, parsed = serving.legs(call)
+    leg = legs[0]
     await _check_constraint(serving, leg.submits[0].params.constraint if leg.submits else None)
-    frames = _frames(node, leg, call)
+    frames = _frames(node, leg, call) if len(legs) == 1 else _joined(node, legs, call)
     wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
@@ -217,6 +221,19 @@ async def _check_constraint(serving: Serving, constraint: Constraint | None) -> 
             f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile; make it simpler",
             param=constraint.field,
         ) from why
+
+
+def _joined(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
+    """The frames of several prompts' legs."""
+    writer = legs[0].writer
+    end = functools.partial(
+        joined_end,
+        include_usage=writer.include_usage,
+        response_id=writer.response_id,
+        created=writer.created,
+        model=writer.model,
+    )
+    return joined_frames([_frames(node, leg, call) for leg in legs], streams=writer.streams, end=end)
 
 
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:

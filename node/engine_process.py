@@ -75,8 +75,7 @@ class EngineProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._updates: list[RequestUpdate] = []
         self._stopping = False
-        self._stats_due = 0.0
-        self._pulse_due = 0.0
+        self._stats_due = self._pulse_due = 0.0
         self._reported: EngineStats | None = None
 
         ranks = join_as_rank_0(config.engine)
@@ -182,9 +181,12 @@ class EngineProcess:
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
-        request = Request.of(submit, time.monotonic())
+        request, watched = Request.of(submit, time.monotonic()), False
         try:
             self.engine.check(submit)
+            if submit.fetch is not None:
+                self.connector.watch(submit.request_id, submit.fetch)
+            watched = submit.fetch is not None
             if submit.params.constraint is None:
                 request.guide = self.engine.guide(submit.params)
                 self.engine.scheduler.add(request)
@@ -192,9 +194,8 @@ class EngineProcess:
                 self._compiling.begin(request)
         except ValueError as why:
             self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
-            return
-        if submit.fetch is not None:
-            self.connector.watch(submit.request_id, submit.fetch)
+            if watched:
+                self.connector.cancel(submit.request_id)
 
     def _take_compiled(self) -> None:
         for request, error in self._compiling.ready(time.monotonic()):

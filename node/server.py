@@ -84,6 +84,7 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         info,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        trusts_request_templates=config.trust_request_chat_template,
     )
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",

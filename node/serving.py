@@ -15,13 +15,20 @@ import msgspec
 
 from decode_node.leg import DecodeLeg
 from node.compiling import grammars_for
-from openai_api.body import MAX_CHOICES, choice_count, decode_chat, decode_completion, sampling_params, token_limit
-from openai_api.chat_template import render
+from openai_api.body import (
+    MAX_CHOICES,
+    choice_count,
+    decode_chat,
+    decode_completion,
+    prompts_of,
+    sampling_params,
+    token_limit,
+)
 from openai_api.leg import Leg, with_forks
 from openai_api.message_stream import message_form
+from openai_api.prompt import Prompts
 from openai_api.structured import bad_word_ids
 from openai_api.tokenizer import Tokenizer
-from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest
 from openai_api.writer import AnswerWriter
 from paged_engine.grammar import Grammars
@@ -62,16 +69,27 @@ class Serving:
         *,
         tool_call_parser: str = "",
         reasoning_parser: str = "",
+        trusts_request_templates: bool = False,
     ) -> None:
         """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
         self._tokenizer = tokenizer
-        self._chat_template = chat_template or tokenizer.chat_template
-        self._tool_template = chat_template or tokenizer.tool_template
+        self._prompts = Prompts(
+            tokenizer,
+            info.max_model_len,
+            chat_template=chat_template or tokenizer.chat_template,
+            tool_template=chat_template or tokenizer.tool_template,
+            trusts_request_templates=trusts_request_templates,
+        )
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
 
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
-        """What to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
+        """Of a call with one prompt; see `legs`."""
+        legs, request = self.legs(call)
+        return legs[0], request
+
+    def legs(self, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
+        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         if request.model is None:
             raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
@@ -83,7 +101,24 @@ class Serving:
             )
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
-        prompt = transfer.prompt_token_ids or self._tokenize(request)
+        prompts = prompts_of(request) if isinstance(request, CompletionRequest) else []
+        if not isinstance(request, CompletionRequest) or len(prompts) == 1:
+            only = msgspec.structs.replace(request, prompt=prompts[0]) if prompts else request
+            return [self._leg(call, only, transfer)], request
+        if transfer.do_remote_decode or transfer.do_remote_prefill:
+            raise RequestError("a leg has one prompt; send one for each", param="prompt")
+        created = int(time.time())
+        return [
+            self._leg(
+                call,
+                msgspec.structs.replace(request, prompt=prompt),
+                KvTransferParams(created=created, part=True, first_index=at * (request.n or 1)),
+            )
+            for at, prompt in enumerate(prompts)
+        ], request
+
+    def _leg(self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams) -> Leg:
+        prompt = transfer.prompt_token_ids or self._prompts.token_ids(request)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         form = message_form(
             request,
@@ -111,16 +146,19 @@ class Serving:
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
             so_far=transfer.so_far(choice_count(request)),
+            part=transfer.part,
+            first_index=transfer.first_index,
+            beginning=self._prompts.beginning(request, prompt),
             message=lambda choice: form.parser(call.response_id, choice),
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
-        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt)
+        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt, priority=request.priority or 0)
         if transfer.do_remote_prefill:
-            return DecodeLeg(submit, transfer, writer, self.info), request
+            return DecodeLeg(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
-            return PrefillLeg(submit, transfer, writer), request
-        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer), request
+            return PrefillLeg(submit, transfer, writer)
+        return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer)
 
     def knows(self, constraint: Constraint) -> bool:
         """Whether this constraint is known to be one that can be followed."""
@@ -148,25 +186,6 @@ class Serving:
             raise RequestError(
                 f"this node's role is {self.role}; send the {leg} leg to a {leg} node", param="kv_transfer_params"
             )
-
-    def _tokenize(self, request: ChatRequest | CompletionRequest) -> list[int]:
-        if isinstance(request, CompletionRequest):
-            if isinstance(request.prompt, str):
-                return self._tokenizer.encode(request.prompt, request.add_special_tokens is not False)
-            return [token for token in request.prompt if isinstance(token, int)]
-        tools = asked_tools(request).tools
-        effort = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-        text = render(
-            self._tool_template if tools else self._chat_template,
-            request.messages,
-            bos_token=self._tokenizer.bos_token,
-            eos_token=self._tokenizer.eos_token,
-            tools=list(tools) or None,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            **effort | (request.chat_template_kwargs or {}),
-        )
-        # The template has written the special tokens already.
-        return self._tokenizer.encode(text, bool(request.add_special_tokens))
 
     def _check_tokens(self, prompt: list[int]) -> None:
         for token in prompt:

@@ -18,9 +18,14 @@ from wire.sampling import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "MAX_CHOICES",
+    "asked_logprobs",
+    "check_choices",
     "choice_count",
     "decode_chat",
     "decode_completion",
+    "kept_tokens",
+    "prompt_only",
+    "prompts_of",
     "sampling_params",
     "token_limit",
 ]
@@ -34,6 +39,7 @@ _MAX_STOP_STRINGS = 64
 _MAX_STOP_CHARS = 1024
 # What the server itself gives to a chat template.
 _TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_MAX_PRIORITY = 2**31 - 1
 _GREEDY_BELOW = 1e-5  # logits divided by less leave float32
 
 _T = TypeVar("_T", bound=SamplingFields)
@@ -44,7 +50,14 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 def decode_chat(body: bytes) -> ChatRequest:
     """The chat request in `body`. Raises RequestError."""
     request = _decode(body, _chat_decoder)
+    check_choices(1, choice_count(request))
     _check_messages(request)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other: the answer goes on with the last "
+            "message or begins a new one",
+            param="continue_final_message",
+        )
     asked_tools(request)
     for name in _TEMPLATE_VARIABLES:
         if name in (request.chat_template_kwargs or {}):
@@ -60,31 +73,88 @@ def decode_chat(body: bytes) -> ChatRequest:
 
 
 def decode_completion(body: bytes) -> CompletionRequest:
-    """The completion request in `body`; its prompt is a text or token ids. Raises RequestError."""
+    """The completion request in `body`. Raises RequestError."""
     request = _decode(body, _completion_decoder)
     if request.logprobs is not None:
         _check_logprobs("logprobs", request.logprobs)
-    prompt = request.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
+        if request.echo:
             raise RequestError(
-                f"prompt holds {len(prompt)} prompts; several prompts are not supported yet, send one request for each",
-                param="prompt",
+                "echo with logprobs is not supported yet; leave one of them out",
+                param="echo",
+                code="unsupported_parameter",
             )
-        only = prompt[0]
-        prompt = only if isinstance(only, str) else list(only)
-        request = msgspec.structs.replace(request, prompt=prompt)
-    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
-        raise RequestError("prompt mixes token ids with something else", param="prompt")
+    _check_best_of(request)
+    for prompt in prompts_of(request):
+        ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        if not (ids or isinstance(prompt, str)):
+            raise RequestError("prompt mixes token ids with something else", param="prompt")
+    check_choices(len(prompts_of(request)), choice_count(request))
     return request
 
 
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """Each prompt, a text or token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+def check_choices(prompts: int, choices: int) -> None:
+    """Raise RequestError if a request asks for more choices than one may, over all of its prompts."""
+    if prompts * choices > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with {choices} choices each are {prompts * choices} choices, and the limit of one "
+            f"request is {MAX_CHOICES}; send several requests",
+            param="prompt" if prompts > 1 else "n",
+        )
+
+
 def choice_count(request: ChatRequest | CompletionRequest) -> int:
-    """How many choices are generated for each prompt."""
-    return request.n or 1
+    """How many choices are generated for each prompt; `n` of them are returned."""
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return max(request.n or 1, best_of or 1)
 
 
-def token_limit(request: SamplingFields, prompt_tokens: int, max_model_len: int) -> int:
+def asked_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    """How many of the most likely tokens the client wants to see beside each token; None: nothing of the kind."""
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
+    """Whether the answer is the prompt and no token more."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and _asked_limit(request)[1] == 0
+
+
+def kept_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens at the end of the prompt the request wants to keep. Raises RequestError."""
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return prompt_tokens
+    if kept == -1:
+        name, limit = _asked_limit(request)
+        default = 1 if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
+        kept = max_model_len - (default if limit is None else limit)
+        if kept < 1:
+            raise RequestError(
+                f"{name} is {limit} and this model's context {max_model_len}: that leaves no token of the prompt",
+                param=name,
+                code="context_length_exceeded",
+            )
+    if not 1 <= kept <= max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be between 1 and {max_model_len} (the model's context), or -1 for as many as "
+            f"fit, got {kept}",
+            param="truncate_prompt_tokens",
+        )
+    return min(kept, prompt_tokens)
+
+
+def token_limit(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
     """How many tokens the client's answer may have. Raises RequestError if the context cannot hold them.
 
     On a prefill leg the client's own limit is in the hand-over, because `max_tokens` is 1 there.
@@ -103,7 +173,7 @@ def token_limit(request: SamplingFields, prompt_tokens: int, max_model_len: int)
     name, limit = _asked_limit(request)
     if limit is None:
         return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
-    if limit < 1:
+    if limit < 1 and not prompt_only(request):
         raise RequestError(f"{name} must be at least 1, got {limit}", param=name)
     if limit > room:
         raise RequestError(
@@ -138,7 +208,7 @@ def sampling_params(
     temperature = _or(request.temperature, 1.0)
     top_k = request.top_k or 0
     params = SamplingParams(
-        max_tokens=limit,
+        max_tokens=max(1, limit),
         seed=default_seed if request.seed is None else request.seed,
         temperature=0.0 if 0 <= temperature < _GREEDY_BELOW else temperature,
         top_p=_or(request.top_p, 1.0),
@@ -189,10 +259,12 @@ def _named(message: str) -> RequestError:
 def _check_common(request: SamplingFields) -> None:
     if request.n is not None and request.n < 1:
         raise RequestError(f"n must be at least 1, got {request.n}", param="n")
-    if request.n is not None and request.n > 1:
-        raise RequestError(f"n above 1 is not supported yet, got {request.n}; send several requests", param="n")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
+    if not -_MAX_PRIORITY <= (request.priority or 0) <= _MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}, got {request.priority}", param="priority"
+        )
     if request.cache_salt == "":
         raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
     stops = request.stop_strings
@@ -240,7 +312,7 @@ def _check_logprobs(name: str, value: int) -> None:
 def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
     """(field name, the client's limit or None)."""
     params = request.kv_transfer_params
-    if params is not None and params.do_remote_decode:
+    if params is not None and params.do_remote_decode and request.max_tokens != 0:
         return "max_tokens", params.client_max_tokens or None
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens", request.max_completion_tokens
@@ -248,9 +320,21 @@ def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
-    if isinstance(request, CompletionRequest):
-        return request.logprobs
-    return (request.top_logprobs or 0) if request.logprobs else None
+    asked = asked_logprobs(request)
+    return 0 if asked is None and choice_count(request) > (request.n or 1) else asked  # to choose by
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    n, best_of = request.n or 1, request.best_of
+    if best_of is None:
+        return
+    if best_of < n:
+        raise RequestError(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
+    if request.stream and best_of > n:
+        raise RequestError(
+            f"best_of ({best_of}) above n ({n}) cannot be streamed: which are the best is known at the end only",
+            param="best_of",
+        )
 
 
 def _unique(tokens: list[int] | None) -> tuple[int, ...] | None:

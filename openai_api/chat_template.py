@@ -16,6 +16,7 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from openai_api.beginning import content_text
 from openai_api.types import Message
 from wire.errors import ConfigError, RequestError
 
@@ -39,10 +40,12 @@ def render(
     eos_token: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     **kwargs: Any,
 ) -> str:
     """The prompt for these messages; `kwargs` are further variables of the template.
 
+    With `continue_final_message` it ends where the last message's content does, so that the answer goes on with it.
     Raises RequestError if there is no template or no message, or if the template refuses them.
     """
     if not template:
@@ -61,19 +64,30 @@ def render(
         "eos_token": eos_token,
     }
     try:
-        return _compiled(template).render(variables)
+        text = _compiled(template).render(variables)
     # What template code can raise on messages of an unexpected shape, beside Jinja's own errors.
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as why:
         raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from why
+    return _up_to(content_text(messages[-1]), text) if continue_final_message else text
+
+
+def _up_to(content: str, text: str) -> str:
+    """The rendered `text` without what the template writes behind the last message; it may have trimmed the message."""
+    trimmed = content.strip()
+    at = text.rfind(trimmed)
+    if not trimmed or at < 0:
+        raise RequestError(
+            "continue_final_message needs a last message with text, which the chat template renders as it is",
+            param="continue_final_message",
+        )
+    end = at + len(trimmed)
+    trailing = content[len(content.rstrip()) :]
+    return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates expect it: content is one text (parts are joined by line breaks, null is empty), and arguments of
-    calls are objects."""
-    content = message.content or ""
-    if not isinstance(content, str):
-        content = "\n".join(part.text or "" for part in content)
-    plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": content}
+    """As templates expect it: content is one text, and arguments of calls are objects."""
+    plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": content_text(message)}
     if message.tool_calls is not None:
         plain["tool_calls"] = [_with_object(call) for call in message.tool_calls]
     return plain

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from openai_api.beginning import Beginning
+from openai_api.body import asked_logprobs, prompt_only
 from openai_api.logprobs import chat_logprobs, completion_logprobs
 from openai_api.message import MessageParser
 from openai_api.text_stream import TextStream
@@ -48,8 +53,7 @@ class ChoiceWriter:
         index: int,
         message: MessageParser,
         so_far: ChoiceSoFar,
-        *,
-        role: str = "assistant",
+        beginning: Beginning,
     ) -> None:
         """`message` is asked for a chat only. Raises RequestError if log-probabilities of `so_far` are missing."""
         self.index = index
@@ -61,7 +65,11 @@ class ChoiceWriter:
         self._tokenizer = tokenizer
         self._stop_token_ids = params.stop_token_ids
         self._message = message
-        self._role = role
+        self._beginning = beginning
+        self._prompt_only = prompt_only(request)
+        self._shows_logprobs = asked_logprobs(request) is not None
+        self._shows_ids = bool(request.return_token_ids)
+        self._as_token_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._offsets: list[int] = []  # of each token's text; kept with log-probabilities only
         self._text: list[str] = []  # all released; kept for whole answers only
@@ -77,7 +85,7 @@ class ChoiceWriter:
         )
         self._begun = False
         self._unsent = ""  # released while replaying and not with the client yet
-        self._untold = 0  # of the last tokens, those whose log-probabilities the client has not
+        self._untold = 0  # of the last tokens, those that the client has not, if it wants more of them than their text
         self._replay(so_far)
 
     @property
@@ -105,7 +113,7 @@ class ChoiceWriter:
             self._text.append(text)
             return []
         fresh, self._untold = self._untold, 0
-        head = self._head() if self.token_ids else []
+        head = self._head() if self.token_ids else []  # not before: an error is told by status as long as it can be
         return head + self._chunks(text, fresh)
 
     def end(self, finish: Finish) -> list[ChunkChoice]:
@@ -122,14 +130,21 @@ class ChoiceWriter:
             chunks += [ChatChunkChoice(self.index, delta) for delta in self._message.finish()]
         self._finish_reason, self._stop_reason = self._reasons(finish)
         last = chunks.pop() if chunks else self._chunk(Delta(), "", 0)
-        return [*self._head(), *chunks, self._with_reasons(last)]
+        reasons = {"finish_reason": self._finish_reason, "stop_reason": self._stop_reason}
+        return [*self._head(), *chunks, replace(last, **reasons)]
 
     def whole(self) -> ChatChoice | CompletionChoice:
         """The ended choice in a body that is not streamed."""
-        reasons = (self._finish_reason, self._stop_reason)
+        rest = (self._finish_reason, self._stop_reason, self.token_ids if self._shows_ids else UNSET)
+        echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
         if self._chat:
-            return ChatChoice(self.index, self._message.message(), self._chat_logprobs(0), *reasons)
-        return CompletionChoice(self.index, "".join(self._text), self._completion_logprobs(0), *reasons)
+            message = replace(self._message.message(), role=self._beginning.role)
+            if echo:
+                message = replace(message, content=echo + (message.content or ""))
+            return ChatChoice(self.index, message, self._chat_logprobs(0), *rest)
+        text = echo + "".join(self._text)
+        ids = UNSET if prompt is None else list(prompt)
+        return CompletionChoice(self.index, text, self._completion_logprobs(0), *rest, ids)
 
     def _replay(self, so_far: ChoiceSoFar) -> None:
         if self._logprobs is not None and len(so_far.logprobs) != len(so_far.generated):
@@ -155,22 +170,27 @@ class ChoiceWriter:
         """Count tokens up to a stop string; their text that may be sent."""
         released = []
         for i, token in enumerate(token_ids):
-            if self.stopped:
+            if self.stopped or self._prompt_only:
                 break
             if self._logprobs is not None:
-                self._offsets.append(self._stream.decoded)
+                self._offsets.append(len(self._beginning.echo) + self._stream.decoded)
                 self._logprobs.append(logprobs[i])
-                self._untold += 1
+            self._untold += self._shows_logprobs or self._shows_ids
             self.token_ids.append(token)
             released.append(self._stream.push(token))
         return "".join(released)
 
     def _head(self) -> list[ChunkChoice]:
-        """The first chunk of a chat, once."""
-        if self._begun or not self._chat:
+        """What comes before the first token, once: of a chat the role, and what of the prompt the client wants back."""
+        if self._begun:
             return []
         self._begun = True
-        return [ChatChunkChoice(self.index, Delta(self._role, ""))]
+        echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
+        if not self._chat:
+            ids = UNSET if prompt is None else list(prompt)
+            return [CompletionChunkChoice(self.index, echo, prompt_token_ids=ids)] if echo or ids else []
+        head: list[ChunkChoice] = [ChatChunkChoice(self.index, Delta(self._beginning.role, ""))]
+        return [*head, ChatChunkChoice(self.index, Delta(content=echo))] if echo else head
 
     def _chunks(self, text: str, fresh: int) -> list[ChunkChoice]:
         """Chunks with this text and the log-probabilities of the last `fresh` tokens; none if there is neither."""
@@ -184,14 +204,13 @@ class ChoiceWriter:
 
     def _chunk(self, delta: Delta, text: str, fresh: int) -> ChunkChoice:
         start = len(self.token_ids) - fresh
+        ids = self.token_ids[start:] if fresh and self._shows_ids else UNSET
         if self._chat:
-            return ChatChunkChoice(self.index, delta, self._chat_logprobs(start) if fresh else None)
-        return CompletionChunkChoice(self.index, text, self._completion_logprobs(start) if fresh else None)
-
-    def _with_reasons(self, last: ChunkChoice) -> ChunkChoice:
-        if isinstance(last, ChatChunkChoice):
-            return ChatChunkChoice(last.index, last.delta, last.logprobs, self._finish_reason, self._stop_reason)
-        return CompletionChunkChoice(last.index, last.text, last.logprobs, self._finish_reason, self._stop_reason)
+            logprobs = self._chat_logprobs(start) if fresh else None
+            return ChatChunkChoice(self.index, delta, logprobs, token_ids=ids)
+        return CompletionChunkChoice(
+            self.index, text, self._completion_logprobs(start) if fresh else None, token_ids=ids
+        )
 
     def _close(self, finish: Finish, text: str) -> None:
         if self._chat:
@@ -202,6 +221,8 @@ class ChoiceWriter:
 
     def _reasons(self, finish: Finish) -> tuple[str, int | str | None]:
         """Finish reason, and the stop string or the stop token that the request named; None for the model's own end."""
+        if self._prompt_only:
+            finish = Finish.LENGTH
         reason = Finish.STOP.value if self.stopped else finish.value
         named = self._message.finish_reason(reason) if self._chat else reason
         if self.stopped:
@@ -210,9 +231,12 @@ class ChoiceWriter:
         return named, last if reason == Finish.STOP and last in self._stop_token_ids else None
 
     def _chat_logprobs(self, start: int) -> ChatLogprobs | None:
-        return None if self._logprobs is None else chat_logprobs(self._tokenizer, self._logprobs[start:])
+        if self._logprobs is None or not self._shows_logprobs:
+            return None
+        return chat_logprobs(self._tokenizer, self._logprobs[start:], as_token_ids=self._as_token_ids)
 
     def _completion_logprobs(self, start: int) -> CompletionLogprobs | None:
-        if self._logprobs is None:
+        if self._logprobs is None or not self._shows_logprobs:
             return None
-        return completion_logprobs(self._tokenizer, self._logprobs[start:], self._offsets[start:])
+        offsets = self._offsets[start:]
+        return completion_logprobs(self._tokenizer, self._logprobs[start:], offsets, as_token_ids=self._as_token_ids)

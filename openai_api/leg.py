@@ -108,7 +108,12 @@ class Leg:
         self.done = True
         self.finish = finish
         return msgspec.structs.replace(
-            frame, kind=FrameKind.END, payload=payload + self.writer.close(), load=load, timing=self.stages(update)
+            frame,
+            kind=FrameKind.END,
+            payload=payload + self.writer.close(),
+            load=load,
+            timing=self.stages(update),
+            usage=self.writer.counts,
         )
 
     def error(self, why: KvrelayError) -> Frame:

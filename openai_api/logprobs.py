@@ -14,34 +14,41 @@ _LOWEST = -9999.0
 """JSON has no infinity; the API's clients know this value for 'impossible'."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """One entry per token, with the asked number of most likely tokens."""
+def chat_logprobs(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_token_ids: bool = False
+) -> ChatLogprobs:
+    """One entry per token, with the asked number of most likely tokens. `as_token_ids`: see `_name`."""
     content = []
     for entry in logprobs:
-        chosen = _top(tokenizer, entry.token_id, entry.logprob)
-        top = [_top(tokenizer, *pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        chosen = _top(tokenizer, entry.token_id, entry.logprob, as_token_ids)
+        top = [_top(tokenizer, *pair, as_token_ids) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
         content.append(ChatTokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int], *, as_token_ids: bool = False
 ) -> CompletionLogprobs:
     """Parallel lists; the chosen token is among the most likely even where it is not one of them."""
     tops = []
     for entry in logprobs:
         pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
-        tops.append({tokenizer.token_text(token): _finite(value) for token, value in pairs})
+        tops.append({_name(tokenizer, token, as_token_ids): _finite(value) for token, value in pairs})
     return CompletionLogprobs(
         text_offset=list(offsets),
         token_logprobs=[_finite(entry.logprob) for entry in logprobs],
-        tokens=[tokenizer.token_text(entry.token_id) for entry in logprobs],
+        tokens=[_name(tokenizer, entry.token_id, as_token_ids) for entry in logprobs],
         top_logprobs=tops,
     )
 
 
-def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
-    return TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(tokenizer.token_bytes(token_id)))
+def _name(tokenizer: Tokenizer, token_id: int, as_token_ids: bool) -> str:
+    """A token's text, which several tokens may share, or `token_id:` and its id, which none does."""
+    return f"token_id:{token_id}" if as_token_ids else tokenizer.token_text(token_id)
+
+
+def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_token_ids: bool) -> TopLogprob:
+    return TopLogprob(_name(tokenizer, token_id, as_token_ids), _finite(logprob), list(tokenizer.token_bytes(token_id)))
 
 
 def _finite(logprob: float) -> float:

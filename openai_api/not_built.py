@@ -16,24 +16,15 @@ __all__ = ["refuse_not_built"]
 _LEAVE_OUT = "leave it out"
 
 _TABLE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((1,), _LEAVE_OUT),
-    "use_beam_search": ((False,), _LEAVE_OUT),
-    "echo": ((False,), _LEAVE_OUT),
-    "suffix": (("",), _LEAVE_OUT),
+    "use_beam_search": ((False,), "best_of with a temperature finds likely answers too"),
+    "suffix": (("",), "the models served here write on from the end of a text; put all of it into the prompt"),
     "functions": (([],), "send tools, which replaced it"),
     "function_call": (("none",), "send tool_choice, which replaced it"),
     "prompt_logprobs": ((), _LEAVE_OUT),
     "prompt_embeds": ((), "send the prompt as text or token ids"),
-    "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
     "logits_processors": (([],), "logit_bias is served"),
     "lora_path": ((), _LEAVE_OUT),
     "lora_request": ((), _LEAVE_OUT),
-    "chat_template": ((), "start the node with --chat-template FILE"),
-    "documents": (([],), "put the documents into a message"),
-    "continue_final_message": ((False,), "use /v1/completions"),
-    "return_token_ids": ((False,), _LEAVE_OUT),
-    "return_tokens_as_token_ids": ((False,), _LEAVE_OUT),
-    "priority": ((0,), _LEAVE_OUT),
     "audio": ((), _LEAVE_OUT),
     "modalities": ((["text"],), _LEAVE_OUT),
 }

@@ -102,6 +102,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: KvTransferParams | None = None
     # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.
     include_metrics: bool | None = None
+    # See openai_api/beginning.py.
+    echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
     # See openai_api/structured.py.
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -147,6 +153,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Templates want each tool as the client wrote it; openai_api/tool_choice.py checks them.
     tools: list[dict[str, Any]] | None = None
@@ -161,6 +170,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
+    best_of: int | None = None
 
 
 # Answers
@@ -179,6 +189,11 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt: int, generated: int, cached: int) -> Usage:
+        """From the numbers of tokens."""
+        return cls(prompt, generated, prompt + generated, PromptTokensDetails(cached))
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -245,6 +260,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -257,6 +273,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     kv_transfer_params: KvTransferParams | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -292,6 +309,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True):
@@ -302,6 +320,8 @@ class CompletionChunkChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -313,6 +333,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(msgspec.Struct, frozen=True):
@@ -334,6 +355,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from openai_api import sse
+from openai_api.beginning import Beginning
 from openai_api.choice_writer import ChoiceWriter, ChunkChoice
 from openai_api.message import MessageParser, PlainMessage
 from openai_api.tokenizer import Tokenizer
@@ -25,7 +26,6 @@ from openai_api.types import (
     CompletionChunk,
     CompletionChunkChoice,
     CompletionRequest,
-    PromptTokensDetails,
     Usage,
 )
 from wire.errors import KvrelayError
@@ -57,25 +57,35 @@ class AnswerWriter:
         prompt_tokens: int,
         cached_tokens: int = 0,
         so_far: Sequence[ChoiceSoFar] = (ChoiceSoFar(),),
+        part: bool = False,
+        first_index: int = 0,
+        beginning: Beginning = Beginning(),  # noqa: B008 - a constant
         message: Callable[[int], MessageParser] = lambda _: PlainMessage(_ROLE),
     ) -> None:
-        """`message` makes the parser of the choice of an index.
+        """`message` makes the parser of the choice of an index. A `part` of a request with several prompts counts its
+        choices from `first_index` and leaves the end of a stream to openai_api/join.py.
 
         Raises RequestError for a `so_far` that cannot be gone on from.
         """
         self.streams = bool(request.stream)
+        self._part = part
         self.cached_tokens = cached_tokens
         """Of the prompt, those found in a prefix cache. Known when the first update comes; set it then."""
         self.choices = [
-            ChoiceWriter(request, tokenizer, params, index, message(index), each) for index, each in enumerate(so_far)
+            ChoiceWriter(request, tokenizer, params, first_index + at, message(first_index + at), each, beginning)
+            for at, each in enumerate(so_far)
         ]
         self._chat = isinstance(request, ChatRequest)
         whole = "chat.completion" if self._chat else "text_completion"
         self._object = "chat.completion.chunk" if self._chat and self.streams else whole
         options = request.stream_options
-        self._include_usage = options is not None and bool(options.include_usage)
+        self.include_usage = options is not None and bool(options.include_usage)
         self._usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
-        self._id, self._created, self._model = response_id, created, model
+        self._returned = request.n or 1  # of the choices
+        self._prompt_token_ids: list[int] | UnsetType = UNSET
+        if beginning.prompt_token_ids is not None:
+            self._prompt_token_ids = list(beginning.prompt_token_ids)
+        self.response_id, self.created, self.model = response_id, created, model
         self.prompt_tokens = prompt_tokens
 
     @property
@@ -96,8 +106,10 @@ class AnswerWriter:
 
         `handover` goes into the body (not into streams) for a proxy that carries it to the decode node.
         """
+        if self.streams and self._part:
+            return b""
         if self.streams:
-            return (self._event(None) if self._include_usage else b"") + sse.DONE
+            return (self._event(None) if self.include_usage else b"") + sse.DONE
         return _encode(self._whole(handover))
 
     def cut(self, handover: KvTransferParams | None = None) -> bytes:
@@ -115,22 +127,38 @@ class AnswerWriter:
     def _event(self, choice: ChunkChoice | None) -> bytes:
         """One chunk; without a choice it is the usage chunk."""
         usage = self._usage() if choice is None or self._usage_in_chunks else UNSET
-        head = (self._id, self._object, self._created, self._model)
+        head = (self.response_id, self._object, self.created, self.model)
         if isinstance(choice, CompletionChunkChoice):
             return sse.event(_encode(CompletionChunk(*head, [choice], usage)))
-        return sse.event(_encode(ChatChunk(*head, [] if choice is None else [choice], usage)))
+        if choice is None:
+            return sse.event(_encode(ChatChunk(*head, [], usage)))
+        ids = self._prompt_token_ids if choice.delta.role is not None else UNSET
+        return sse.event(_encode(ChatChunk(*head, [choice], usage, ids)))
 
     def _whole(self, handover: KvTransferParams | None) -> ChatCompletion | Completion:
-        head = (self._id, self._object, self._created, self._model)
-        ended = [choice.whole() for choice in self.choices if choice.ended]
+        head = (self.response_id, self._object, self.created, self.model)
+        ended = [choice.whole() for choice in self._best() if choice.ended]
         carried = UNSET if handover is None else handover
         if self._chat:
             chats = [choice for choice in ended if isinstance(choice, ChatChoice)]
-            return ChatCompletion(*head, chats, self._usage(), carried)
+            return ChatCompletion(*head, chats, self._usage(), carried, self._prompt_token_ids)
         texts = [choice for choice in ended if isinstance(choice, CompletionChoice)]
         return Completion(*head, texts, self._usage(), carried)
 
+    def _best(self) -> Sequence[ChoiceWriter]:
+        """The choices to return: if there are more than were asked for, the likeliest, in that order."""
+        if len(self.choices) <= self._returned:
+            return self.choices
+        first = self.choices[0].index
+        best = sorted(self.choices, key=lambda choice: -choice.logprob)[: self._returned]
+        for at, choice in enumerate(best):
+            choice.index = first + at
+        return best
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, generated ones of all choices, and those of the prompt found in a prefix cache."""
+        return self.prompt_tokens, sum(len(choice.token_ids) for choice in self.choices), self.cached_tokens
+
     def _usage(self) -> Usage:
-        generated = sum(len(choice.token_ids) for choice in self.choices)
-        details = PromptTokensDetails(self.cached_tokens)
-        return Usage(self.prompt_tokens, generated, self.prompt_tokens + generated, details)
+        return Usage.of(*self.counts)

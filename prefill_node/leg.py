@@ -76,6 +76,8 @@ class PrefillLeg(Leg):
         return msgspec.structs.replace(
             update.held or KvTransferParams(do_remote_prefill=True),
             created=self._asked.created,
+            part=self._asked.part,
+            first_index=self._asked.first_index,
             prompt_token_ids=self.submits[0].prompt_token_ids,
             generated=update.token_ids,
             generated_logprobs=update.logprobs or [],

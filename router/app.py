@@ -27,11 +27,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.chores import Chores
 from router.handoff import Walk
 from router.health import watch_nodes
-from router.job import CHAT_PATH, COMPLETIONS_PATH, parse_job
+from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job, parts_of
+from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.metrics import Metrics
 from router.pool import Pool
 from router.relay import CLIENT_GONE, Relay, error_response
+from router.reply import Reply
 from router.timeline import Timeline
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NoNode, NotFound, RequestError, Unauthorized
@@ -73,11 +75,11 @@ class Router:
     async def answer(self, request: Request) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline = request.url.path, Timeline(time.monotonic())
-        assert self._legs is not None
         try:
             body = await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
             job = parse_job(body, path, self._new_id(request), int(time.time()), secrets.randbits(53))
             self.check_served(job.model)
+            parts = parts_of(job)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
             _log.info("id=- path=%s status=%d error=%r", path, why.status, why.message)
@@ -88,17 +90,16 @@ class Router:
         headers = {"x-request-id": job.id}
         if "traceparent" in request.headers:
             headers["traceparent"] = request.headers["traceparent"]
-        walk = Walk(
-            job,
-            headers,
-            timeline,
-            self.pool,
-            self._legs,
-            self.chores,
-            self.metrics,
-            self.config.attempts,
-            self.config.request_deadline_s,
-        )
+
+        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
+            assert self._legs is not None
+            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
+            return Walk(
+                part, headers, its, self.pool, self._legs, self.chores, self.metrics, attempts, deadline_s, reply
+            )
+
+        several = len(parts) > 1
+        walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
         self._live.add(job.id)
         self.metrics.running.inc()
         return Relay(walk, self.config.request_deadline_s, lambda status, why: self._finished(walk, status, why))
@@ -152,23 +153,21 @@ class Router:
         wanted = request.headers.get("x-request-id", "")
         return wanted if _SANE_ID.fullmatch(wanted) and wanted not in self._live else uuid.uuid4().hex
 
-    def _finished(self, walk: Walk, status: int, why: KvrelayError | None) -> None:
+    def _finished(self, walk: Walk | JoinedWalk, status: int, why: KvrelayError | None) -> None:
         self._live.discard(walk.job.id)
-        timeline, progress = walk.timeline, walk.progress
+        timeline, (prefill, decode) = walk.timeline, walk.nodes
         timeline.ended = time.monotonic()
         self.metrics.running.dec()
-        self.metrics.finished(walk.job.path, status, timeline, len(progress.token_ids))
-        handover = progress.handover
-        prompt = len(handover.prompt_token_ids) if handover and handover.prompt_token_ids else None
+        self.metrics.finished(walk.job.path, status, timeline, walk.output_tokens)
         _log.info(
             "id=%s path=%s status=%d prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
             walk.job.id,
             walk.job.path,
             status,
-            "-" if prompt is None else prompt,
-            len(progress.token_ids),
-            walk.prefill_node.url if walk.prefill_node else "-",
-            walk.decode_node.url if walk.decode_node else "-",
+            "-" if walk.prompt_tokens is None else walk.prompt_tokens,
+            walk.output_tokens,
+            prefill,
+            decode,
             timeline.line(),
             "yes" if status == CLIENT_GONE else "no",
             "" if why is None else f" error={why.message!r}",

@@ -45,9 +45,10 @@ class Walk:
         metrics: Metrics,
         attempts: int,
         deadline_s: float,
+        reply: Reply | None = None,
     ) -> None:
         self.job = job
-        self.reply = Reply()
+        self.reply = reply or Reply()
         self.progress = Progress(job)
         self.timeline = timeline
         self.prefill_node: Node | None = None
@@ -59,9 +60,28 @@ class Walk:
         self._metrics = metrics
         self._attempts = attempts
         self._deadline_s = deadline_s
+        self.counts: tuple[int, int, int] = (0, 0, 0)
+        """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
         self._prefilling: asyncio.Task[bool] | None = None
         self._decoding: asyncio.Task[None] | None = None
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Known once the prompt was handed over."""
+        handover = self.progress.handover
+        return len(handover.prompt_token_ids) if handover and handover.prompt_token_ids else None
+
+    @property
+    def output_tokens(self) -> int:
+        """So far, of all choices."""
+        return self.progress.output_tokens
+
+    @property
+    def nodes(self) -> tuple[str, str]:
+        """Where its last legs ran."""
+        prefill, decode = (node.url if node else "-" for node in (self.prefill_node, self.decode_node))
+        return prefill, decode
 
     async def run(self) -> None:
         """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
@@ -140,7 +160,6 @@ class Walk:
                 self._metrics.failovers.labels("prefill").inc()
                 return True
             if not self.progress.start_over():
-                self.progress.decode_params()  # raises where the answer cannot be continued
                 self._metrics.failovers.labels("prefill").inc()
                 return True
             self._require_another(Role.PREFILL, tried, failure)
@@ -153,8 +172,7 @@ class Walk:
             with self._pool.lease(Role.DECODE, tried, self.progress.tokens_to_compute(params)) as lease:
                 self.decode_node = lease.node
                 try:
-                    place = Place(len(params.generated), decoding=True)
-                    await self._leg(lease, decode_body(self.job, params), place)
+                    await self._leg(lease, decode_body(self.job, params), Place.behind(params))
                     return
                 except Diverged as why:
                     # Nobody's fault; the next leg begins behind what the client has.
@@ -163,7 +181,6 @@ class Walk:
                 except LegFailed as why:
                     self._blame(lease.node, why, tried)
                     failure = why
-            self.progress.decode_params()  # raises where the answer cannot be continued
             self._require_another(Role.DECODE, tried, failure)
 
     async def _leg(self, lease: Lease, body: bytes, place: Place) -> FrameKind:
@@ -175,12 +192,13 @@ class Walk:
                 now = time.monotonic()
                 if frame.timing is not None:
                     self.timeline.inside(frame.timing, decoding)
+                self.counts = frame.usage or self.counts
                 if self.progress.take(frame, place):
                     if frame.token_ids:
                         self.timeline.tokens(now)
                     self.reply.put(self._timed(frame, now))
-                if frame.token_ids:
-                    self.timeline.told(place.at, now, decoding)
+                if frame.token_ids and not frame.choice:
+                    self.timeline.told(place.at[0], now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
             await self.reply.room()

@@ -5,15 +5,16 @@ Looks at the few fields that decide the walk and keeps all others as the client'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 
+from openai_api.body import check_choices
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 
-__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "parse_job", "prefill_body"]
+__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "parse_job", "parts_of", "prefill_body"]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -29,6 +30,10 @@ _HANDOVER_FIELDS = {"kv_transfer_params"} | {
 _T = TypeVar("_T")
 
 
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
 class _Asked(msgspec.Struct):
     """The fields that the router itself reads."""
 
@@ -38,9 +43,13 @@ class _Asked(msgspec.Struct):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     seed: int | None = None
-    n: int | None = None
-    logprobs: bool | int | None = None
     include_metrics: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    stream_options: _StreamOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +65,21 @@ class Job:
     max_tokens: int
     min_tokens: int | None
     prompt_tokens: int
-    resumable: bool
-    """Can be continued from its token ids alone: no log-probabilities of lost frames, no second choice."""
     wants_stages: bool
     """The client asks for the break-down at the end of its answer."""
+    include_usage: bool
+    seed_given: bool
+    choices: int
+    """For each prompt, returned of `best_of`."""
+    best_of: int
+    prompt_only: bool
+    """The client wants its prompt back and no token more."""
+    repeats_prompt: bool
+    """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
+    part: bool = False
+    """One prompt of several: its answer is joined with theirs (router/joined_walk.py)."""
+    first_index: int = 0
 
     @property
     def prompt_field(self) -> str:
@@ -71,6 +90,30 @@ class Job:
     def response_id(self) -> str:
         """The `id` of the answer, as the nodes form it."""
         return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.id}"
+
+
+def parts_of(job: Job) -> list[Job]:
+    """A job for each prompt; the job itself if it has one. Raises RequestError if they ask for too much."""
+    raw = bytes(job.fields.get("prompt", b"")).strip()
+    if job.path != COMPLETIONS_PATH or raw[:1] != b"[" or raw[1:].lstrip()[:1] not in (b'"', b"["):
+        return [job]
+    prompts = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    if len(prompts) == 1:
+        return [job]
+    check_choices(len(prompts), max(job.choices, job.best_of))
+    return [
+        replace(
+            job,
+            fields={**job.fields, "prompt": prompt},
+            prompt_tokens=len(bytes(prompt)) // _BYTES_PER_TOKEN,
+            # Without a seed of the client's, equal prompts have different answers.
+            seed=job.seed if job.seed_given else (job.seed + at) & _MAX_INT,
+            wants_stages=False,
+            part=True,
+            first_index=at * job.choices,
+        )
+        for at, prompt in enumerate(prompts)
+    ]
 
 
 def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int) -> Job:
@@ -86,10 +129,10 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
     if path == CHAT_PATH and asked.max_completion_tokens is not None:
         limit_field = "max_completion_tokens"
     limit = getattr(asked, limit_field)
-    _check_limits(asked, limit_field, _DEFAULT_COMPLETION_TOKENS if limit is None and path != CHAT_PATH else limit)
+    prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
+    default = None if path == CHAT_PATH else _DEFAULT_COMPLETION_TOKENS
+    _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
     prompt = bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")).strip()
-    several = path == COMPLETIONS_PATH and prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[")
-    wants_logprobs = asked.logprobs is not None and asked.logprobs is not False
     return Job(
         id=job_id,
         path=path,
@@ -100,8 +143,13 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         max_tokens=limit or 0,
         min_tokens=asked.min_tokens,
         prompt_tokens=len(prompt) // _BYTES_PER_TOKEN,
-        resumable=not (several or wants_logprobs or (asked.n or 1) > 1),
         wants_stages=bool(asked.include_metrics),
+        include_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
+        seed_given=asked.seed is not None,
+        choices=max(1, asked.n or 1),
+        best_of=asked.best_of or 1,
+        prompt_only=prompt_only,
+        repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
     )
 
@@ -109,7 +157,7 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
 def prefill_body(job: Job) -> bytes:
     """The body of the prefill leg: one token, and the client's own limits beside it."""
     fields: dict[str, Any] = dict(job.fields)
-    fields["max_tokens"] = 1
+    fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = 1
     fields.pop("min_tokens", None)
@@ -129,6 +177,7 @@ def prefill_body(job: Job) -> bytes:
         "pipelined": True,
         "created": job.created,
         "seed": job.seed,
+        **({"part": True, "first_index": job.first_index} if job.part else {}),
     }
     return msgspec.json.encode(fields)
 
@@ -136,7 +185,7 @@ def prefill_body(job: Job) -> bytes:
 def decode_body(job: Job, params: KvTransferParams) -> bytes:
     """The body of a decode leg. The prompt's text stays at home where its token ids go along."""
     fields: dict[str, Any] = dict(job.fields)
-    if params.prompt_token_ids is not None:
+    if params.prompt_token_ids is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = params

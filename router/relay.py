@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.handoff import Walk
+from router.joined_walk import JoinedWalk
 from wire.errors import KvrelayError, NodeFailed
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "KEEP_ALIVE", "Finished", "Relay", "error_response"]
@@ -41,7 +42,7 @@ def error_response(why: KvrelayError, headers: Mapping[str, str] | None = None) 
 class Relay(Response):
     """An answer that runs its own walk. `finished` is called once, however it ended."""
 
-    def __init__(self, walk: Walk, deadline_s: float, finished: Finished) -> None:
+    def __init__(self, walk: Walk | JoinedWalk, deadline_s: float, finished: Finished) -> None:
         super().__init__()
         self._walk = walk
         self._reply = walk.reply

@@ -10,7 +10,7 @@ import asyncio
 
 from wire.errors import KvrelayError
 
-__all__ = ["HIGH_WATER_BYTES", "Reply"]
+__all__ = ["HIGH_WATER_BYTES", "Kept", "Reply"]
 
 HIGH_WATER_BYTES = 1 << 20
 
@@ -60,3 +60,10 @@ class Reply:
         self._bytes = 0
         self._room.set()
         return payload
+
+
+class Kept(Reply):
+    """A part of an answer that somebody reads once it is whole: nobody makes room before."""
+
+    async def room(self) -> None:
+        """There always is."""

@@ -279,6 +279,8 @@ class NodeConfig:
     """The name that clients use; empty takes the model's own."""
     chat_template: str = ""
     """A Jinja file that replaces the model's chat template."""
+    trust_request_chat_template: bool = False
+    """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
     tool_call_parser: str = ""
     """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
     reasoning_parser: str = ""

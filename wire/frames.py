@@ -57,6 +57,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     choice: int = 0
     logprobs: list[TokenLogprobs] | None = None
     finish: Finish | None = None
+    usage: tuple[int, int, int] | None = None
+    """In END frames: tokens of the prompt, generated ones, and those of the prompt that a prefix cache held."""
 
 
 _encoder = msgspec.msgpack.Encoder()

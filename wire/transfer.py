@@ -54,6 +54,10 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     pipelined: bool = False
     # To both nodes: made once by the router and carried on, so that all chunks of a stream agree.
     created: int | None = None
+    # Of a request with several prompts this is one: its choices are counted from here, and what ends the answer (usage
+    # and [DONE] of a stream) is left to whoever joins the parts.
+    part: bool = False
+    first_index: int = 0
 
     # From the prefill node: which process holds the KV, under which of its leases, and how much of it there is.
     generation: str | None = None

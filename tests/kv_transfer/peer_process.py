@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from child_process import ChildProcess
 
-import kv_transfer.desk
+import kv_transfer.peers
 from wire.config import TransferConfig
 from wire.errors import TransferError
 from wire.transfer import Fingerprint, KvTransferParams
@@ -53,7 +53,7 @@ def of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def unseen(*_: object) -> None:
         raise TransferError("of another host")
 
-    monkeypatch.setattr(kv_transfer.desk, "HeldWords", unseen)
+    monkeypatch.setattr(kv_transfer.peers, "HeldWords", unseen)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kv_transfer.connector import PoolRegion
 from kv_transfer.planes import Source
-from wire.errors import TransferError
+from wire.errors import PeerLost, TransferError
 
 BLOCKS, BLOCK_BYTES = 16, 4096
 REGION = PoolRegion(address=0, num_blocks=BLOCKS, block_bytes=BLOCK_BYTES, device="cpu")
@@ -32,6 +32,7 @@ class SharedPlane:
         self.error: TransferError | None = None
         self.posted = threading.Event()
         self.peers: dict[str, tuple[Source, mmap.mmap]] = {}
+        self.gone: set[str] = set()
         self.closed = False
 
     def open(self) -> bytes:
@@ -50,7 +51,7 @@ class SharedPlane:
         assert isinstance(handle, tuple)
         generation, pairs = handle
         if self.error is not None:
-            raise self.error
+            raise PeerLost("it is gone") if generation in self.gone else self.error
         if not self.gate.is_set():
             return False
         source, pool = self.peers[generation]
@@ -60,6 +61,9 @@ class SharedPlane:
             ours = local * self.block_bytes + part.local_start
             self.pool[ours : ours + part.num_bytes] = pool[theirs : theirs + part.num_bytes]
         return True
+
+    def peer_gone(self, generation: str) -> None:
+        self.gone.add(generation)
 
     def drop_peer(self, generation: str) -> None:
         self.peers.pop(generation, None)

@@ -46,6 +46,9 @@ class _Step:
         self.rows = [(chunk, list(chunk.request.blocks)) for chunk in chunks]
         self.tokens: list[int] | None = None
 
+    def sample(self) -> None:
+        """Its tokens are drawn in the same go."""
+
     def wait(self) -> tuple[list[int], list[None]]:
         self._device.catch_up()
         assert self.tokens is not None

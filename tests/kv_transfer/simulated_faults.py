@@ -28,6 +28,7 @@ from simulated_plane import SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
 import kv_transfer.desk
+import kv_transfer.peers
 import kv_transfer.plane_choice
 import kv_transfer.planes
 from node import engine_process
@@ -69,7 +70,9 @@ def simulation(world: World) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "time", CLOCK))
         stack.enter_context(mock.patch.object(kv_transfer.desk, "ControlThread", SimulatedControl))
         stack.enter_context(mock.patch.object(kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread))
-        for module in (kv_transfer.desk, kv_transfer.planes, engine_process):
+        # Longer than a READ of this world takes, also if its source is stopped meanwhile.
+        stack.enter_context(mock.patch.object(kv_transfer.planes, "BROKEN_S", 20.0))
+        for module in (kv_transfer.peers, kv_transfer.planes, engine_process):
             stack.enter_context(mock.patch.object(module, "log", mock.Mock()))
         yield
 
@@ -143,7 +146,7 @@ class Schedule:
             world.disturbed_until(world.now)
             return False
         alive = [node for node in world.nodes if node.alive]
-        if any(node.plane.transfers for node in alive):
+        if any(node.plane.delays() for node in alive):
             world.disturbed_until(world.now)  # a READ that takes long is a fault, too
         if not world.events or world.now >= world.calm_at + FREE_WITHIN_S:
             return True

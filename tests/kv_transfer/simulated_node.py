@@ -13,9 +13,9 @@ from simulated_device import BLOCK_BYTES, BLOCK_TOKENS, EOS, MAX_MODEL_LEN, Devi
 from simulated_plane import SimulatedPlane, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.connector import Completion, Fetched, FetchFailed, PoolRegion, Released, Settled
 from kv_transfer.desk import Desk
-from kv_transfer.fetches import PeerKey, Read
 from kv_transfer.leases import LeaseId
 from kv_transfer.messages import End, Ended, Message
 from node.engine_process import EngineProcess
@@ -131,6 +131,8 @@ class SimulatedNode(EngineProcess):
         self._updates, self._stopping, self._stats_due, self._pulse_due, self._reported = [], False, 0.0, 0.0, None
         self.engine = _Engine(self.device)
         self._probes = SimpleNamespace(heard=lambda event: False)  # type: ignore[assignment]
+        no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
+        self._compiling = no_grammars  # type: ignore[assignment]
         with self.at_work():
             region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
             config = TransferConfig(
@@ -262,7 +264,7 @@ class SimulatedNode(EngineProcess):
                 pass
 
     def _forsake(self, ticket: KvTransferParams, reason: str) -> None:
-        """A source that cannot be told (or is not, as long as a READ hangs) keeps the KV for a lease."""
+        """A source that cannot be told keeps the KV for a lease."""
         source = self.world.listening.get((ticket.remote_host or "", ticket.remote_port or 0))
         if source is None or not reason.startswith("PeerLost"):
             return

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from simulated_world import CLOCK, QUICK_S
+from simulated_world import CLOCK, QUICK_S, Violation
 
-from kv_transfer.fetches import PeerKey, Read
+import kv_transfer.planes
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
 from wire.errors import PeerLost, TransferError
 
@@ -83,14 +84,16 @@ class Transfer:
 class SimulatedPlane:
     """A `DataPlane` over the pools of the world.
 
-    READs land late, also those that nobody wants any more. One thing is taken for granted, as kv_transfer/planes.py
-    does: a READ that broke *and* whose source's connection is gone writes no more."""
+    READs land late, also those that nobody wants any more, and those that broke. Where nodes read blindly (as the
+    direct plane does) none breaks, and no way is lost; else both happen, and the end of a READ that broke is never
+    seen (as NIXL's)."""
 
     helps_readers = False
 
     def __init__(self, node: SimulatedNode) -> None:
         self._node, self._world = node, node.world
         self._peers: dict[str, SimulatedNode] = {}
+        self._broken_ways: set[str] = set()
         self.transfers: list[Transfer] = []
 
     def open(self) -> bytes:
@@ -109,30 +112,43 @@ class SimulatedPlane:
         if world.rng.random() < 0.03:
             raise TransferError("the READ was refused")
         transfer = Transfer(source, generation, set(zip(remote_blocks, local_blocks, strict=True)))
+        if generation in self._broken_ways:
+            transfer.missing.clear()
+            transfer.over = PeerLost("the way is lost")
+            return transfer
         self.transfers.append(transfer)
         longest_s = world.slowest_read_s * world.rng.random()
         for pair in sorted(transfer.missing):
             world.after(world.rng.random() * longest_s, partial(self._land, transfer, pair))
-        if world.rng.random() < 0.03:
+        if not world.blind_reads and world.rng.random() < 0.03:
             world.after(world.rng.random() * longest_s, partial(self._break, transfer))
+        if not world.blind_reads and world.rng.random() < 0.02:
+            world.after(world.rng.random() * longest_s, partial(self._lose_way, generation))
         return transfer
 
     def poll(self, handle: object) -> bool:
         assert isinstance(handle, Transfer)
-        if handle.over is not None:
+        end = handle.over or handle.broken
+        if end is None and handle.missing:
+            return False
+        if handle.over is not None or end is None:
             self._forget(handle)
-            raise handle.over
-        if handle.broken is not None and handle.missing:
-            if any(peer.generation == handle.generation for peer in self._node.plane_thread._gone):
-                handle.missing.clear()
-                self._forget(handle)
-            raise handle.broken
-        if not handle.missing:
-            self._forget(handle)
-        return not handle.missing
+        if end is not None:
+            if handle.over is None:  # the thread will look again
+                self._world.after(kv_transfer.planes.BROKEN_S, self._node.plane_thread.wake)
+            raise end
+        return True
+
+    def peer_gone(self, generation: str) -> None:
+        if self._peers[generation].alive:
+            raise Violation(f"{self._node.name}: {generation} is taken for gone, and is alive")
+        for transfer in self.transfers:
+            if transfer.generation == generation and not self._world.blind_reads:
+                self._end(transfer, "the process of the peer is gone")
 
     def drop_peer(self, generation: str) -> None:
         self._peers.pop(generation, None)
+        self._broken_ways.discard(generation)
 
     def progress(self) -> None:
         pass
@@ -149,7 +165,8 @@ class SimulatedPlane:
         if not node.alive or pair not in transfer.missing:
             return
         if not world.blind_reads and not source.alive:
-            transfer.over = PeerLost("the peer has disconnected during a READ")
+            if transfer.broken is None:
+                self._end(transfer, "the peer has disconnected during a READ")
             transfer.missing.clear()
         elif not world.blind_reads and (wait_s := self._stalled_s(source)) > 0:
             world.after(wait_s, partial(self._land, transfer, pair))
@@ -172,6 +189,25 @@ class SimulatedPlane:
         if transfer.missing:
             transfer.broken = TransferError("the READ broke")
             self._node.plane_thread.wake()
+
+    def _lose_way(self, generation: str) -> None:
+        """The plane's connection to a peer breaks, which may be there all the same."""
+        if generation in self._peers:
+            self._broken_ways.add(generation)
+        for transfer in self.transfers:
+            if transfer.generation == generation:
+                self._end(transfer, "the way is lost")
+
+    def _end(self, transfer: Transfer, why: str) -> None:
+        transfer.missing.clear()
+        transfer.over = PeerLost(why)
+        self._node.plane_thread.wake()
+
+    def delays(self) -> bool:
+        """Blocks are not free by no fault of the reader: bytes are on their way, or may be for all that it knows."""
+        running = [running.handle for running in self._node.plane_thread._running]
+        unseen = [t for t in self.transfers if t in running and t.broken is not None and t.over is None]
+        return any(t.missing for t in self.transfers) or any(t.source.alive for t in unseen)
 
     def _forget(self, transfer: Transfer) -> None:
         with suppress(ValueError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.fetches import PeerKey
+from kv_transfer.commands import PeerKey
 from kv_transfer.messages import Message, decode, encode
 
 if TYPE_CHECKING:
@@ -168,6 +168,14 @@ class SimulatedControl:
 
     def hang_up(self, peer: PeerKey) -> None:
         self._post(partial(self._hang_up, peer))
+
+    def knock(self, peer: PeerKey) -> None:
+        def answer() -> None:
+            unheard = self._world.dark.get(frozenset((self._node.host, peer.host)), 0.0) > self._world.now
+            if (peer.host, peer.port) not in self._world.listening and not unheard:
+                self.receive(lambda: self._desk.vanished(peer))
+
+        self._world.after(self._world.way_s(), answer)
 
     def close(self, timeout_s: float) -> None:
         """Nodes of this world are killed, never closed."""

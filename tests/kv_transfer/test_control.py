@@ -23,9 +23,9 @@ from shared_plane import pattern
 from zmq.utils import z85
 
 import kv_transfer.control
+from kv_transfer.commands import PeerKey
 from kv_transfer.connector import Completion, Fetched, Settled
 from kv_transfer.control import ControlThread
-from kv_transfer.fetches import PeerKey
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refused, encode
 from kv_transfer.tickets import signed
 from wire.config import TransferConfig
@@ -54,6 +54,9 @@ class Ears:
 
     def gone(self, peer: PeerKey) -> None:
         self.news.put("gone")
+
+    def vanished(self, peer: PeerKey) -> None:
+        self.news.put("vanished")
 
     def beat(self, now: float) -> float:
         return 1.0
@@ -256,3 +259,17 @@ def test_without_a_secret_a_desk_listens_and_dials_on_this_machine_only(tmp_path
         failed, settled = fetch(reader, away)
         assert "a ticket may lead to a loopback address only, not to '10.1.2.3'" in reason(failed)
         assert settled == Settled("r")
+
+
+def test_a_knock_tells_a_process_that_is_gone_from_one_that_is_there() -> None:
+    with control("") as (source, there), control("") as (reader, here):
+        reader.knock(peer_of(source))
+        with pytest.raises(queue.Empty):
+            here.news.get(timeout=0.2)
+        source.close(2.0)
+        reader.knock(peer_of(source))
+        assert here.news.get(timeout=5) == "vanished"
+        reader.knock(PeerKey("no such host.invalid", 1, "g"))
+        with pytest.raises(queue.Empty):
+            here.news.get(timeout=0.2)
+        assert there.asked == []

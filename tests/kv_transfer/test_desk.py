@@ -15,6 +15,7 @@ from desk_node import Node, node, reason
 from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, pattern
 
+from kv_transfer.commands import PeerKey
 from kv_transfer.connector import Completion, Fetched, FetchFailed, Released, Settled
 from wire.config import TransferConfig
 from wire.errors import ConfigError, PeerLost, TransferError
@@ -161,6 +162,65 @@ def test_broken_read_stays_quarantined_until_it_is_seen_to_end(source: Node, rea
     reader.quiet()
     reader.plane.error = PeerLost("all of it")
     assert reader.wait(1) == [Settled("r")]
+
+
+def cut(source: Node, reader: Node) -> None:
+    """The connection ends; both go on."""
+    reader.desk.gone(PeerKey(*source.desk.address, source.desk.generation))
+
+
+def test_a_peer_is_met_again_while_a_read_of_it_hangs(source: Node, reader: Node) -> None:
+    start(source, reader)
+    cut(source, reader)
+    (failed,) = reader.wait(1)
+    assert reason(failed).startswith("PeerLost: the connection to")
+    again = source.desk.offer("again", [5, 6], 32)
+    reader.plane.posted.clear()
+    reader.desk.watch("again", again)
+    reader.desk.fetch("again", [5, 6], [7, 8])
+    assert reader.plane.posted.wait(5.0)  # welcomed, renewed and reading
+    reader.quiet()  # the blocks of the first one are where they were
+    reader.plane.gate.set()
+    settled, fetched = sorted(reader.wait(2), key=lambda event: isinstance(event, Fetched))
+    assert settled == Settled("r")
+    assert isinstance(fetched, Fetched)
+    assert [reader.plane.read(block) for block in (7, 8)] == [pattern(5), pattern(6)]
+
+
+def test_a_broken_read_stays_quarantined_while_its_peer_is_only_out_of_touch(source: Node, reader: Node) -> None:
+    start(source, reader)
+    reader.plane.error = TransferError("half of it broke")
+    assert reason(reader.wait(1)[0]).startswith("TransferError")
+    cut(source, reader)
+    reader.quiet(3 * CONFIG.heartbeat_s)  # met again meanwhile, and no wiser
+    source.desk.close()
+    assert reader.wait(1) == [Settled("r")]
+
+
+def test_a_broken_read_settles_when_somebody_else_answers_for_its_peer(folder: Path, reader: Node) -> None:
+    with node("source", folder) as source:
+        port = source.desk.address[1]
+        start(source, reader)
+        reader.plane.error = TransferError("half of it broke")
+        reader.wait(1)
+        reader.desk._control.knock = lambda peer: None  # type: ignore[method-assign]
+    reader.quiet()
+    with node("source", folder, dataclasses.replace(CONFIG, kv_port=port)):
+        assert reader.wait(1) == [Settled("r")]
+
+
+def test_a_way_that_the_plane_has_lost_is_looked_for_anew(source: Node, reader: Node) -> None:
+    start(source, reader)
+    reader.plane.peers.clear()
+    reader.plane.error = PeerLost("the cable")
+    failed, settled = reader.wait(2)
+    assert (reason(failed), settled) == ("PeerLost: the cable", Settled("r"))
+    reader.plane.error = None
+    reader.plane.gate.set()
+    reader.desk.watch("again", source.desk.offer("again", [5], 16))
+    reader.desk.fetch("again", [5], [7])
+    assert isinstance(reader.wait(1)[0], Fetched)
+    assert reader.plane.read(7) == pattern(5)
 
 
 def test_broken_read_settles_when_the_peer_is_gone(folder: Path, reader: Node) -> None:

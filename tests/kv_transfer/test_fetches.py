@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_transfer.commands import End, PeerKey, Prove, Read
 from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
-from kv_transfer.fetches import End, FetchLimits, FetchTable, PeerKey, Prove, Read
+from kv_transfer.fetch import FetchLimits
+from kv_transfer.fetches import FetchTable
 from kv_transfer.leases import LeaseId
 from wire.errors import PeerLost, TransferError
 

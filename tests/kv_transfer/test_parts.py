@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kv_transfer.fetches import PeerKey, Read
+from kv_transfer.commands import PeerKey, Read
 from kv_transfer.parts import Failed, Finished, Joined, Part, PartTable
 from wire.errors import KvrelayError, PeerLost, TransferError
 

@@ -12,12 +12,15 @@ import pytest
 from simulated_faults import FAULTS, STATES, run_many
 from simulated_world import Violation
 
-import kv_transfer.fetches
+import kv_transfer.fetch
+from kv_transfer.commands import PeerKey
 from kv_transfer.desk import Desk
+from kv_transfer.fetch import Fetch
 from kv_transfer.fetches import FetchTable
 from kv_transfer.growth import GrowthTable
 from kv_transfer.lease_words import LeaseWords
 from kv_transfer.leases import LeaseId, LeaseTable
+from kv_transfer.peers import Peers
 from node.engine_process import EngineProcess
 from paged_engine.request import Request
 from paged_engine.scheduler import Scheduler
@@ -40,7 +43,7 @@ def test_every_fault_in_every_state_leaves_nothing_behind_and_nothing_wrong() ->
 
 
 def no_entry_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_transfer.fetches, "MARGIN", -3.0)
+    patch.setattr(kv_transfer.fetch, "MARGIN", -3.0)
 
 
 def no_exit_fence(patch: pytest.MonkeyPatch) -> None:
@@ -61,6 +64,14 @@ def no_quarantine_of_blocks(patch: pytest.MonkeyPatch) -> None:
 
 def no_quarantine_of_broken_reads(patch: pytest.MonkeyPatch) -> None:
     around(patch, Desk, "read_failed", lambda real, *args, in_flight: real(*args, in_flight=False))
+
+
+def no_doubt_about_lost_peers(patch: pytest.MonkeyPatch) -> None:
+    def taken_for_gone(real: Callable[..., None], peers: Peers, peer: PeerKey, now: float) -> None:
+        peers.vanished(peer, now)
+        real(peers, peer, now)
+
+    around(patch, Peers, "gone", taken_for_gone)
 
 
 def no_clearing_of_lease_words(patch: pytest.MonkeyPatch) -> None:
@@ -100,11 +111,11 @@ def no_expiry(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_deadline(patch: pytest.MonkeyPatch) -> None:
-    def never(real: Callable[..., Any], table: FetchTable, fetch: Any, now: float) -> None:
-        real(table, fetch, now)
+    def never(real: Callable[..., Any], fetch: Fetch, now: float) -> None:
+        real(fetch, now)
         fetch.deadline = now + 1e6
 
-    around(patch, FetchTable, "_hurry", never)
+    around(patch, Fetch, "hurry", never)
 
 
 MUTANTS = [
@@ -113,6 +124,7 @@ MUTANTS = [
     (no_quarantine_of_reads, "which is free|does not hold tokens"),
     (no_quarantine_of_blocks, "which is free|does not hold tokens"),
     (no_quarantine_of_broken_reads, "which is free|does not hold tokens"),
+    (no_doubt_about_lost_peers, "is taken for gone"),
     (no_clearing_of_lease_words, "does not hold tokens"),
     (no_proof_of_what_is_kept, "does not hold tokens"),
     (no_epochs, "was taken for its successor|does not hold tokens"),

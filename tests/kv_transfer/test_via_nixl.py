@@ -1,17 +1,28 @@
-"""NIXL's own: what is said when it is not installed. What it shares with others is in test_via_each.py."""
+"""NIXL's own: what is said when it is not installed, and when a READ is over. What it shares with others is in
+test_via_each.py."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import sys
 import threading
 from dataclasses import replace
 
 import pytest
-from peer_process import CONFIG, FINGERPRINT
+from peer_process import CONFIG, FINGERPRINT, peer_process
+from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
-from kv_transfer.connector import PoolRegion
+from kv_transfer.commands import PeerKey
+from kv_transfer.connector import Event, Fetched, FetchFailed, PoolRegion, Settled
 from kv_transfer.open import open_connector
+from kv_transfer.via_nixl import COPIED_S
+from wire.config import TransferConfig
 from wire.errors import ConfigError
+from wire.transfer import KvTransferParams
+
+PATIENT = TransferConfig(lease_s=3.0, heartbeat_s=0.5, transfer_deadline_s=10.0)
 
 
 def test_missing_nixl_is_a_config_error_naming_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +33,78 @@ def test_missing_nixl_is_a_config_error_naming_the_extra(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"pip install kvrelay\[node\]"):
         open_connector("x", FINGERPRINT, PoolRegion(0, 1, 4096, "cpu"), config, lambda: None)
     assert not [t for t in threading.enumerate() if t.name.startswith("kv-")]
+
+
+EVERYTHING = list(range(BLOCKS))
+
+
+def test_a_connection_of_ucx_that_breaks_between_two_living_nodes_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    reader = RealNode("reader", "nixl", config=PATIENT)
+    try:
+        with peer_process("nixl", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
+
+            def fetch(name: str, events: int) -> list[Event]:
+                reader.desk.watch(name, source.offer(name, EVERYTHING))
+                reader.desk.fetch(name, EVERYTHING, EVERYTHING)
+                return reader.wait(events)
+
+            before = connections()
+            assert isinstance(fetch("first", 1)[0], Fetched)
+            for number in connections() - before - desk_connections(source.offer("where", [1])):
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+            failed, settled = fetch("second", 2)
+            assert isinstance(failed, FetchFailed)
+            assert failed.cause == "PeerLost"
+            assert settled == Settled("second")
+            assert isinstance(fetch("third", 1)[0], Fetched)
+    finally:
+        reader.desk.close()
+
+
+def test_a_read_that_hangs_is_over_when_its_peer_is_known_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    reader = RealNode("reader", "nixl", config=PATIENT)
+    try:
+        with peer_process("nixl", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
+            ticket = source.offer("r", EVERYTHING)
+            reader.desk.watch("r", ticket)
+            reader.quiet()  # the lease is renewed meanwhile
+            source.stop()
+            reader.desk.fetch("r", EVERYTHING, EVERYTHING)
+            reader.desk.cancel("r")
+            reader.quiet(2 * COPIED_S)
+            assert ticket.remote_host is not None
+            assert ticket.remote_port is not None
+            assert ticket.generation is not None
+            reader.desk.vanished(PeerKey(ticket.remote_host, ticket.remote_port, ticket.generation))
+            reader.quiet(COPIED_S / 2)
+            assert reader.wait(1) == [Settled("r")]
+    finally:
+        reader.desk.close()
+
+
+def connections() -> set[int]:
+    """File descriptors of this process that are established TCP connections."""
+    found = set()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                one.getpeername()
+                found.add(number)
+    return found
+
+
+def desk_connections(ticket: KvTransferParams) -> set[int]:
+    """Those of them that lead to the control channel of whoever made this ticket."""
+    found = set()
+    for number in connections():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.getpeername()[1] == ticket.remote_port:
+                found.add(number)
+    return found

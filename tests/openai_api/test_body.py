@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from openai_api.body import decode_chat, decode_completion, sampling_params, token_limit
+from openai_api.body import (
+    choice_count,
+    decode_chat,
+    decode_completion,
+    kept_tokens,
+    prompt_only,
+    prompts_of,
+    sampling_params,
+    token_limit,
+)
 from openai_api.types import ChatRequest, CompletionRequest
 from wire.errors import RequestError
 from wire.sampling import SamplingParams
@@ -88,9 +98,10 @@ def test_a_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "words"), [(0, "n must be at least 1"), (-1, "at least 1"), (2, "n above 1 is not supported")]
+    ("n", "words"),
+    [(0, "n must be at least 1"), (-1, "at least 1"), (129, "129 choices, and the limit of one request is 128")],
 )
-def test_n_is_one(n: int, words: str) -> None:
+def test_n_has_bounds(n: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         chat(n=n)
     assert refused.value.param == "n"
@@ -100,16 +111,12 @@ def test_n_is_one(n: int, words: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("best_of", 2),
-        ("echo", True),
         ("suffix", "x"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
         ("prompt_logprobs", 0),
         ("logits_processors", ["x"]),
         ("use_beam_search", True),
-        ("chat_template", "{{ messages }}"),
-        ("priority", 1),
     ],
 )
 def test_what_is_not_built_is_refused_and_never_ignored(field: str, value: Any) -> None:
@@ -136,10 +143,20 @@ def test_null_is_the_default_everywhere() -> None:
     ("prompt", "read"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2]), ([], []), ("", "")]
 )
 def test_one_prompt_in_any_of_its_forms(prompt: Any, read: Any) -> None:
-    assert completion(prompt=prompt).prompt == read
+    assert prompts_of(completion(prompt=prompt)) == [read]
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [1, [2]], [1.5], {"a": 1}, None])
+def test_several_prompts_are_texts_or_token_ids() -> None:
+    assert prompts_of(completion(prompt=["a", "b"])) == ["a", "b"]
+    assert prompts_of(completion(prompt=[[1], [2, 3]])) == [[1], [2, 3]]
+    assert prompts_of(completion(prompt=["a", [2, 3]])) == ["a", [2, 3]]
+    completion(prompt=["a"] * 64, n=2)
+    with pytest.raises(RequestError, match="65 prompts with 2 choices each are 130 choices") as refused:
+        completion(prompt=["a"] * 65, n=2)
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [1, [2]], [1.5], {"a": 1}, None])
 def test_any_other_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(RequestError) as refused:
         completion(prompt=prompt)
@@ -233,3 +250,71 @@ def test_stop_is_a_string_or_a_list() -> None:
     assert chat(stop="x").stop_strings == ("x",)
     assert chat(stop=["x", "yz"]).stop_strings == ("x", "yz")
     assert chat(stop=[]).stop_strings == chat(stop="").stop_strings == chat().stop_strings == ()
+
+
+def test_best_of_is_at_least_n_and_more_than_n_is_not_streamed() -> None:
+    assert choice_count(completion(best_of=5, n=2)) == 5
+    assert choice_count(completion(best_of=2, n=2, stream=True)) == 2
+    assert params(completion(best_of=5, n=2)).logprobs == 0
+    assert params(completion(best_of=2, n=2)).logprobs is None
+    assert params(completion(best_of=5, logprobs=3)).logprobs == 3
+    for fields in ({"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": 2, "stream": True}):
+        with pytest.raises(RequestError) as refused:
+            completion(**fields)
+        assert refused.value.param == "best_of"
+    with pytest.raises(RequestError, match="129 choices"):
+        completion(best_of=129)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fields", "kept"),
+    [(None, {}, 50), (10, {}, 10), (80, {}, 50), (-1, {}, 50), (-1, {"max_tokens": 60}, 40)],
+)
+def test_of_a_long_prompt_the_last_tokens_are_kept(wanted: int | None, fields: dict[str, Any], kept: int) -> None:
+    assert kept_tokens(completion(truncate_prompt_tokens=wanted, **fields), 50, 100) == kept
+
+
+def test_as_many_tokens_as_fit_is_what_the_answer_leaves() -> None:
+    assert kept_tokens(completion(truncate_prompt_tokens=-1), 500, 100) == 84
+    assert kept_tokens(chat(truncate_prompt_tokens=-1), 500, 100) == 99
+    leg = KvTransferParams(do_remote_decode=True, client_max_tokens=30)
+    assert (
+        kept_tokens(msgspec.structs.replace(completion(truncate_prompt_tokens=-1), kv_transfer_params=leg), 500, 100)
+        == 70
+    )
+
+
+@pytest.mark.parametrize("value", [0, -2, 101])
+def test_an_impossible_truncation_is_refused(value: int) -> None:
+    with pytest.raises(RequestError, match="between 1 and 100") as refused:
+        kept_tokens(completion(truncate_prompt_tokens=value), 50, 100)
+    assert refused.value.param == "truncate_prompt_tokens"
+
+
+def test_no_token_at_all_is_an_answer_to_who_wants_the_prompt_back() -> None:
+    only = completion(max_tokens=0, echo=True)
+    assert prompt_only(only)
+    assert token_limit(only, 5, 100) == 0
+    assert params(only).max_tokens == 1
+    for request in (completion(max_tokens=0), chat(max_tokens=0, echo=True)):
+        assert not prompt_only(request)
+        with pytest.raises(RequestError, match="at least 1"):
+            token_limit(request, 5, 100)
+
+
+def test_a_message_is_gone_on_with_or_another_begun() -> None:
+    assert chat(continue_final_message=True, add_generation_prompt=False).continue_final_message
+    with pytest.raises(RequestError, match="exclude each other"):
+        chat(continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_priority_fits_in_32_bits() -> None:
+    assert completion(priority=-5).priority == -5
+    with pytest.raises(RequestError) as refused:
+        completion(priority=2**40)
+    assert refused.value.param == "priority"
+
+
+def test_echo_with_logprobs_is_refused_until_prompts_have_them() -> None:
+    with pytest.raises(RequestError, match="echo with logprobs"):
+        completion(echo=True, logprobs=1)

@@ -219,3 +219,23 @@ def test_smollm2_is_rendered_as_transformers_does(smollm2: Tokenizer, tmp_path: 
         )
         got = rendered(smollm2.chat_template, messages, add_generation_prompt=generation)
         assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "prompt"),
+    [
+        (CHATML, "Once upon ", "<user>x<assistant>Once upon "),
+        ("{% for m in messages %}[{{ m.content | trim }}]</s>{% endfor %}", " Once upon ", "[x]</s>[Once upon"),
+        (CHATML + "</end>", "x", "<user>x<assistant>x"),
+    ],
+)
+def test_a_message_that_goes_on_ends_where_its_text_does(template: str, said: str, prompt: str) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+    assert rendered(template, messages, add_generation_prompt=False, continue_final_message=True) == prompt
+
+
+@pytest.mark.parametrize(("template", "said"), [(CHATML, ""), ("nothing", "text")])
+def test_a_message_without_text_does_not_go_on(template: str, said: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        rendered(template, [{"role": "assistant", "content": said}], continue_final_message=True)
+    assert refused.value.param == "continue_final_message"

@@ -270,6 +270,22 @@ def test_a_forked_guide_goes_its_own_way(engine, grammars):
     assert other.error is None
 
 
+def test_beside_rows_of_proposals_guided_ones_have_one_row_each(folder, grammars):
+    def answers(**options) -> list[list[int]]:
+        engine = make(folder, **options)
+        free = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+        requests = [
+            guided(engine, grammars, "free", **free),
+            guided(engine, grammars, "a", constraint=JSON, logit_bias=((ord('"'), 4.0),), max_tokens=60),
+            guided(engine, grammars, "bb", allowed_token_ids=(70, 71), **free),
+        ]
+        drain(engine)
+        assert bool(engine.scheduler.speculation.draft_tokens) == bool(options)
+        return [output(request) for request in requests]
+
+    assert answers(speculative_tokens=3) == answers()
+
+
 def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):
     constraint = Constraint("regex", "[a-d]{9}!")
 

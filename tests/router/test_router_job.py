@@ -71,6 +71,22 @@ def test_the_decode_leg_keeps_the_prompt_where_no_token_ids_are_known() -> None:
     assert body["messages"] == [{"role": "user", "content": "hi"}]
 
 
+def test_the_decode_leg_keeps_the_prompt_where_the_answer_needs_its_words() -> None:
+    params = KvTransferParams(do_remote_prefill=True, prompt_token_ids=[1], generated=[2])
+    for fields in ({"echo": True}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        body = msgspec.json.decode(decode_body(parse(**fields), params))
+        assert body["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_who_wants_the_prompt_back_and_no_token_is_asked_for_none() -> None:
+    body = prefill(parse(COMPLETIONS_PATH, max_tokens=0, echo=True))
+    assert (body["max_tokens"], body["kv_transfer_params"]["client_max_tokens"]) == (0, 0)
+    with pytest.raises(RequestError):
+        parse(COMPLETIONS_PATH, max_tokens=0)
+    with pytest.raises(RequestError):
+        parse(CHAT_PATH, max_tokens=0, echo=True)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -123,22 +139,3 @@ def test_fields_that_the_router_does_not_know_keep_their_bytes() -> None:
     out = prefill_body(parse_job(body, CHAT_PATH, "id", 0, 0))
     assert b'"big":123456789012345678901234567890' in out
     assert b'"text":"\\u00e9"' in out
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "resumable"),
-    [
-        (CHAT_PATH, {}, True),
-        (CHAT_PATH, {"logprobs": True}, False),
-        (CHAT_PATH, {"logprobs": False, "n": 1}, True),
-        (CHAT_PATH, {"n": 2}, False),
-        (COMPLETIONS_PATH, {"logprobs": 0}, False),
-        (COMPLETIONS_PATH, {"prompt": [1, 2]}, True),
-        (COMPLETIONS_PATH, {"prompt": ["a", "b"]}, False),
-        (COMPLETIONS_PATH, {"prompt": [[1], [2]]}, False),
-    ],
-)
-def test_an_answer_is_resumable_from_token_ids_only_if_they_say_it_all(
-    path: str, fields: dict[str, Any], resumable: bool
-) -> None:
-    assert parse(path, **fields).resumable is resumable

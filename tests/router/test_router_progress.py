@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from router.job import CHAT_PATH, parse_job
 from router.progress import Diverged, Place, Progress
-from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
-from wire.outputs import TokenLogprobs
-from wire.transfer import KvTransferParams
+from wire.outputs import Finish, TokenLogprobs
+from wire.transfer import ChoiceSoFar, KvTransferParams
 
 HANDOVER = KvTransferParams(
     do_remote_prefill=True,
@@ -38,13 +37,18 @@ def progress(**fields: Any) -> Progress:
     return Progress(parse_job(msgspec.json.encode(body), CHAT_PATH, "id", 99, 5))
 
 
-def tokens(*ids: int, sent: int, payload: bytes = b"x") -> Frame:
-    return Frame(FrameKind.TOKENS, payload, list(ids), sent)
+def tokens(*ids: int, sent: int, payload: bytes = b"x", **more: Any) -> Frame:
+    return Frame(FrameKind.TOKENS, payload, list(ids), sent, **more)
+
+
+def known(state: Progress) -> list[int]:
+    return state.decode_params().generated or state._choices[0].token_ids
 
 
 def take(state: Progress, frame: Frame) -> bool:
     """A frame of the leg that goes on where the answer stands."""
-    return state.take(frame, Place(len(state.token_ids), decoding=state.handover is not None))
+    at = {choice: len(each.token_ids) for choice, each in state._choices.items()}
+    return state.take(frame, Place(at, decoding=state.handover is not None))
 
 
 def handed_over(payload: bytes = b"x", **fields: Any) -> Progress:
@@ -83,27 +87,20 @@ def test_resumes_after_resumes_lose_and_double_no_token(legs: list[list[int]]) -
         assert state.decode_params().generated == expected
 
 
-def test_an_answer_with_logprobs_is_not_resumed_once_the_client_has_seen_more() -> None:
+def test_log_probabilities_go_along_when_an_answer_is_resumed() -> None:
     state = handed_over(logprobs=True)
     assert state.decode_params() is HANDOVER
-    take(state, tokens(12, sent=2))
-    with pytest.raises(NodeFailed, match="logprobs"):
-        state.decode_params()
-
-
-def test_an_unseen_answer_with_logprobs_starts_again_from_the_hand_over() -> None:
-    state = handed_over(payload=b"", logprobs=True, stream=False)
-    take(state, tokens(12, sent=0, payload=b""))
-    assert state.decode_params() is HANDOVER
-    take(state, tokens(12, sent=0, payload=b""))
-    assert state.token_ids == [11, 12]
+    second = TokenLogprobs(12, -0.25, (12,), (-0.25,))
+    take(state, tokens(12, sent=2, logprobs=[second]))
+    assert state.decode_params().generated_logprobs == [TokenLogprobs(11, -0.5), second]
 
 
 def test_a_broken_prefill_leg_that_nobody_saw_is_forgotten() -> None:
     state = progress()
     take(state, tokens(11, sent=0, payload=b""))
     assert state.start_over()
-    assert (state.token_ids, state.sent_text) == ([], None)
+    assert state.output_tokens == 0
+    assert state.decode_params().sent_text is None
 
 
 def test_after_a_seen_first_token_without_hand_over_a_decode_leg_goes_on_from_it() -> None:
@@ -116,13 +113,6 @@ def test_after_a_seen_first_token_without_hand_over_a_decode_leg_goes_on_from_it
     assert not state.settled
 
 
-def test_a_seen_first_token_with_logprobs_and_no_hand_over_cannot_go_on() -> None:
-    state = progress(logprobs=True)
-    take(state, tokens(11, sent=3))
-    with pytest.raises(NodeFailed):
-        state.decode_params()
-
-
 TICKET = msgspec.structs.replace(HANDOVER, generated=[], generated_logprobs=[], sent_text=None, growing=True)
 
 
@@ -131,7 +121,7 @@ def begun(**fields: Any) -> tuple[Progress, Place, Place]:
     state, prefill = progress(**fields), Place()
     assert not state.take(Frame(FrameKind.TICKET, params=TICKET), prefill)
     assert state.decode_params() is TICKET
-    return state, prefill, Place(0, decoding=True)
+    return state, prefill, Place.behind(TICKET)
 
 
 @pytest.mark.parametrize("prefill_first", [True, False])
@@ -143,7 +133,7 @@ def test_of_two_legs_that_tell_of_the_first_token_one_is_heard(prefill_first: bo
     state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
     assert state.take(tokens(12, sent=2), decode)
     assert state.take(Frame(FrameKind.END, b"x", [13], 3), decode)
-    assert state.token_ids == [11, 12, 13]
+    assert known(state) == [11, 12, 13]
     assert not state.take(tokens(11, sent=1), prefill)
 
 
@@ -152,7 +142,6 @@ def test_a_hand_over_that_comes_after_later_tokens_takes_none_back() -> None:
     state.take(tokens(11, sent=1), decode)
     state.take(tokens(12, sent=2), decode)
     state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
-    assert state.token_ids == [11, 12]
     assert state.decode_params().generated == [11, 12]
 
 
@@ -187,11 +176,97 @@ def test_a_first_token_that_a_decode_leg_has_told_counts_although_the_hand_over_
     assert state.decode_params().generated == [99, 12]
 
 
-@pytest.mark.parametrize("handed_over", [True, False])
-def test_an_unseen_answer_with_logprobs_starts_again_however_far_it_was(handed_over: bool) -> None:
-    state, prefill, decode = begun(logprobs=True, stream=False)
-    state.take(tokens(11, sent=0, payload=b""), decode)
-    state.take(tokens(12, sent=0, payload=b""), decode)
-    if handed_over:
-        state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
-    assert state.decode_params() is (HANDOVER if handed_over else TICKET)
+def test_every_choice_goes_on_where_the_client_has_it() -> None:
+    state, prefill, decode = begun(n=3)
+    state.take(tokens(11, sent=1), prefill)
+    assert not state.take(tokens(11, sent=1), decode)
+    assert state.take(tokens(21, sent=2, choice=1), decode)
+    assert state.take(tokens(12, sent=2), decode)
+    assert state.take(tokens(22, sent=4, choice=1, finish=Finish.STOP), decode)
+    state.take(Frame(FrameKind.HANDOVER, params=HANDOVER), prefill)
+    params = state.decode_params()
+    assert (params.generated, params.sent_text, params.finish, params.remote_engine_id) == ([11, 12], 2, None, None)
+    ended = ChoiceSoFar(generated=[21, 22], sent_text=4, finish=Finish.STOP)
+    assert params.so_far(3) == [ChoiceSoFar(generated=[11, 12], sent_text=2), ended, ChoiceSoFar()]
+    assert state.tokens_to_compute(params) == 2 + 4
+    again = Place.behind(params)
+    assert state.take(tokens(31, sent=1, choice=2), again)
+    assert state.take(tokens(13, sent=3, finish=Finish.LENGTH), again)
+    assert state.take(Frame(FrameKind.END, b"x", [32], 2, choice=2, finish=Finish.LENGTH), again)
+    assert (state.output_tokens, state.ended) == (7, True)
+
+
+def test_a_first_choice_that_its_first_token_has_ended_ends_once() -> None:
+    state, prefill, decode = begun(n=2)
+    end = tokens(11, sent=1, finish=Finish.STOP)
+    assert state.take(end, prefill)
+    assert state.decode_params() is TICKET
+    assert not state.take(end, decode)
+    over = msgspec.structs.replace(HANDOVER, finish=Finish.STOP)
+    state.take(Frame(FrameKind.HANDOVER, params=over), prefill)
+    assert state.decode_params() is over
+    assert state.take(tokens(21, sent=1, choice=1), decode)
+    assert state.decode_params().so_far(2) == [
+        ChoiceSoFar(generated=[11], logprobs=[TokenLogprobs(11, -0.5)], sent_text=1, finish=Finish.STOP),
+        ChoiceSoFar(generated=[21], sent_text=1),
+    ]
+
+
+def test_of_an_answer_whose_choices_have_all_ended_only_the_end_is_missing() -> None:
+    state = handed_over()
+    take(state, tokens(12, sent=2, finish=Finish.LENGTH))
+    params = state.decode_params()
+    assert (params.generated, params.finish) == ([11, 12], Finish.LENGTH)
+    assert state.take(Frame(FrameKind.END, b"[DONE]"), Place.behind(params))
+    assert state.ended
+
+
+LEG = st.tuples(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=8), st.booleans(), st.booleans(), st.booleans()
+)
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=4), st.lists(LEG, max_size=5), st.data())
+def test_whatever_breaks_no_token_of_any_choice_is_lost_or_doubled(
+    lengths: list[int], legs: list[Any], data: st.DataObject
+) -> None:
+    """Choice i is i0, i1, ...; decode legs tell of it in pieces and break anywhere, the last one does not."""
+    answer = {choice: [choice * 10 + at for at in range(length)] for choice, length in enumerate(lengths)}
+    state, prefill, heard = progress(n=len(lengths)), Place(), {choice: [] for choice in answer}  # type: ignore[var-annotated]
+    ends = dict.fromkeys(answer, 0)
+
+    def tell(frame: Frame, place: Place) -> None:
+        if state.take(frame, place):
+            heard[frame.choice] += frame.token_ids
+            ends[frame.choice] += frame.finish is not None
+
+    first = tokens(0, sent=1, logprobs=[TokenLogprobs(0, -1.0)])
+    ticket = msgspec.structs.replace(TICKET, generated=[])
+    over = msgspec.structs.replace(
+        HANDOVER, generated=[0], generated_logprobs=[TokenLogprobs(0, -1.0)], sent_text=1, finish=None
+    )
+    late = [(first, prefill), (Frame(FrameKind.HANDOVER, params=over), prefill)]
+    state.take(Frame(FrameKind.TICKET, params=ticket), prefill)
+    for pieces, *_ in [*legs, ([(choice, 3) for choice in range(4)] * 5, False)]:
+        params = state.decode_params()
+        place = Place.behind(params)
+        said = {choice: len(each.generated) for choice, each in enumerate(params.so_far(len(lengths)))}
+        over_already = {choice for choice, each in enumerate(params.so_far(len(lengths))) if each.finish}
+        for each in params.so_far(len(lengths)):
+            assert len(each.logprobs) == len(each.generated)
+        for choice, count in pieces:
+            if late and data.draw(st.booleans()):
+                tell(*late.pop(0))
+            if choice >= len(lengths) or choice in over_already or (choice and not said[0]):
+                continue
+            ids = answer[choice][said[choice] : said[choice] + count]
+            if choice == 0 and not said[0]:
+                ids = ids[:1]
+            if not ids:
+                continue
+            said[choice] += len(ids)
+            finish = Finish.LENGTH if said[choice] == lengths[choice] else None
+            logprobs = [TokenLogprobs(token, -1.0) for token in ids]
+            tell(tokens(*ids, sent=said[choice], choice=choice, finish=finish, logprobs=logprobs), place)
+    assert heard == answer
+    assert ends == dict.fromkeys(answer, 1)

@@ -26,8 +26,8 @@ from router_doubles import (
 )
 
 from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind, pack
-from wire.outputs import Load
-from wire.transfer import KvTransferParams
+from wire.outputs import Finish, Load, TokenLogprobs
+from wire.transfer import ChoiceSoFar, KvTransferParams
 
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 
@@ -190,15 +190,34 @@ async def test_a_prefill_leg_that_dies_unseen_is_done_again_elsewhere() -> None:
         assert params_of(d.calls[0]).remote_request_id == "held-1"
 
 
-async def test_an_answer_with_logprobs_ends_in_an_honest_error_event() -> None:
-    p, bad, good = prefill(), decode(decode_cut_after_token), decode(load=Load(running=5))
+async def test_three_choices_with_logprobs_go_on_elsewhere_where_the_client_has_them() -> None:
+    def told(choice: int, token: int, sent: int, finish: Finish | None = None) -> Frame:
+        logprobs = [TokenLogprobs(token, -token / 10)]
+        return Frame(
+            FrameKind.TOKENS, event(f"<{token}>"), [token], sent, choice=choice, logprobs=logprobs, finish=finish
+        )
+
+    async def dies(call: Call) -> None:
+        await call.send(told(1, 21, 4), told(0, 12, 5), told(2, 31, 4, Finish.STOP))
+        call.cut()
+
+    async def goes_on(call: Call) -> None:
+        last = Frame(FrameKind.END, event("<22>") + DONE, [22], 8, choice=1, finish=Finish.STOP)
+        await call.send(told(0, 13, 9, Finish.LENGTH), last)
+
+    async def first(call: Call) -> None:
+        await call.send(told(0, 11, 1))
+        await call.hand_over(generated_logprobs=[TokenLogprobs(11, -1.1)])
+
+    p, bad, good = prefill(first), decode(dies), decode(goes_on, load=Load(running=5))
     async with cluster(p, bad, good) as c:
-        text = await c.text({"stream": True, "logprobs": True})
-        events = text.removesuffix("\n\n").split("\n\n")
-        assert events[:2] == [event("a").decode().strip(), event("b").decode().strip()]
-        assert "logprobs" in msgspec.json.decode(events[2].removeprefix("data: "))["error"]["message"]
-        assert events[3:] == ["data: [DONE]"]
-        assert good.calls == []
+        text = await c.text({"stream": True, "logprobs": True, "n": 3})
+    assert text == "".join(event(f"<{token}>").decode() for token in (11, 21, 12, 31, 13, 22)) + DONE.decode()
+    assert params_of(good.calls[0]).so_far(3) == [
+        ChoiceSoFar(generated=[11, 12], logprobs=[TokenLogprobs(11, -1.1), TokenLogprobs(12, -1.2)], sent_text=5),
+        ChoiceSoFar(generated=[21], logprobs=[TokenLogprobs(21, -2.1)], sent_text=4),
+        ChoiceSoFar(generated=[31], logprobs=[TokenLogprobs(31, -3.1)], sent_text=4, finish=Finish.STOP),
+    ]
 
 
 async def test_when_every_node_breaks_the_client_is_told_and_the_kv_released() -> None:

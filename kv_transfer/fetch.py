@@ -1,0 +1,135 @@
+"""One fetch: what it waits for, how far it is, and when it is late. Pure: `now` is an argument.
+
+Owns the numbers of a single fetch and their invariants; what becomes of it is the table's (`kv_transfer/fetches.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kv_transfer.commands import PeerKey
+from kv_transfer.connector import Completion
+from kv_transfer.leases import LeaseId
+from wire.errors import KvrelayError, PeerLost, TransferTimeout
+
+__all__ = ["MARGIN", "Fetch", "FetchLimits", "State"]
+
+# Part of the lease that the entry fence gives away to clock drift and to the way of an acknowledgement.
+MARGIN = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """What bounds a fetch: it may take `deadline_s` plus its size at `floor_bytes_s`."""
+
+    lease_s: float
+    deadline_s: float
+    floor_bytes_s: float
+    block_bytes: int
+
+
+class State(enum.Enum):
+    """What a fetch waits for."""
+
+    WATCHED = enum.auto()  # not asked for yet
+    WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is not there yet
+    READING = enum.auto()  # a READ is in flight
+    CONFIRMING = enum.auto()  # all bytes are in; the source's word is not
+    ABANDONED = enum.auto()  # nobody wants the KV any more, but a READ is in flight
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Of one watched request. All times are on one monotonic clock."""
+
+    request_id: str
+    peer: PeerKey
+    lease: LeaseId
+    limits: FetchLimits
+    state: State = State.WATCHED
+    held_until: float = float("-inf")  # entry fence
+    lost: KvrelayError | None = None  # why a fetch would fail at once
+    growing: bool = False  # the ticket was made before its KV was there
+    blocks: int = 0  # in the ticket
+    ready: int = 0  # of these, how many can be read
+    completion: Completion | None = None
+    complete: bool = True
+    told_at: float | None = None  # of the completion
+    read_id: int | None = None  # of the READ in flight
+    taken: int = 0  # of our blocks, those whose READ was posted
+    landed: int = 0  # and of these, those that are in
+    ends: list[tuple[float, int]] = field(default_factory=list)  # of READs: when, and `landed` then; not proven yet
+    proven: int = 0  # of those that are in, those which the source has held since
+    retried: bool = False
+    token: int = 0  # of the End that is to confirm it
+    remote_blocks: tuple[int, ...] = field(default=())
+    local_blocks: tuple[int, ...] = field(default=())
+    asked_at: float = 0.0
+    posted_at: float = 0.0  # of the last READ
+    read_s: float = 0.0  # of all that have ended
+    exposed_at: float = 0.0  # from here on nobody waits but for us
+    deadline: float = float("inf")
+
+    @property
+    def announced(self) -> int:
+        """Of our blocks, those that can be read: the ticket's last ones are ours, the others were cached here."""
+        if self.complete:
+            return len(self.local_blocks)
+        return max(0, self.ready - (self.blocks - len(self.local_blocks)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is fetched."""
+        return len(self.local_blocks) * self.limits.block_bytes
+
+    def kept(self, sent_at: float) -> None:
+        """The source still held the lease when it got the renewal that we sent at `sent_at`."""
+        self.held_until = max(self.held_until, sent_at + self.limits.lease_s * (1 - MARGIN))
+        while self.ends and self.ends[0][0] < sent_at:
+            self.proven = self.ends.pop(0)[1]
+
+    def hurry(self, now: float) -> None:
+        """The KV is complete and asked for: from here on time counts."""
+        missing_bytes = (len(self.local_blocks) - self.taken) * self.limits.block_bytes
+        self.exposed_at = now
+        self.deadline = now + self.limits.deadline_s + missing_bytes / self.limits.floor_bytes_s
+
+    @property
+    def due(self) -> float:
+        """When it will be late, if nothing happens until then."""
+        return float("inf") if self.state is State.ABANDONED else min(self.deadline, self._silent_at)
+
+    def late(self, now: float) -> KvrelayError | None:
+        """Why it fails now by its limits alone; None while it may go on."""
+        if now < self.due:
+            return None
+        where, limits = f"{self.peer.host}:{self.peer.port}", self.limits
+        if now >= self._silent_at:
+            return PeerLost(
+                f"{where} computes the prompt but has not renewed its lease for {limits.lease_s:g} s; it hangs, or the"
+                " network between us does"
+            )
+        doing = {State.WAITING: "no renewed lease", State.READING: "bytes missing"}.get(self.state, "unconfirmed")
+        return TransferTimeout(
+            f"fetch of {len(self.local_blocks)} blocks from {where} took longer than"
+            f" {self.deadline - self.exposed_at:.2f} s ({doing}); transfer_deadline_s and transfer_floor_bytes_s set"
+            " the limit"
+        )
+
+    @property
+    def _silent_at(self) -> float:
+        """When a source that computes for us has said nothing for a lease."""
+        if self.complete or self.state in (State.WATCHED, State.ABANDONED):
+            return float("inf")
+        return max(self.held_until + MARGIN * self.limits.lease_s, self.asked_at + self.limits.lease_s)
+
+    def check(self) -> None:
+        """Assert the invariants: a READ is in flight in the two states that have one, and abandoned means just that."""
+        assert (self.read_id is not None) == (self.state in (State.READING, State.ABANDONED)), self
+        timed = self.state is not State.WATCHED and self.complete
+        assert (self.deadline < float("inf")) == timed or self.state is State.ABANDONED, self
+        assert self.proven <= self.landed <= self.taken <= len(self.local_blocks), self
+        all_taken = self.complete and self.taken == len(self.local_blocks)
+        assert self.state is not State.CONFIRMING or all_taken, self
+        assert self.lost is None or self.state is State.WATCHED, self

@@ -1,0 +1,300 @@
+"""The peers that a node reads from: meeting them, the plane between us, renewals, and their loss.
+
+Owns the table of peers and what is said to each; no lock, no clock and no threads. The desk calls with its lock held,
+and says in `now` what its clock says. What a lost peer means for a fetch is the fetches' to say.
+
+Three things that end apart from one another. The *connection* to a peer: its fetches fail, and the next one dials
+again. The *plane's* way to it, which only the plane can see: it is joined anew, when no READ is on the old way. And the
+*process*: it is gone only if somebody else answers for it, or its host says that nobody listens there any more. A peer
+whose READ hangs is remembered for as long as it does, and dialled with every heartbeat: it may need our word to go on
+sending, and nobody else tells us that its process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from kv_transfer.commands import Command, PeerKey, Prove, Read
+from kv_transfer.connector import Way
+from kv_transfer.control import ControlThread
+from kv_transfer.fetches import FetchTable
+from kv_transfer.lease_words import HeldWords
+from kv_transfer.leases import LeaseId
+from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
+from kv_transfer.plane_choice import OpenPlanes
+from kv_transfer.planes import Source
+from wire.config import TransferConfig
+from wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
+
+__all__ = ["Peers"]
+
+log = logging.getLogger(__name__)
+
+# 1,000 leases of the longest request id make a message of half the size limit.
+RENEW_BATCH = 1000
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A process that we read from, or are about to, or did."""
+
+    answer_by: float = 0.0
+    welcomed: bool = False
+    due: float = 0.0
+    """The next heartbeat of one that is welcomed; the next attempt to dial of one that is lost."""
+    lost: KvrelayError | None = None
+    vanished: bool = False
+    """The process is gone for certain."""
+    words: HeldWords | None = None
+    """Its leases, if it runs on this host."""
+    plane: str = ""
+    """The plane that we read through, or are about to."""
+    sources: list[tuple[int, Source]] = field(default_factory=list)
+    """Which rank of ours reads what through it."""
+    joined: bool = False
+    """The plane can read, as far as is known."""
+    choices: list[tuple[str, list[tuple[int, Source]]]] = field(default_factory=list)
+    """Planes that were not tried yet, the best first; and their sources."""
+    missed: dict[str, str] = field(default_factory=dict)
+    """Planes that one of us does not have, or that did not work; and why."""
+
+
+class Peers:
+    """See the module."""
+
+    def __init__(
+        self, hello: Hello, config: TransferConfig, fetches: FetchTable, control: ControlThread, planes: OpenPlanes
+    ) -> None:
+        """`hello` is what each peer is told first."""
+        self._hello = hello
+        self._config = config
+        self._fetches = fetches
+        self._control = control
+        self._planes = planes
+        self._peers: dict[PeerKey, _Peer] = {}
+
+    # What the step loop wants.
+
+    def want(self, request_id: str, peer: PeerKey, lease: LeaseId, now: float) -> None:
+        """A request is watched whose KV this peer has: its lease is cared for from now on, or its fetch is doomed."""
+        known = self._peers.get(peer)
+        if known is None:
+            known = self._peers[peer] = _Peer()
+            self._dial(peer, known, now)
+        elif known.lost is not None and known.vanished:
+            self._fetches.doom(request_id, known.lost)
+        elif known.lost is not None:
+            self._dial(peer, known, now)
+        elif known.welcomed:
+            self._renew(peer, [lease], now)
+            self._control.say(peer, Follow(lease))
+
+    def carry_out(self, command: Command, now: float) -> None:
+        """What the fetches want done."""
+        if isinstance(command, Prove):
+            self._renew(command.peer, [command.lease], now)
+        elif isinstance(command, Read):
+            self._planes[self._peers[command.peer].plane].read(command)
+        elif command.token and self._sees_held(command.peer, command.lease):
+            # The answer is there already: a farewell, and nothing to wait for.
+            self._control.say(command.peer, End(command.lease, 0))
+            self._fetches.confirmed(command.peer, command.token, held=True, now=now)
+        else:
+            self._control.say(command.peer, End(command.lease, command.token))
+
+    def way(self, peer: PeerKey) -> Way | None:
+        """How this peer's KV is read; None while that is not known, or no more."""
+        known = self._peers.get(peer)
+        if known is None or not known.plane:
+            return None
+        better = takewhile(lambda kind: kind != known.plane, self._planes.wanted)
+        return Way(known.plane, {kind: known.missed[kind] for kind in better if kind in known.missed})
+
+    def take_leave(self) -> None:
+        """We close: give back all leases."""
+        for peer in self._peers:
+            for lease in self._fetches.leases(peer):
+                self._control.say(peer, End(lease, 0))
+
+    # What the control thread tells.
+
+    def hear(self, peer: PeerKey, message: Message, now: float) -> None:
+        """A peer says this."""
+        known = self._peers.get(peer)
+        if known is None or known.lost is not None:
+            return
+        if isinstance(message, Renewed):
+            self._fetches.renewed(peer, message.kept, message.lost, message.sent_at, now)
+        elif isinstance(message, Ended):
+            self._fetches.confirmed(peer, message.token, held=message.held, now=now)
+        elif isinstance(message, Grown):
+            self._fetches.grown(peer, message.lease, message.ready, message.completion, now)
+        elif isinstance(message, Refused):
+            self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now)
+        elif isinstance(message, Welcome) and not known.welcomed:
+            self._be_welcomed(peer, known, message, now)
+
+    def gone(self, peer: PeerKey, now: float) -> None:
+        """The connection to this peer has ended, or could not be made."""
+        self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} has ended or was refused"), now)
+        if self._fetches.reading(peer):
+            self._control.knock(peer)
+
+    def vanished(self, peer: PeerKey, now: float) -> None:
+        """The process of this peer is gone for certain."""
+        known = self._peers.get(peer)
+        if known is None or known.vanished:
+            return
+        known.vanished = True
+        if known.plane:
+            self._planes[known.plane].peer_gone(peer)
+        self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
+
+    def beat(self, now: float) -> float:
+        """Say what is due, and lose who has not answered. Returns the second at which something is due again."""
+        for peer, known in list(self._peers.items()):
+            if known.lost is not None:
+                if now >= known.due and not known.vanished:
+                    self._dial(peer, known, now)
+            elif known.welcomed:
+                if now >= known.due:
+                    known.due = now + self._config.heartbeat_s
+                    self._renew_all(peer, now)
+            elif now >= known.answer_by:
+                waited_s = self._config.lease_s
+                self._lose(peer, PeerLost(f"no answer from {peer.host}:{peer.port} within {waited_s:g} s"), now)
+        return min(map(_due, self._peers.values()), default=float("inf"))
+
+    # What the planes tell.
+
+    def joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
+        """The plane can read from a peer, or cannot."""
+        known = self._peers.get(peer)
+        if known is None or known.lost is not None:
+            return
+        if error is not None:
+            self._try_next_plane(peer, known, error, now)
+            return
+        log.info("KV of %s:%d comes by %s", peer.host, peer.port, known.plane)
+        known.joined = True
+        self._fetches.peer_ready(peer, now)
+
+    def way_lost(self, peer: PeerKey) -> None:
+        """The plane has lost its way to a peer, which may be there all the same: no READ starts on this way."""
+        if peer in self._peers:
+            self._peers[peer].joined = False
+            self._fetches.peer_not_ready(peer)
+
+    def read_over(self, peer: PeerKey) -> None:
+        """A READ from this peer has ended. Without any, a lost peer is forgotten, and a lost way looked for anew."""
+        known = self._peers.get(peer)
+        if known is None or self._fetches.reading(peer):
+            return
+        if known.lost is not None:
+            del self._peers[peer]
+            if known.plane:
+                self._planes[known.plane].drop_peer(peer)
+        elif known.welcomed and not known.joined and known.plane:
+            self._planes[known.plane].drop_peer(peer)
+            self._planes[known.plane].add_peer(peer, known.sources)
+
+    # Meeting.
+
+    def _dial(self, peer: PeerKey, known: _Peer, now: float) -> None:
+        # Whoever does not answer for a lease has let it run out, too.
+        known.lost, known.welcomed, known.answer_by = None, False, now + self._config.lease_s
+        self._control.dial(peer, self._hello)
+
+    def _be_welcomed(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
+        where = f"{peer.host}:{peer.port}"
+        if welcome.generation != peer.generation:
+            restarted = f"{where} has restarted: the KV is of {peer.generation}, it is {welcome.generation} now"
+            self._lose(peer, PeerLost(restarted), now)
+            self.vanished(peer, now)
+            return
+        difference = self._hello.fingerprint.difference(welcome.fingerprint)
+        if difference is not None:
+            differs = f"{where}: {difference}; both nodes need the same model and KV settings"
+            self._lose(peer, Incompatible(differs), now)
+            return
+        known.welcomed, known.due = True, now + self._config.heartbeat_s
+        if welcome.lease_words is not None and known.words is None:
+            with contextlib.suppress(TransferError):  # another host, or another user: we ask
+                known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
+        leases = self._fetches.leases(peer)
+        self._renew(peer, leases, now)
+        for lease in leases:
+            self._control.say(peer, Follow(lease))  # also of complete KV: it may have had another reader
+        if not known.plane:
+            self._join(peer, known, welcome, now)
+        elif known.joined:  # we were here before, and a READ is still on this way
+            self._fetches.peer_ready(peer, now)
+        else:
+            self.read_over(peer)
+
+    def _join(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
+        """Through the best plane that both have."""
+        try:
+            known.choices = self._planes.shared(welcome)
+        except Incompatible as error:
+            self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"), now)
+            return
+        known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
+        shared = {kind for kind, _ in known.choices}
+        absent = [kind for kind in self._planes if kind not in shared]
+        known.missed |= dict.fromkeys(absent, "the node that is read does not have it; its log says why")
+        theirs = ", ".join(welcome.ranks[0].planes) or "none"
+        both = f"{', '.join(self._planes)} here and {theirs} there"
+        none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
+        self._try_next_plane(peer, known, none, now)
+
+    def _try_next_plane(self, peer: PeerKey, known: _Peer, error: KvrelayError, now: float) -> None:
+        """`error` is why there is none so far."""
+        if not known.choices:
+            self._lose(peer, error, now)
+            return
+        if known.plane:
+            known.missed[known.plane] = error.message
+            log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
+        known.plane, known.sources = known.choices.pop(0)
+        self._planes[known.plane].add_peer(peer, known.sources)
+
+    # Caring for leases.
+
+    def _renew_all(self, peer: PeerKey, now: float) -> None:
+        leases = self._fetches.leases(peer)
+        self._renew(peer, leases, now)
+        if not leases and self._fetches.reading(peer):
+            # Of a lease that is over, but the source must go on helping for as long as the read takes.
+            self._control.say(peer, Renew(now, []))
+        for lease in self._fetches.growing(peer):
+            self._control.say(peer, Follow(lease))  # what was told meanwhile may have been lost
+
+    def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
+        for first in range(0, len(leases), RENEW_BATCH):
+            self._control.say(peer, Renew(now, leases[first : first + RENEW_BATCH]))
+
+    def _sees_held(self, peer: PeerKey, lease: LeaseId) -> bool:
+        known = self._peers.get(peer)
+        return known is not None and known.words is not None and known.words.held(lease)
+
+    # Losing.
+
+    def _lose(self, peer: PeerKey, error: KvrelayError, now: float) -> None:
+        known = self._peers.get(peer)
+        if known is None or known.lost is not None:
+            return
+        known.lost, known.due = error, now + self._config.heartbeat_s
+        self._fetches.peer_lost(peer, error)
+        self._control.hang_up(peer)
+        self.read_over(peer)
+
+
+def _due(peer: _Peer) -> float:
+    """When there is something to do about it."""
+    if peer.lost is not None and peer.vanished:
+        return float("inf")
+    return peer.due if peer.lost is not None or peer.welcomed else peer.answer_by

@@ -1,0 +1,78 @@
+"""A request with several prompts: a walk for each, with nodes of its own, and one answer of them all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from openai_api.join import joined_body, joined_end
+from openai_api.stages import with_stages
+from router.handoff import Walk
+from router.job import Job
+from router.reply import Kept, Reply
+from router.timeline import Timeline
+
+__all__ = ["JoinedWalk"]
+
+
+class JoinedWalk:
+    """`run` once. The first walk that fails ends the others, and each gives back what it took."""
+
+    def __init__(
+        self, job: Job, parts: Sequence[Job], arrived: float, walk: Callable[[Job, Timeline, Reply], Walk]
+    ) -> None:
+        """`walk` makes the walk of one part."""
+        self.job = job
+        self.reply = Reply()
+        # Events are joined as they come, bodies when they are there.
+        self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Kept()) for part in parts]
+
+    @property
+    def timeline(self) -> Timeline:
+        """That of the walk which ended last, or is not over."""
+        return max((walk.timeline for walk in self._walks), key=lambda each: each.last_token or each.arrived)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Of all prompts; None until all are known."""
+        counts = [walk.prompt_tokens for walk in self._walks]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def output_tokens(self) -> int:
+        """So far, of all prompts."""
+        return sum(walk.output_tokens for walk in self._walks)
+
+    @property
+    def nodes(self) -> tuple[str, str]:
+        """Of all walks."""
+        prefill, decode = ({walk.nodes[leg] for walk in self._walks} for leg in (0, 1))
+        return ",".join(sorted(prefill)), ",".join(sorted(decode))
+
+    async def run(self) -> None:
+        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be answered."""
+        tasks = [asyncio.create_task(walk.run()) for walk in self._walks]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self.reply.put(await self._end())
+
+    async def _end(self) -> bytes:
+        if self.job.stream:
+            end = joined_end(
+                [walk.counts for walk in self._walks],
+                include_usage=self.job.include_usage,
+                response_id=self.job.response_id,
+                created=self.job.created,
+                model=self.job.model,
+            )
+        else:
+            end = joined_body([await walk.reply.take(0) for walk in self._walks])
+        if not self.job.wants_stages:
+            return end
+        stages = self.timeline.stages_s(time.monotonic())
+        return with_stages(end, {name: took * 1e3 for name, took in stages.items()})

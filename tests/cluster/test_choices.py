@@ -1,0 +1,184 @@
+"""Answers of several choices among real processes: equal to those of one node, however they were computed."""
+
+import json
+
+import httpx2
+import pytest
+from real_cluster import Cluster, running, tiny_model
+
+pytestmark = pytest.mark.cluster
+
+BLOCK = 16
+PROMPT = [2 + (i * i * 7 + 13 * i) % 300 for i in range(5 * BLOCK + 9)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("choices")
+    flags = tiny_model(folder)
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20), "--no-prefix-cache"]
+    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
+    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+        yield ours
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(cluster: Cluster):
+    """After every test all blocks of all nodes are free."""
+    yield
+    cluster.all_blocks_free(within_s=4)
+
+
+def asked(url: str, **fields) -> dict:
+    every = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 1, "seed": 5, "ignore_eos": True}
+    answer = httpx2.post(f"{url}/v1/completions", json={**every, **fields}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def choices(answer: dict) -> list[tuple]:
+    """All that is said of each choice, in order."""
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
+    return [(c["text"], json.dumps(c["logprobs"]), c["finish_reason"], c["stop_reason"]) for c in answer["choices"]]
+
+
+def streamed(url: str, path: str = "/v1/completions", **fields) -> tuple[list[dict], dict]:
+    """All chunks, and by index the text of each choice."""
+    every = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 1, "seed": 5, "ignore_eos": True}
+    answer = httpx2.post(f"{url}{path}", json={**every, "stream": True, **fields}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    texts: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return chunks, texts
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"ignore_eos": False, "stop": ["a", "e"]}, {"max_tokens": 1}])
+def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, fields):
+    (decode,) = cluster.of("decode")
+    forked = decode.metric("kvrelay_forked_blocks_total")
+    handed_over = asked(cluster.url, n=4, **fields)
+    if fields != {"max_tokens": 1}:
+        assert decode.metric("kvrelay_forked_blocks_total") - forked == 3 * 5
+    assert choices(handed_over) == choices(asked(decode.url, n=4, **fields))
+    assert len(set(choices(handed_over))) >= (4 if handed_over["usage"]["completion_tokens"] > 4 else 2)
+    assert choices(handed_over) == choices(asked(cluster.url, n=4, **fields))
+    one = asked(cluster.url, **fields)
+    assert choices(one) == choices(handed_over)[:1]
+    assert handed_over["usage"]["prompt_tokens"] == len(PROMPT)
+    _, texts = streamed(cluster.url, n=4, **fields)
+    assert [texts[index] for index in range(4)] == [choice["text"] for choice in handed_over["choices"]]
+
+
+def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
+    chunks, _ = streamed(
+        cluster.url, n=3, stream_options={"include_usage": True, "continuous_usage_stats": True}, logprobs=1
+    )
+    ends = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["finish_reason"]]
+    assert sorted(end["index"] for end in ends) == [0, 1, 2]
+    assert {end["finish_reason"] for end in ends} == {"length"}
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 36
+    so_far = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert so_far == sorted(so_far)
+    order = [c["choices"][0]["index"] for c in chunks if c["choices"]]
+    assert order != sorted(order), "the choices do not come interleaved"
+    tokens = [
+        t for c in chunks if c["choices"] and c["choices"][0]["logprobs"] for t in c["choices"][0]["logprobs"]["tokens"]
+    ]
+    assert len(tokens) == 36
+
+
+PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 1}])
+def test_several_prompts_are_answered_as_each_alone(cluster, fields):
+    (decode,) = cluster.of("decode")
+    n = fields.get("n", 1)
+    answer = asked(cluster.url, prompt=PROMPTS, **fields)
+    alone = [choice for prompt in PROMPTS for choice in choices(asked(cluster.url, prompt=prompt, **fields))]
+    assert choices(answer) == alone
+    assert choices(asked(decode.url, prompt=PROMPTS, **fields)) == alone
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert answer["usage"]["completion_tokens"] == 12 * 3 * n
+    for url in (cluster.url, decode.url):
+        chunks, texts = streamed(url, prompt=PROMPTS, stream_options={"include_usage": True}, **fields)
+        assert [texts[index] for index in range(3 * n)] == [choice[0] for choice in alone]
+        assert [chunk["usage"] for chunk in chunks if not chunk["choices"]] == [answer["usage"]]
+        assert len({chunk["id"] for chunk in chunks}) == len({chunk["created"] for chunk in chunks}) == 1
+
+
+def test_prompts_as_texts_and_without_a_seed_differ(cluster):
+    answer = asked(cluster.url, prompt=["Hello", "Hello"], seed=None)
+    assert len({choice["text"] for choice in answer["choices"]}) == 2
+
+
+def test_one_bad_prompt_ends_the_request(cluster):
+    for url in (cluster.url, cluster.of("decode")[0].url):
+        body = {"model": "tiny", "prompt": [[5], [99999]], "max_tokens": 400}
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), answer.text
+
+
+def test_the_best_of_several_are_the_likeliest(cluster):
+    (decode,) = cluster.of("decode")
+    every = asked(cluster.url, n=5, logprobs=0)
+
+    def likelihood(choice: dict) -> float:
+        return sum(choice["logprobs"]["token_logprobs"])
+
+    likeliest = sorted(every["choices"], key=likelihood, reverse=True)[:2]
+    for url in (cluster.url, decode.url):
+        best = asked(url, n=2, best_of=5)
+        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in likeliest]
+        assert [choice["logprobs"] for choice in best["choices"]] == [None, None]
+        assert best["usage"]["completion_tokens"] == 60
+
+
+def test_an_answer_may_repeat_its_prompt(cluster):
+    (decode,) = cluster.of("decode")
+    text = asked(cluster.url, prompt="Hello")["choices"][0]["text"]
+    for url in (cluster.url, decode.url):
+        assert asked(url, prompt="Hello", echo=True)["choices"][0]["text"] == "Hello" + text
+        assert streamed(url, prompt="Hello", echo=True, n=2)[1][0] == "Hello" + text
+        only = asked(url, prompt=["Hello", "you"], echo=True, max_tokens=0)
+        assert [(c["text"], c["finish_reason"]) for c in only["choices"]] == [("Hello", "length"), ("you", "length")]
+        assert only["usage"]["completion_tokens"] == 0
+
+
+def test_a_chat_goes_on_with_its_last_message(cluster):
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "echo": True, "n": 2}
+    body |= {"continue_final_message": True, "return_token_ids": True}
+    body["messages"] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]
+    answers = [
+        httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        for url in (cluster.url, cluster.of("decode")[0].url)
+    ]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["prompt_token_ids"] == answers[1]["prompt_token_ids"]
+    assert bytes(answers[0]["prompt_token_ids"]).decode().endswith("assistant: Once upon")
+    for choice in answers[0]["choices"]:
+        assert choice["message"]["content"].startswith("Once upon")
+        assert len(choice["token_ids"]) == 4
+
+
+def test_a_prompt_is_cut_before_the_first_leg(cluster):
+    answer = asked(cluster.url, truncate_prompt_tokens=20)
+    assert answer["usage"]["prompt_tokens"] == 20
+    assert choices(answer) == choices(asked(cluster.of("decode")[0].url, prompt=PROMPT[-20:]))
+
+
+@pytest.mark.parametrize("fields", [{"n": 8}, {"prompt": PROMPTS, "n": 3}])
+def test_a_client_that_leaves_ends_every_choice(cluster, fields):
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True, **fields}
+    for url in (cluster.url, cluster.of("decode")[0].url):
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            for seen, _ in enumerate(answer.iter_lines()):
+                if seen > 40:
+                    break
+        cluster.all_blocks_free(within_s=4)

@@ -1,0 +1,156 @@
+"""The thread of a data plane: when it takes a READ for over. Its turns are taken here, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+import kv_transfer.planes
+from kv_transfer.commands import PeerKey, Read
+from kv_transfer.planes import BROKEN_S, HANGING_S, PlaneThread, Source
+from wire.errors import KvrelayError, PeerLost, TransferError
+
+PEER = PeerKey("127.0.0.1", 5600, "g")
+BROKE, LOST = TransferError("a part of it broke"), PeerLost("disconnected")
+
+
+class Plane:
+    """Does to each READ what `outcome` says."""
+
+    helps_readers = False
+
+    def __init__(self) -> None:
+        self.outcome: bool | TransferError = False
+        self.polls = 0
+        self.gone: list[str] = []
+
+    def open(self) -> bytes:
+        return b""
+
+    def add_peer(self, source: Source) -> None: ...
+
+    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+        return None
+
+    def poll(self, handle: object) -> bool:
+        self.polls += 1
+        if isinstance(self.outcome, TransferError):
+            raise self.outcome
+        return self.outcome
+
+    def peer_gone(self, generation: str) -> None:
+        self.gone.append(generation)
+
+    def drop_peer(self, generation: str) -> None: ...
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Desk:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def joined(self, peer: PeerKey, error: KvrelayError | None) -> None: ...
+
+    def read_ended(self, peer: PeerKey, read_id: int) -> None:
+        self.told.append("ended")
+
+    def read_failed(self, peer: PeerKey, read_id: int, error: KvrelayError, *, in_flight: bool) -> None:
+        self.told.append((error, in_flight))
+
+    def serving(self) -> bool:
+        return True
+
+    def broke(self, error: Exception) -> None: ...
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Scene:
+    """A READ that was posted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plane, self.desk, self.clock = Plane(), Desk(), Clock()
+        monkeypatch.setattr(kv_transfer.planes, "time", self.clock)
+        self.thread = PlaneThread(self.plane, self.desk)
+        self.thread.read(Read(1, PEER, (1, 2), (3, 4)))
+        self.turn()
+
+    def turn(self, later_s: float = 0.0, outcome: bool | TransferError | None = None) -> list[object]:
+        """What the desk is told in the next turn, so much later."""
+        self.clock.now += later_s
+        self.plane.outcome = self.plane.outcome if outcome is None else outcome
+        self.thread._turn()
+        told, self.desk.told = self.desk.told, []
+        return told
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def polls_no_more(scene: Scene) -> bool:
+    before = scene.plane.polls
+    scene.turn()
+    return scene.plane.polls == before
+
+
+def test_a_read_that_is_done_or_disconnected_is_over(scene: Scene) -> None:
+    assert scene.turn() == []
+    assert scene.turn(0.1, True) == ["ended"]
+    assert polls_no_more(scene)
+    scene.plane.outcome = False
+    scene.thread.read(Read(2, PEER, (1,), (3,)))
+    assert scene.turn() == []
+    assert scene.turn(0.1, LOST) == [(LOST, False)]
+    assert polls_no_more(scene)
+
+
+def test_a_broken_read_is_told_of_once_and_waited_for_long(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    assert scene.turn(0.1, BROKE) == [(BROKE, True)]
+    assert scene.turn(BROKEN_S / 2) == []
+    assert scene.turn(BROKEN_S / 2 - 0.1) == []
+    assert caplog.records == []
+    with caplog.at_level(logging.WARNING):
+        assert scene.turn(0.2) == [(BROKE, False)]
+    assert "a READ of 2 blocks from 127.0.0.1:5600 broke 1000 s ago: its blocks leave quarantine" in caplog.text
+    assert polls_no_more(scene)
+
+
+@pytest.mark.parametrize(("end", "told"), [(True, "ended"), (LOST, (LOST, False))])
+def test_a_broken_read_is_over_as_soon_as_the_plane_says_so(
+    scene: Scene, end: bool | TransferError, told: object
+) -> None:
+    scene.turn(0.1, BROKE)
+    assert scene.turn(0.1, end) == [told]
+    assert polls_no_more(scene)
+
+
+def test_only_the_plane_says_what_the_end_of_a_process_ends(scene: Scene) -> None:
+    scene.turn(0.1, BROKE)
+    scene.thread.peer_gone(PEER)
+    assert scene.turn() == []
+    assert scene.plane.gone == ["g"]
+    assert not polls_no_more(scene)
+
+
+def test_a_read_that_hangs_is_told_of_once_and_never_given_up(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert scene.turn(HANGING_S - 0.1) == []
+        assert caplog.text == ""
+        assert scene.turn(0.2) == []
+        assert scene.turn(100 * BROKEN_S) == []
+    assert caplog.text.count("hangs: its blocks are in quarantine until its end is seen") == 1
+    assert scene.turn(0.0, True) == ["ended"]

@@ -1,0 +1,95 @@
+"""The engine's loop over a connector that does what the test says: what one bad request ends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kv_transfer.connector import Connector
+from node.engine_process import EngineProcess
+from paged_engine.blocks import BlockPool
+from paged_engine.engine import Engine
+from paged_engine.scheduler import Scheduler
+from wire.engine_messages import RequestUpdate, Submit
+from wire.outputs import Finish
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+TICKET = KvTransferParams(do_remote_prefill=True, remote_block_ids=[[1, 2]], num_tokens=20, remote_request_id="p")
+
+
+class FakeConnector:
+    """Refuses some; remembers what it cares for."""
+
+    def __init__(self) -> None:
+        self.refuses: set[str] = set()
+        self.watched: list[str] = []
+
+    def watch(self, request_id: str, params: KvTransferParams) -> None:
+        if request_id in self.refuses or request_id in self.watched:
+            raise ValueError(f"request {request_id!r} is already abandoned")
+        self.watched.append(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        self.watched.remove(request_id)
+
+
+class _Engine(Engine):
+    """The real one, as far as requests come in."""
+
+    def __init__(self) -> None:
+        self.max_model_len = 99
+        self.model = SimpleNamespace(vocab_size=300, eos_token_ids=())  # type: ignore[assignment]
+        self.pool = SimpleNamespace(block_tokens=16)  # type: ignore[assignment]
+        self.scheduler = Scheduler(
+            BlockPool(33), block_tokens=16, max_batched_tokens=64, max_running=4, max_model_len=99, eos_token_ids=()
+        )
+
+
+class Process(EngineProcess):
+    """Without sockets, device and model."""
+
+    def __init__(self) -> None:
+        self.fake = FakeConnector()
+        self.connector = cast(Connector, self.fake)
+        self._updates = []
+        self.engine = _Engine()
+
+    def submit(self, request_id: str, fetch: KvTransferParams | None = TICKET) -> list[RequestUpdate]:
+        self._submit(Submit(request_id, [7] * 20, SamplingParams(max_tokens=4, seed=1), fetch=fetch))
+        updates, self._updates = self._updates, []
+        return updates
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+def test_a_request_that_the_connector_does_not_watch_ends_alone(process: Process) -> None:
+    process.fake.refuses.add("bad")
+    (update,) = process.submit("bad")
+    assert (update.request_id, update.finish) == ("bad", Finish.ERROR)
+    assert update.error == "request 'bad' is already abandoned"
+    assert process.engine.scheduler.get("bad") is None
+    assert process.submit("good") == []
+    assert process.engine.scheduler.get("good") is not None
+    assert process.fake.watched == ["good"]
+    process.engine.scheduler.check()
+
+
+def test_a_request_that_cannot_be_queued_leaves_no_watched_lease(process: Process) -> None:
+    assert process.submit("twice", fetch=None) == []
+    (update,) = process.submit("twice")
+    assert update.error == "request id 'twice' is in use"
+    assert process.fake.watched == []
+    assert process.engine.scheduler.get("twice") is not None
+
+
+def test_a_second_request_of_one_id_does_not_touch_the_first_ones_lease(process: Process) -> None:
+    assert process.submit("twice") == []
+    (update,) = process.submit("twice")
+    assert update.finish is Finish.ERROR
+    assert process.fake.watched == ["twice"]

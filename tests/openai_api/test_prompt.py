@@ -1,0 +1,94 @@
+"""From a request to its prompt, and what an answer begins with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from openai_api.body import decode_chat, decode_completion
+from openai_api.prompt import Prompts
+from openai_api.tokenizer import Tokenizer
+from wire.errors import RequestError
+
+TEMPLATE = (
+    "{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% for m in messages %}{{ m.content }};{% endfor %}"
+)
+
+
+def prompts(tokenizer: Tokenizer, *, trusts: bool = False) -> Prompts:
+    return Prompts(tokenizer, 100, chat_template=TEMPLATE, tool_template=TEMPLATE, trusts_request_templates=trusts)
+
+
+def chat(*said: tuple[str, str], **fields: Any) -> Any:
+    messages = [{"role": role, "content": content} for role, content in said]
+    return decode_chat(json.dumps({"messages": messages, **fields}).encode())
+
+
+def completion(**fields: Any) -> Any:
+    return decode_completion(json.dumps(fields).encode())
+
+
+def text(tokenizer: Tokenizer, request: Any, **options: Any) -> str:
+    return tokenizer.decode(prompts(tokenizer, **options).token_ids(request))
+
+
+def test_documents_reach_the_template(bytewise: Tokenizer) -> None:
+    documents = [{"title": "a", "text": "..."}]
+    assert text(bytewise, chat(("user", "x"), documents=documents)) == "[a]x;"
+
+
+def test_a_template_of_a_request_is_taken_only_where_it_is_trusted(bytewise: Tokenizer) -> None:
+    request = chat(("user", "x"), chat_template="<{{ messages[0].content }}>")
+    assert text(bytewise, request, trusts=True) == "<x>"
+    with pytest.raises(RequestError, match="--trust-request-chat-template") as refused:
+        text(bytewise, request)
+    assert refused.value.param == "chat_template"
+    with pytest.raises(RequestError):
+        text(bytewise, chat(("user", "x"), chat_template="{% broken"), trusts=True)
+
+
+def test_only_the_last_tokens_of_a_prompt_are_kept(bytewise: Tokenizer) -> None:
+    assert text(bytewise, completion(prompt="abcdef", truncate_prompt_tokens=2)) == "ef"
+    assert prompts(bytewise).token_ids(completion(prompt=[1, 2, 3], truncate_prompt_tokens=2)) == [2, 3]
+    assert text(bytewise, chat(("user", "abcdef"), truncate_prompt_tokens=3)) == "ef;"
+
+
+def test_what_a_completion_repeats(bytewise: Tokenizer) -> None:
+    def echo(**fields: Any) -> str:
+        request, made = completion(**fields), prompts(bytewise)
+        return made.beginning(request, made.token_ids(request)).echo
+
+    assert echo(prompt="abc") == ""
+    assert echo(prompt="abc", echo=True) == "abc"
+    assert echo(prompt=[97, 98], echo=True) == "ab"
+    assert echo(prompt="abc", echo=True, truncate_prompt_tokens=2) == "bc"
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({}, ("assistant", "")),
+        ({"echo": True}, ("assistant", "so")),
+        ({"add_generation_prompt": False, "echo": True}, ("assistant", "so")),
+        ({"continue_final_message": True}, ("assistant", "")),
+    ],
+)
+def test_what_a_chat_begins_with(bytewise: Tokenizer, fields: dict[str, Any], begins: tuple[str, str]) -> None:
+    beginning = prompts(bytewise).beginning(chat(("user", "x"), ("assistant", "so"), **fields), [1])
+    assert (beginning.role, beginning.echo) == begins
+
+
+def test_without_a_generation_prompt_the_answer_is_of_the_last_role(bytewise: Tokenizer) -> None:
+    request = chat(("user", "x"), add_generation_prompt=False, echo=True)
+    assert prompts(bytewise).beginning(request, [1]).role == "user"
+    assert prompts(bytewise).beginning(request, [1]).echo == "x"
+    other = chat(("user", "x"), echo=True)
+    assert prompts(bytewise).beginning(other, [1]).echo == ""
+
+
+def test_token_ids_of_the_prompt_are_given_back_to_who_asks(bytewise: Tokenizer) -> None:
+    made = prompts(bytewise)
+    assert made.beginning(completion(prompt="a"), [97]).prompt_token_ids is None
+    assert made.beginning(completion(prompt="a", return_token_ids=True), [97]).prompt_token_ids == [97]
