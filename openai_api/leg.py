@@ -14,7 +14,7 @@ from openai_api.scored_prompt import ScoredPrompt
 from openai_api.stages import stages_ms
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit, Timing
-from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, RequestError
+from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 
@@ -29,6 +29,7 @@ def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Su
         params = msgspec.structs.replace(first.params, choice=choice)
         mine = msgspec.structs.replace(first, params=params, generated=list(tokens))
         if submits:
+            # What is said of the prompt, the first says.
             mine = msgspec.structs.replace(
                 mine,
                 request_id=f"{first.request_id}.{choice}",
@@ -70,6 +71,8 @@ class Leg:
         """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded, RequestError."""
         if update.finish is Finish.ERROR:
             why = update.error or "the engine gave the request up"
+            if update.lacks_adapter:
+                raise NotFound(why, param="model", code="model_not_found")
             if update.refused:
                 raise RequestError(why)
             raise KvNotLoaded(why) if update.fetch_error is not None else NodeFailed(why)
