@@ -1,7 +1,6 @@
 """Requests and answers of the OpenAI API as typed values. Light: no tokenizer, no template, no checks of meaning.
 
-Fields that are not named here are ignored, except those that openai_api/not_built.py refuses. Fields are optional
-wherever clients send null; None always means the default.
+Fields not named here are ignored, but for those that openai_api/not_built.py refuses. None always means the default.
 """
 
 from __future__ import annotations
