@@ -127,6 +127,24 @@ def test_a_mixed_batch_gives_each_request_the_bits_that_it_has_alone(base, two):
     assert answer(plain) == together[0]
 
 
+def test_proposed_and_scored_rows_take_the_adapter_of_their_request(base, two):
+    tokens, names = prompt(5) * 9, ("", "one", "two")
+
+    def answers(alone: bool, **options) -> list[tuple[tuple[list[int], list[float]], list[float]]]:
+        engine, found = with_two(base, two, max_batched_tokens=64, **options), []
+        for name in names:
+            found.append(ask(engine, f"r{name}", tokens, name, max_tokens=60, prompt_logprobs=0))
+            if alone:
+                drain(engine)
+        drain(engine)
+        assert bool(engine.scheduler.speculation.accepted_tokens) == bool(options)
+        return [(answer(req), [each.logprob for each in req.prompt_logprobs]) for req in found]
+
+    told = answers(alone=True)
+    assert answers(alone=False, speculative_tokens=4, ngram_min=1) == told
+    assert len({tuple(scores) for _, scores in told}) == 3
+
+
 def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
     engine, tokens = with_two(base, two), prompt(70)
     for name in ("", "one", "two"):
