@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
+from node.adapter_calls import load_adapter, unload_adapter
 from node.compiling import COMPILE_DEADLINE_S
+from node.directly import Directly
 from node.engine_client import EngineClient, Updates
+from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
@@ -32,8 +33,9 @@ from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.join import joined_end
 from openai_api.leg import Leg
+from openai_api.routes import add_routes, given_key
 from openai_api.stages import STAGES, stages_ms
-from openai_api.types import ModelCard, ModelList
+from openai_api.types import ChatRequest, CompletionRequest, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
 from wire.errors import (
@@ -41,7 +43,6 @@ from wire.errors import (
     DeadlineExceeded,
     EngineDead,
     KvrelayError,
-    NotFound,
     Overloaded,
     RequestError,
     RequestTimeout,
@@ -51,7 +52,7 @@ from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
 from wire.sampling import Constraint
 
-__all__ = ["Node", "create_app"]
+__all__ = ["Node", "create_app", "frames_of", "legs_of"]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -95,14 +96,15 @@ class Node:
 def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
     """The routes over one node."""
     app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(KvrelayError, _error_answer)
-    app.add_exception_handler(HTTPException, _http_error_answer)
-    app.add_exception_handler(ClientDisconnect, _nobody_there)
-    app.add_exception_handler(Exception, _bug_answer)
+    answer_errors(app)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await _complete(node, request, chat=True)
+
+    key = partial(_authorize, node.config.api_key)
+    chat_with = partial(_complete, node, chat=True)
+    add_routes(app, Directly(node.ready, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -111,15 +113,23 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         _authorize(node.config.api_key, request)
-        return _json(ModelList(data=[_card(node)]))
+        return _json(ModelList(data=node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         _authorize(node.config.api_key, request)
-        card = _card(node)
-        if name != card.id:
-            raise NotFound(f"model {name!r} is not served here; {card.id!r} is", param="model", code="model_not_found")
-        return _json(card)
+        node.ready().check_served(name)
+        return _json(next(card for card in node.ready().cards(node.created) if card.id == name))
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(await load_adapter(node.config, node.engine, node.ready(), body))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(unload_adapter(node.config, node.engine, node.ready(), body))
 
     @app.post("/kv/release")
     async def release(request: Request) -> Response:
@@ -152,6 +162,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "status": "ok",
                 "role": node.config.role,
                 "model": serving.model_name,
+                "adapters": list(serving.adapters),
                 "max_model_len": serving.info.max_model_len,
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
@@ -169,23 +180,22 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     return app
 
 
-async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
-    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors."""
+async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | None = None) -> Response:
+    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors.
+
+    `body`: what the client means as a chat completion, if it has said it in another dialect; then it gets no frames.
+    """
     began = time.monotonic()
     _authorize(node.config.api_key, request)
     serving = node.ready()
-    body = await _read_body(request, node.config.max_body_bytes)
+    wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
+    if body is None:
+        body = await _read_body(request, node.config.max_body_bytes)
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     call = Call(chat, body, _request_id(request))
-    if len(body) > INLINE_BODY_BYTES:
-        legs, parsed = await asyncio.to_thread(serving.legs, call)
-    else:
-        legs, parsed = serving.legs(call)
-    leg = legs[0]
-    await _check_constraint(serving, leg.submits[0].params.constraint if leg.submits else None)
-    frames = _frames(node, leg, call) if len(legs) == 1 else _joined(node, legs, call)
-    wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
+    legs, parsed = await legs_of(serving, call)
+    leg, frames = legs[0], frames_of(node, legs, call)
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
@@ -210,6 +220,16 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     return Response(content, status, headers, "application/json")
 
 
+async def legs_of(serving: Serving, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
+    """What a call asks for, a leg for each prompt, checked. Raises RequestError."""
+    if len(call.body) > INLINE_BODY_BYTES:
+        legs, parsed = await asyncio.to_thread(serving.legs, call)
+    else:
+        legs, parsed = serving.legs(call)
+    await _check_constraint(serving, legs[0].submits[0].params.constraint if legs[0].submits else None)
+    return legs, parsed
+
+
 async def _check_constraint(serving: Serving, constraint: Constraint | None) -> None:
     """Whether what an answer must match can be followed. Raises RequestError."""
     if constraint is None or serving.knows(constraint):
@@ -223,10 +243,12 @@ async def _check_constraint(serving: Serving, constraint: Constraint | None) -> 
         ) from why
 
 
-def _joined(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
-    """The frames of several prompts' legs."""
+def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
+    """Run the legs of a call; those of several prompts together are one answer's."""
+    if len(legs) == 1:
+        return _frames(node, legs[0], call)
     writer = legs[0].writer
-    end = functools.partial(
+    end = partial(
         joined_end,
         include_usage=writer.include_usage,
         response_id=writer.response_id,
@@ -372,42 +394,9 @@ def _request_id(request: Request) -> str:
 
 
 def _authorize(key: str, request: Request) -> None:
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if key and not hmac.compare_digest(given.encode(), key.encode()):
+    if key and not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
         raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
-
-
-def _card(node: Node) -> ModelCard:
-    serving = node.ready()
-    return ModelCard(id=serving.model_name, created=node.created, max_model_len=serving.info.max_model_len)
 
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _error_answer(request: Request, why: Exception) -> Response:
-    assert isinstance(why, KvrelayError)
-    headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
-    if why.status != 503:  # a node that loads says so twice a second
-        log.info("%s %s refused with %d: %s", request.method, request.url.path, why.status, why.message)
-    return Response(why.json(), why.status, headers, "application/json")
-
-
-async def _nobody_there(_: Request, __: Exception) -> Response:
-    """The client went away while it sent its body."""
-    return Response(status_code=499)
-
-
-async def _bug_answer(request: Request, _: Exception) -> Response:
-    """A fault of ours; the server logs it with its trace."""
-    return await _error_answer(request, KvrelayError("this node failed on the request; its log says why"))
-
-
-async def _http_error_answer(request: Request, why: Exception) -> Response:
-    assert isinstance(why, HTTPException)
-    if why.status_code == 404:
-        return await _error_answer(request, NotFound(f"there is no route {request.url.path} here"))
-    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
-    error.status = why.status_code
-    return await _error_answer(request, error)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from openai_api.json_body import reading
 from openai_api.not_built import refuse_not_built
 from openai_api.structured import constraint_of
 from openai_api.tool_choice import asked_tools
@@ -230,30 +231,11 @@ def sampling_params(
 
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    try:
+    with reading():
         request = decoder.decode(body)
         refuse_not_built(body)
-    except msgspec.ValidationError as why:
-        raise _named(str(why)) from why
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
-        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
-    except RecursionError as why:
-        raise RequestError("the body nests too deeply to be read; send fewer levels", code="invalid_json") from why
     _check_common(request)
     return request
-
-
-def _named(message: str) -> RequestError:
-    """msgspec's message ends with the place (`$.stop[0]`) or names the missing field; either is the param."""
-    if message.startswith("Object missing required field "):
-        field, _, where = message.removeprefix("Object missing required field ").partition(" - at ")
-        name = f"{where.strip('`')}.{field.strip('`')}".removeprefix(".").removeprefix("$.")
-        return RequestError(f"{name} is missing", param=name)
-    what, _, where = message.partition(" - at ")
-    name = where.rpartition("$")[2].strip("`.")
-    if not name:
-        return RequestError(f"the body must be a JSON object of request fields: {what}")
-    return RequestError(f"{name} is of a wrong type: {what}", param=name)
 
 
 def _check_common(request: SamplingFields) -> None:

@@ -99,6 +99,11 @@ class ChoiceWriter:
         return self._stream.sent - len(self._unsent)
 
     @property
+    def text(self) -> str:
+        """All of its text; of answers that are not streamed."""
+        return "".join(self._text)
+
+    @property
     def logprob(self) -> float:
         """Of the choice as a whole: the sum over its tokens."""
         return sum(entry.logprob for entry in self._logprobs or ())

@@ -13,7 +13,7 @@ import msgspec
 from openai_api.stages import stages_ms
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit, Timing
-from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, RequestError
+from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 
@@ -70,6 +70,8 @@ class Leg:
         """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded, RequestError."""
         if update.finish is Finish.ERROR:
             why = update.error or "the engine gave the request up"
+            if update.lacks_adapter:
+                raise NotFound(why, param="model", code="model_not_found")
             if update.refused:
                 raise RequestError(why)
             raise KvNotLoaded(why) if update.fetch_error is not None else NodeFailed(why)

@@ -372,13 +372,14 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One served model."""
+    """One served model. An adapter has a `parent`, the model that it is for."""
 
     id: str
     created: int
     max_model_len: int
     object: str = "model"
     owned_by: str = "kvrelay"
+    parent: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -381,6 +381,15 @@ class Scheduler:
             total_blocks=self.pool.total,
         )
 
+    def adapters(self) -> tuple[set[int], set[int]]:
+        """Slots of the adapters that live requests use: of those that run or fetch, and of those that wait."""
+        running: set[int] = set()
+        waiting: set[int] = set()
+        for request in self._requests.values():
+            if request.adapter is not None:
+                (waiting if request.state is State.WAITING else running).add(request.adapter.slot)
+        return running, waiting
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""
         self.pool.check()

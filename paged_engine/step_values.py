@@ -19,7 +19,7 @@ from paged_engine.step_plan import Chunk, ScoredRows
 
 __all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "SlotState", "Slots", "StepValues"]
 
-ROW_FIELDS = 5  # token id, source slot, position, block, offset
+ROW_FIELDS = 6  # token id, source slot, position, block, offset, slot of the adapter or -1
 SEQUENCE_FIELDS = 3  # slot, context length, block of the newest token
 
 
@@ -36,6 +36,11 @@ class StepValues:
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
     scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/prompt_scores.py
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a row has an adapter."""
+        return bool((self.rows[5] >= 0).any())
 
     @property
     def is_decode(self) -> bool:
@@ -92,7 +97,8 @@ class Slots:
 
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
         """Seat the requests of a step and write its arrays."""
-        chunks = sorted(chunks, key=lambda chunk: chunk.count > 1)
+        # Those of an adapter side by side: kernels/grouped_lora.py.
+        chunks = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.request.adapter_slot))
         seated = [self._seat(chunk.request) for chunk in chunks]
         rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
         sequences, new_blocks, end = [], [], 0
@@ -153,6 +159,7 @@ class Slots:
                 position,
                 request.blocks[position // block_tokens],
                 position % block_tokens,
+                request.adapter_slot,
             )
             return
         known = chunk.token_ids
@@ -163,6 +170,7 @@ class Slots:
         rows[2] = places
         rows[3] = np.asarray(request.blocks, np.int32)[places // block_tokens]
         rows[4] = places % block_tokens
+        rows[5] = request.adapter_slot
 
     def _seat(self, request: Request) -> tuple[_Seat, bool]:
         seat = self._seats.get(request)
