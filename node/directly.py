@@ -57,9 +57,10 @@ class Directly:
         return False
 
     def served(self) -> list[str]:
-        """The names of the model and its adapters, once it is loaded."""
+        """The names of the model and of its adapters, once it is loaded."""
         with contextlib.suppress(EngineDead):
-            return [self._ready().model_name, *self._ready().adapters]
+            serving = self._ready()
+            return [serving.model_name, *serving.adapters]
         return []
 
     async def complete(self, request: Request, speak: Speak) -> Response:

@@ -10,13 +10,24 @@ from openai_api.chat_fields import assistant, function_tool, joined_system, pass
 from openai_api.json_body import reading
 from wire.errors import RequestError
 
-__all__ = ["CountRequest", "MessagesRequest", "OutputConfig", "Thinking", "chat_body", "count_body", "decode_messages"]
+__all__ = [
+    "CountRequest",
+    "MessagesRequest",
+    "OutputConfig",
+    "Thinking",
+    "Turn",
+    "chat_body",
+    "count_body",
+    "decode_messages",
+]
 
 Block = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
-class _Message(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True):
+    """What one side has said."""
+
     role: str
     content: str | list[Block]
 
@@ -39,7 +50,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens: all that is a part of the prompt."""
 
     model: str
-    messages: list[_Message]
+    messages: list[Turn]
     system: str | list[Block] | None = None
     tools: list[Block] | None = None
     tool_choice: Block | None = None
@@ -125,7 +136,7 @@ def _prompt(request: CountRequest) -> dict[str, Any]:
     }
 
 
-def _add(messages: list[dict[str, Any]], message: _Message, at: int) -> None:
+def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
     where = f"messages[{at}].content"
     if message.role not in ("user", "assistant", "system"):
         raise RequestError(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from openai_api.scored_prompt import ScoredPrompt
 from openai_api.stages import stages_ms
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit, Timing
@@ -78,6 +79,8 @@ class Leg:
         first = self.submits[0]
         if update.request_id == first.request_id:
             self.timing = update.timing or self.timing
+            if update.token_ids and first.params.prompt_logprobs is not None and self.writer.scored_prompt is None:
+                self.writer.scored_prompt = ScoredPrompt(first.prompt_token_ids, update.prompt_logprobs or [])
             if not first.generated and first.fetch is None:
                 self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
         choice = self._choice_of[update.request_id]

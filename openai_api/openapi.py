@@ -14,6 +14,7 @@ import msgspec
 
 from openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from openai_api.anthropic_request import CountRequest, MessagesRequest
+from openai_api.body import MAX_CHOICES
 from openai_api.chat_fields import PASSED_ON
 from openai_api.responses_request import ResponsesRequest
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized
@@ -45,7 +46,8 @@ _SAMPLING: dict[str, Schema] = {
     "frequency_penalty": {"minimum": -2, "maximum": 2},
     "repetition_penalty": {"minimum": 0.01, "maximum": 100},
     "seed": {"minimum": -_SEED, "maximum": _SEED - 1},
-    "n": {"minimum": 1},
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+    "best_of": {"minimum": 1, "maximum": MAX_CHOICES},
     "min_tokens": {"minimum": 0},
     "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
@@ -54,7 +56,10 @@ _SAMPLING: dict[str, Schema] = {
 }
 _LIMITS: dict[str, dict[str, Schema]] = {
     "ChatRequest": _SAMPLING,
-    "CompletionRequest": _SAMPLING,
+    "CompletionRequest": _SAMPLING | {"max_tokens": {"minimum": 0, "description": "0 with echo only."}},
+    "Message": {"role": {"minLength": 1}},
+    "LoadAdapterRequest": {"lora_name": {"minLength": 1, "maxLength": 256}, "lora_path": {"minLength": 1}},
+    "Turn": {"role": {"enum": ["user", "assistant", "system"]}},
     "ResponsesRequest": {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "top_logprobs")},
         "max_output_tokens": {"minimum": 1},

@@ -149,8 +149,8 @@ class Router:
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:
-        """The names of the models that nodes have reported, and of their adapters."""
-        return [*sorted(self.pool.models()), *sorted(self.pool.adapters())]
+        """The names of the models and adapters that nodes have reported."""
+        return sorted({*self.pool.models(), *self.pool.adapters()})
 
     def healthy(self) -> bool:
         """Whether a request could walk through both of its legs now."""

@@ -83,6 +83,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     other_choices: list[ChoiceSoFar] = []
     seed: int | None = None
     cached_tokens: int = 0
+    # Of the prompt's tokens from the second one on, if the request asks for any.
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     def so_far(self, choices: int) -> list[ChoiceSoFar]:
         """The first `choices` choices of the answer; those that have not begun are empty."""

@@ -184,6 +184,70 @@ def test_an_answer_may_repeat_its_prompt(cluster):
         assert only["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 2, "logprobs": 0}, {"max_tokens": 1}, {"prompt": [9]}, {"prompt": PROMPTS}]
+)
+def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
+    """Through a hand-over, whose ticket goes out behind the prompt; its blocks are handed over all the same."""
+    (decode,) = cluster.of("decode")
+    fetches = decode.metric("kvrelay_fetches_total")
+    answer = asked(cluster.url, prompt_logprobs=3, **fields)
+    handed_over = 0 if fields.get("max_tokens") == 1 else len(PROMPTS) if fields.get("prompt") == PROMPTS else 1
+    assert decode.metric("kvrelay_fetches_total") - fetches == handed_over
+    assert choices(answer) == choices(asked(cluster.url, **fields))
+    alone = asked(decode.url, prompt_logprobs=3, **fields)
+    assert choices(answer) == choices(alone)
+    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert told == [choice["prompt_logprobs"] for choice in alone["choices"]]
+    prompts = fields.get("prompt", [PROMPT])
+    prompts = prompts if isinstance(prompts[0], list) else [prompts]
+    n = fields.get("n", 1)
+    for at, entries in enumerate(told):
+        prompt = prompts[at // n]
+        assert entries[0] is None
+        for token, entry in zip(prompt[1:], entries[1:], strict=True):
+            assert entry[str(token)]["rank"] >= 1
+            assert len(entry) in (3, 4)
+            assert sorted(each["rank"] for each in entry.values())[:3] == [1, 2, 3]
+
+
+def test_an_echo_lists_the_prompts_tokens_streamed_or_not(cluster):
+    (decode,) = cluster.of("decode")
+    fields = {"prompt": "Hé, you", "echo": True, "logprobs": 2, "n": 2, "max_tokens": 5}
+    answer = asked(cluster.url, **fields)
+    assert choices(answer) == choices(asked(decode.url, **fields))
+    for url in (cluster.url, decode.url):
+        chunks, _ = streamed(url, **fields)
+        for choice in answer["choices"]:
+            lists = [
+                c["logprobs"]
+                for chunk in chunks
+                for c in chunk["choices"]
+                if c["index"] == choice["index"] and c["logprobs"]
+            ]
+            for name, whole in choice["logprobs"].items():
+                assert [each for part in lists for each in part[name]] == whole
+    logprobs = answer["choices"][1]["logprobs"]
+    assert logprobs["text_offset"][:8] == [0, 1, 1, 2, 3, 4, 5, 6]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert len(logprobs["tokens"]) == 8 + 5
+    only = asked(cluster.url, **{**fields, "max_tokens": 0, "n": 1})["choices"][0]["logprobs"]
+    assert only == {name: values[:8] for name, values in logprobs.items()}
+
+
+def test_a_chat_tells_of_its_prompt_at_the_top(cluster):
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 1}
+    body["messages"] = [{"role": "user", "content": "x"}]
+    answers = [
+        httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        for url in (cluster.url, cluster.of("decode")[0].url)
+    ]
+    assert answers[0]["prompt_logprobs"] == answers[1]["prompt_logprobs"]
+    assert len(answers[0]["prompt_logprobs"]) == answers[0]["usage"]["prompt_tokens"]
+    refused = httpx2.post(f"{cluster.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_a_chat_goes_on_with_its_last_message(cluster):
     body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "echo": True, "n": 2}
     body |= {"continue_final_message": True, "return_token_ids": True}

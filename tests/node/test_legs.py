@@ -15,8 +15,9 @@ from openai_api.tokenizer import Tokenizer
 from openai_api.writer import AnswerWriter
 from prefill_node.leg import PrefillLeg
 from wire.engine_messages import EngineReady, RequestUpdate, Submit
+from wire.errors import RequestError
 from wire.frames import Frame, FrameKind
-from wire.outputs import Finish, Load
+from wire.outputs import Finish, Load, TokenLogprobs
 from wire.transfer import ChoiceSoFar, KvTransferParams
 
 EOS = 2
@@ -159,3 +160,38 @@ def test_an_answer_whose_end_alone_is_missing_gets_it(tokenizer: Tokenizer) -> N
     (frame,) = leg.opening_frames()
     assert (frame.kind, frame.payload, frame.usage) == (FrameKind.END, b"data: [DONE]\n\n", (20, 1, 0))
     assert leg.done
+
+
+SCORES = [TokenLogprobs(7, -1.5, (7,), (-1.5,), rank=1)] * 19
+
+
+def test_log_probabilities_of_the_prompt_are_handed_over_and_no_ticket_goes_before_them(tokenizer: Tokenizer) -> None:
+    asked = KvTransferParams(do_remote_decode=True, client_max_tokens=9, pipelined=True)
+    wants = {"stream": False, "prompt_logprobs": 1}
+    submit, writer = parts(tokenizer, KvTransferParams(), **wants)
+    leg = PrefillLeg(submit, asked, writer)
+    ticket = KvTransferParams(**TICKET)
+    assert list(leg.frames(RequestUpdate("call-1", [], held=ticket), Load())) == []
+    update = RequestUpdate("call-1", [65], finish=Finish.LENGTH, held=ticket, prompt_logprobs=SCORES)
+    handover = list(leg.frames(update, Load()))[-1].params
+    assert handover is not None
+    assert handover.prompt_logprobs == SCORES
+    decode = decode_leg(tokenizer, handover, **wants)
+    assert [submit.params.prompt_logprobs for submit in decode.submits] == [None]
+    (end,) = decode.frames(RequestUpdate("call-1", [66], finish=Finish.LENGTH), Load())
+    (choice,) = json.loads(end.payload)["choices"]
+    assert (choice["text"], len(choice["prompt_logprobs"]), choice["prompt_logprobs"][0]) == ("AB", 20, None)
+    with pytest.raises(RequestError, match="kv_transfer_params lacks its prompt_logprobs"):
+        decode_leg(tokenizer, msgspec.structs.replace(handover, prompt_logprobs=None), **wants)
+
+
+def test_a_decode_node_that_computes_the_prompt_scores_it_once_for_all_choices(tokenizer: Tokenizer) -> None:
+    leg = decode_leg(tokenizer, KvTransferParams(prompt_token_ids=PROMPT), echo=True, logprobs=1, n=2)
+    assert [submit.params.prompt_logprobs for submit in leg.submits] == [1, None]
+    lists = []
+    for request_id in ("call-1", "call-1.1"):
+        scores = SCORES if request_id == "call-1" else None
+        (frame,) = leg.frames(RequestUpdate(request_id, [65], SCORES[:1], prompt_logprobs=scores), Load())
+        told = [json.loads(event.removeprefix("data: ")) for event in frame.payload.decode().split("\n\n")[:-1]]
+        lists.append([chunk["choices"][0]["logprobs"]["token_logprobs"] for chunk in told])
+    assert lists == [[[None] + [-1.5] * 19, [-1.5]]] * 2

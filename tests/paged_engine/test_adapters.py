@@ -127,28 +127,22 @@ def test_a_mixed_batch_gives_each_request_the_bits_that_it_has_alone(base, two):
     assert answer(plain) == together[0]
 
 
-def test_proposed_tokens_and_scored_prompts_are_the_adapters_own(base, two, tmp_path):
-    tokens = prompt(12, seed=3) * 5
-    plain, ahead = (
-        with_two(base, two, prefix_cache=False),
-        with_two(base, two, prefix_cache=False, speculative_tokens=4),
-    )
-    reference = make(merged(tmp_path / "one", base, two[0], 2.0))
-    for name in ("one", "", "two"):
-        asked = [ask(engine, f"{name}1", tokens, name, max_tokens=60, prompt_logprobs=0) for engine in (plain, ahead)]
-        beside = [ask(engine, f"{name}2", tokens[:9], "two", max_tokens=60) for engine in (plain, ahead)]
-        drain(plain)
-        drain(ahead)
-        assert answer(asked[0]) == answer(asked[1])
-        assert answer(beside[0]) == answer(beside[1])
-        assert asked[0].prompt_logprobs == asked[1].prompt_logprobs
-        if name == "one":
-            wanted = ask(reference, "r", tokens, prompt_logprobs=0)
-            drain(reference)
-            ours, theirs = ([each.logprob for each in req.prompt_logprobs] for req in (asked[0], wanted))
-            assert len(ours) == len(tokens) - 1
-            assert ours == pytest.approx(theirs, abs=5e-3)
-    assert ahead.scheduler.speculation.accepted_tokens > 0
+def test_proposed_and_scored_rows_take_the_adapter_of_their_request(base, two):
+    tokens, names = prompt(5) * 9, ("", "one", "two")
+
+    def answers(alone: bool, **options) -> list[tuple[tuple[list[int], list[float]], list[float]]]:
+        engine, found = with_two(base, two, max_batched_tokens=64, **options), []
+        for name in names:
+            found.append(ask(engine, f"r{name}", tokens, name, max_tokens=60, prompt_logprobs=0))
+            if alone:
+                drain(engine)
+        drain(engine)
+        assert bool(engine.scheduler.speculation.accepted_tokens) == bool(options)
+        return [(answer(req), [each.logprob for each in req.prompt_logprobs]) for req in found]
+
+    told = answers(alone=True)
+    assert answers(alone=False, speculative_tokens=4, ngram_min=1) == told
+    assert len({tuple(scores) for _, scores in told}) == 3
 
 
 def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
