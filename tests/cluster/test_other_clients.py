@@ -1,16 +1,14 @@
 """Client libraries that people use in front of the official one, each doing one real thing through a 1P1D cluster.
 
 They want another version of the official client than our other tests, so they live in an environment of their own
-(`tests/clients/requirements.txt`, pinned), which the first test makes: half a minute.
+(conftest.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,23 +22,8 @@ from wire.errors import ConfigError
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
 KEY, MODEL = "token-abc123", "SmolLM2-135M-Instruct"
-CLIENTS = Path(__file__).parents[1] / "clients"
-INSTALL_DEADLINE_S, DEADLINE_S = 500.0, 240.0
-
-
-@pytest.fixture(scope="module")
-def python(repository: Path) -> Path:
-    """The interpreter of the clients' environment."""
-    requirements = CLIENTS / "requirements.txt"
-    folder = repository / ".venv-clients"
-    stamp, wanted = folder / "installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=INSTALL_DEADLINE_S)
-        # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of an hour.
-        install = [str(folder / "bin" / "pip"), "install", "-q", "--no-deps", "-r", str(requirements)]
-        subprocess.run(install, check=True, timeout=INSTALL_DEADLINE_S)
-        stamp.write_text(wanted)
-    return folder / "bin" / "python"
+SCRIPTS = Path(__file__).parents[1] / "clients"
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +40,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         ours.all_blocks_free(within_s=2.0)
 
 
-def run(python: Path, name: str, cluster: Cluster) -> dict[str, Any]:
+def run(clients: Path, name: str, cluster: Cluster) -> dict[str, Any]:
     """What a client's script printed last."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(python), str(CLIENTS / f"{name}_client.py"), cluster.url, KEY, MODEL],
+        [str(clients / "python"), str(SCRIPTS / f"{name}_client.py"), cluster.url, KEY, MODEL],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -72,8 +55,8 @@ def run(python: Path, name: str, cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def test_langchain_gets_an_object_and_a_stream(python: Path, cluster: Cluster) -> None:
-    found = run(python, "langchain", cluster)
+def test_langchain_gets_an_object_and_a_stream(clients: Path, cluster: Cluster) -> None:
+    found = run(clients, "langchain", cluster)
     assert 0 <= found["age"] <= 120
     assert len(found["name"]) <= 12
     assert "".join(found["chunks"]) == found["whole"] != ""
@@ -81,23 +64,23 @@ def test_langchain_gets_an_object_and_a_stream(python: Path, cluster: Cluster) -
     assert found["usage"]["output_tokens"] == 8
 
 
-def test_litellm_gets_an_answer_a_stream_and_an_error_of_its_own(python: Path, cluster: Cluster) -> None:
-    found = run(python, "litellm", cluster)
+def test_litellm_gets_an_answer_a_stream_and_an_error_of_its_own(clients: Path, cluster: Cluster) -> None:
+    found = run(clients, "litellm", cluster)
     assert "".join(found["chunks"]) == found["whole"] != ""
     assert found["tokens"] == 8
     assert "nobody" in found["refused"]
 
 
-def test_instructor_gets_objects_by_tool_and_by_schema(python: Path, cluster: Cluster) -> None:
-    found = run(python, "instructor", cluster)
+def test_instructor_gets_objects_by_tool_and_by_schema(clients: Path, cluster: Cluster) -> None:
+    found = run(clients, "instructor", cluster)
     assert len(found) == 2
     for address in found.values():
         assert len(address["street"]) <= 12
         assert 1 <= address["number"] <= 999
 
 
-def test_an_agent_calls_its_tool_over_the_responses_api(python: Path, cluster: Cluster) -> None:
-    found = run(python, "agents", cluster)
+def test_an_agent_calls_its_tool_over_the_responses_api(clients: Path, cluster: Cluster) -> None:
+    found = run(clients, "agents", cluster)
     assert found["asked"], "the agent has not called its tool"
     assert all(isinstance(a, int) and isinstance(b, int) for a, b in found["asked"])
     assert found["said"]
