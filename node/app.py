@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from node.adapter_calls import load_adapter, unload_adapter
+from node.callers import authorize, read_body, request_id, unless_gone
 from node.compiling import COMPILE_DEADLINE_S
 from node.directly import Directly
 from node.engine_client import EngineClient, Updates
@@ -33,20 +31,17 @@ from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.join import joined_end
 from openai_api.leg import Leg
-from openai_api.routes import add_routes, given_key
+from openai_api.routes import add_routes, shown
 from openai_api.stages import STAGES, stages_ms
 from openai_api.types import ChatRequest, CompletionRequest, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
 from wire.errors import (
-    BodyTooLarge,
     DeadlineExceeded,
     EngineDead,
     KvrelayError,
     Overloaded,
     RequestError,
-    RequestTimeout,
-    Unauthorized,
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
@@ -56,14 +51,11 @@ __all__ = ["Node", "create_app", "frames_of", "legs_of"]
 
 log = logging.getLogger("kvrelay.node")
 
-T = TypeVar("T")
-
 # Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
 INLINE_BODY_BYTES = 16 << 10
 MAX_QUEUED = 1024
 # The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0
-READ_DEADLINE_S = 60.0
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -102,7 +94,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     async def chat(request: Request) -> Response:
         return await _complete(node, request, chat=True)
 
-    key = partial(_authorize, node.config.api_key)
+    key = partial(authorize, node.config.api_key)
     chat_with = partial(_complete, node, chat=True)
     add_routes(app, Directly(node.ready, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)))
 
@@ -112,12 +104,12 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        _authorize(node.config.api_key, request)
+        authorize(node.config.api_key, request)
         return _json(ModelList(data=node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        _authorize(node.config.api_key, request)
+        authorize(node.config.api_key, request)
         node.ready().check_served(name)
         return _json(next(card for card in node.ready().cards(node.created) if card.id == name))
 
@@ -138,8 +130,8 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
             request_ids = msgspec.json.decode(body, type=_ReleaseBody).request_ids
         except msgspec.DecodeError as why:
             raise RequestError(f'the body must be {{"request_ids": [...]}}: {why}') from why
-        for request_id in request_ids:
-            node.engine.release(request_id)
+        for held in request_ids:
+            node.engine.release(held)
         return _json({"released": len(request_ids)})
 
     @app.post("/kv/probe/offer")
@@ -186,20 +178,22 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     `body`: what the client means as a chat completion, if it has said it in another dialect; then it gets no frames.
     """
     began = time.monotonic()
-    _authorize(node.config.api_key, request)
+    authorize(node.config.api_key, request)
     serving = node.ready()
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
-        body = await _read_body(request, node.config.max_body_bytes)
+        body = await read_body(request, node.config.max_body_bytes)
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
-    call = Call(chat, body, _request_id(request))
+    call = Call(chat, body, request_id(request))
+    if node.config.log_bodies:
+        log.info("%s body=%s", call.response_id, shown(body))
     legs, parsed = await legs_of(serving, call)
     leg, frames = legs[0], frames_of(node, legs, call)
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
-    first = await _unless_gone(request, anext(frames))
+    first = await unless_gone(request, anext(frames))
     if first is None:
         await frames.aclose()
         return Response(status_code=499)  # nobody is there to read it
@@ -213,7 +207,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     if parsed.stream:
         events = payloads(first, frames, leg, since)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers | SSE_HEADERS)
-    answer = await _unless_gone(request, whole(first, frames, leg, since))
+    answer = await unless_gone(request, whole(first, frames, leg, since))
     if answer is None:
         return Response(status_code=499)
     status, content = answer
@@ -342,60 +336,10 @@ async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:
             yield pack(frame)
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, or None if the client left first; `work` is cancelled then."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body, refused before it is read whole when it is too long."""
-    size = int(request.headers.get("content-length") or 0)
-    body = bytearray()
-    if size <= limit:
-        try:
-            async with asyncio.timeout(READ_DEADLINE_S):
-                async for chunk in request.stream():
-                    body += chunk
-                    size = max(size, len(body))
-                    if size > limit:
-                        break
-        except TimeoutError as why:
-            raise RequestTimeout(f"the request body did not arrive within {READ_DEADLINE_S:g} s") from why
-    if size > limit:
-        raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
-    return bytes(body)
-
-
 async def _node_body(node: Node, request: Request) -> bytes:
     """The body of what the cluster itself asks: from those only who know the nodes' key."""
-    _authorize(node.config.api_key, request)
-    return await _read_body(request, node.config.max_body_bytes)
-
-
-def _request_id(request: Request) -> str:
-    given = request.headers.get("x-request-id", "")
-    if given and len(given) <= 128 and given.isascii() and given.isprintable() and " " not in given:
-        return given
-    return uuid.uuid4().hex
-
-
-def _authorize(key: str, request: Request) -> None:
-    if key and not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
-        raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
+    authorize(node.config.api_key, request)
+    return await read_body(request, node.config.max_body_bytes)
 
 
 def _json(value: object) -> Response:

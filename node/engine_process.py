@@ -291,8 +291,6 @@ class EngineProcess:
             failed.reason,
         )
 
-    # The engine's Handover.
-
     def fetch(self, fetch: Fetch) -> None:
         """See Handover."""
         self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)

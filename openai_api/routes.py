@@ -26,13 +26,14 @@ from openai_api.responses_call import speak_responses, stored_items
 from openai_api.tokenize_types import Tokenized
 from wire.errors import ErrorBody, RequestError
 
-__all__ = ["ANTHROPIC_PATH", "GUARDED", "RESPONSES_PATH", "Server", "add_routes", "error_shape", "given_key"]
+__all__ = ["ANTHROPIC_PATH", "GUARDED", "RESPONSES_PATH", "Server", "add_routes", "error_shape", "given_key", "shown"]
 
 RESPONSES_PATH = "/v1/responses"
 ANTHROPIC_PATH = "/v1/messages"
 GUARDED = ("/v1", "/tokenize", "/detokenize")
 """Beginnings of the paths that want the API key."""
 
+_SHOWN_BYTES = 2000
 _MAX_PAGE = 100  # items of a list, of the OpenAI API
 
 
@@ -69,6 +70,11 @@ def given_key(headers: Callable[[str], str | None]) -> str:
     """The API key in a request's headers: a bearer token, or as Anthropic's clients send it."""
     scheme, _, token = (headers("authorization") or "").partition(" ")
     return token if scheme == "Bearer" else headers("x-api-key") or ""
+
+
+def shown(body: bytes) -> str:
+    """A request's body for a log line."""
+    return repr(body[:_SHOWN_BYTES].decode("utf-8", "replace"))
 
 
 def version() -> str:

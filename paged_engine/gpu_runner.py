@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from paged_engine.adapters import AdapterStore, slots_of
-from paged_engine.before_loading import compute_dtype
+from paged_engine.before_loading import compute_dtype, refuse_fp8
 from paged_engine.decoder import Decoder
 from paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
 from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
@@ -34,7 +34,6 @@ from paged_engine.request import Request
 from paged_engine.step_plan import Chunk, ScoredRows
 from paged_engine.step_values import Slots, SlotState, StepValues, null_step
 from wire.config import EngineConfig
-from wire.errors import ConfigError
 from wire.outputs import TokenLogprobs
 
 __all__ = ["GpuRunner"]
@@ -114,7 +113,7 @@ class GpuRunner:
         torch.cuda.set_device(device)
         # Above the streams that move KV to and fro beside the steps, for which 0 is the lowest.
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
-        _refuse_unserved(config, device)
+        refuse_fp8(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
         budget.check_weights(least_weight_bytes(model, ranks.size, quantize=config.quantization == "fp8"))
         return cls(config, model, weights, device, ranks, budget)
@@ -392,13 +391,3 @@ class GpuRunner:
     def _run_dummy(self, counts: Sequence[int], adapter: int) -> None:
         step, slots = self._uploads.chunks(null_step(counts, self._block_tokens, adapter))
         self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))
-
-
-def _refuse_unserved(config: EngineConfig, device: torch.device) -> None:
-    in_fp8 = config.kv_cache_dtype == "fp8" or config.quantization == "fp8"
-    capability = torch.cuda.get_device_capability(device)
-    if in_fp8 and capability < (8, 9):
-        raise ConfigError(
-            f"fp8 needs a GPU of compute capability 8.9 or more, {torch.cuda.get_device_name(device)} has "
-            f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
-        )

@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Speak, as_it_is
-from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key
+from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.chores import Chores
 from router.handoff import Walk
@@ -93,6 +93,8 @@ class Router:
         except ClientDisconnect:
             self.metrics.finished(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
+        if self.config.log_bodies:
+            _log.info("id=%s body=%s", job.id, shown(body))
         headers = {"x-request-id": job.id}
         if "traceparent" in request.headers:
             headers["traceparent"] = request.headers["traceparent"]

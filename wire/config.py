@@ -344,6 +344,8 @@ class NodeConfig:
     """A request may take this long."""
     start_deadline_s: float = 600.0
     """The engine process must be ready within this time."""
+    log_bodies: bool = False
+    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
@@ -381,6 +383,8 @@ class RouterConfig:
     """A health check must be answered within this time."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
+    log_bodies: bool = False
+    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
