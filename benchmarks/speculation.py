@@ -1,6 +1,6 @@
 """What speculation gains on this device if a share of its proposals comes true, and what it costs if none does.
 
-    python -m benchmarks.speculation [--model PATH] [--load-format dummy] [--tokens 4]
+    python -m benchmarks.speculation [--model PATH] [--load-format dummy] [--tokens 4] [--batch-invariant]
 
 Random weights repeat nothing, so the answers are generated once without proposals, and then again with proposals made
 of them: each proposed token is the right one with a given probability. Tokens per second of all requests, and tokens
@@ -77,6 +77,7 @@ def main() -> int:
     parser.add_argument("--model", default=str(Path(__file__).parent / "models" / "llama-3.1-8b.json"))
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--batch-invariant", action="store_true", help="all proposals that are right come true")
     args = parser.parse_args()
     engine = Engine(
         EngineConfig(
@@ -85,6 +86,7 @@ def main() -> int:
             max_model_len=1024,
             prefix_cache=False,
             speculative_tokens=args.tokens,
+            batch_invariant=args.batch_invariant,
         )
     )
     for batch in BATCHES:

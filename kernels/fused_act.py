@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused_norm import pdl_works
+from kernels.launch_sizes import cdiv
 
 __all__ = ["act_and_mul", "relu"]
 
@@ -43,7 +44,7 @@ def act_and_mul(
     if tokens:
         block, warps = tile or _tile(tokens, inner)
         pdl = pdl and pdl_works(gate_up.device)
-        _act_and_mul[(tokens * triton.cdiv(inner, block),)](
+        _act_and_mul[(tokens * cdiv(inner, block),)](
             gate_up, out, gate_up.stride(0), out.stride(0),
             I=inner, BLOCK=block, GELU=act == "gelu_tanh", PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
@@ -57,7 +58,7 @@ def relu(x: torch.Tensor, *, pdl: bool = False, tile: Tile | None = None) -> tor
     if x.numel():
         block, warps = tile or (1024, 4)
         pdl = pdl and pdl_works(x.device)
-        _relu[(triton.cdiv(x.numel(), block),)](
+        _relu[(cdiv(x.numel(), block),)](
             x, x.numel(), BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
         )  # fmt: skip
     return x

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused_norm import pdl_works
+from kernels.launch_sizes import cdiv, power_of_2
 
 __all__ = ["embed"]
 
@@ -43,7 +44,7 @@ def embed(
     if tokens:
         block, warps = tile or _tile(tokens, hidden)
         pdl = pdl and pdl_works(table.device)
-        _embed[(tokens * triton.cdiv(hidden, block),)](
+        _embed[(tokens * cdiv(hidden, block),)](
             token_ids, sampled, source, table, out,
             torch.tensor(scale, dtype=table.dtype).item(), table.stride(0),
             H=hidden, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl,
@@ -52,7 +53,7 @@ def embed(
 
 
 def _tile(tokens: int, hidden: int) -> Tile:
-    block = min(triton.next_power_of_2(hidden), 1024 if tokens <= 512 else 4096)
+    block = min(power_of_2(hidden), 1024 if tokens <= 512 else 4096)
     return block, max(block // 512, 1)
 
 

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch_sizes import power_of_2
+
 __all__ = ["e4m3_scale", "layer_norm", "pdl_works", "rms_norm", "warps_for"]
 
 MAX_H = 16384
@@ -73,7 +75,7 @@ def _norm(
         raise ValueError(f"scales_out must be a contiguous [{tokens}, 1], is {tuple(scales_out.shape)}")
     out = torch.empty(tokens, hidden, dtype=x.dtype if scales_out is None else torch.float8_e4m3fn, device=x.device)
     if tokens:
-        block = triton.next_power_of_2(hidden)
+        block = power_of_2(hidden)
         pdl = pdl and pdl_works(x.device)
         _norm_rows[(tokens,)](
             x, residual, weight, bias, out, scales_out,

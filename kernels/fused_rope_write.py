@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.fused_norm import e4m3_scale, pdl_works
+from kernels.launch_sizes import cdiv, power_of_2
 
 __all__ = ["rope_and_write"]
 
@@ -84,12 +85,12 @@ def rope_and_write(
         return query
     # Nothing happens to Q without norm and rotary embedding.
     first_head = q_heads if cos_sin is None and q_norm is None else 0
-    pairs = triton.next_power_of_2(head_dim // 2)
+    pairs = power_of_2(head_dim // 2)
     token_multiple, heads, warps = tile or _tile(tokens, math.gcd(q_heads, kv_heads))
     tile_tokens = max(1, 256 * warps // pairs) * token_multiple
     groups = (q_heads + 2 * kv_heads - first_head) // heads
     pdl = pdl and pdl_works(qkv.device)
-    _rope_and_write[(triton.cdiv(tokens, tile_tokens) * groups,)](
+    _rope_and_write[(cdiv(tokens, tile_tokens) * groups,)](
         qkv, positions, cos_sin, blocks, offsets, key_cache, value_cache, key_scales, value_scales, q_norm, k_norm,
         eps, tokens, qkv.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
         key_cache.stride(0), key_cache.stride(1), scale_strides[0], scale_strides[1],

@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch_sizes import power_of_2
 from kernels.prefill_tiles import tile_heads, tile_tokens
 
 __all__ = ["paged_prefill"]
@@ -120,7 +121,7 @@ def paged_prefill(
         HEADS=tile_heads(group),
         TOKENS=tile_tokens(group),
         HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
+        DIM=power_of_2(head_dim),
         STRIP=shape.strip,
         BLOCK_TOKENS=block_tokens,
         WINDOW=window,

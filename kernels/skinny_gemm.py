@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.fused_norm import pdl_works
+from kernels.launch_sizes import cdiv, power_of_2
 from kernels.skinny_kernels import PREFETCH_PIECE, tile_kernel, vector_kernel
 
 __all__ = [
@@ -125,9 +125,9 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
     if rows == 1 and fp8:
         return VectorTile(2, 4096, warps=8) if gated else VectorTile(4, 2048)
     if rows == 1:
-        return VectorTile(2, min(2048, max(1024, triton.next_power_of_2(k) // 2)), warps=4 if k > 8192 else 8)
+        return VectorTile(2, min(2048, max(1024, power_of_2(k) // 2)), warps=4 if k > 8192 else 8)
     if rows <= RING_ROWS and fits_ring(weight) and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0:
-        return _ring_tile(rows, len(weight), k, gated, device)
+        return _ring_tile(max(16, power_of_2(rows)), len(weight), k, gated, device)
     tma = pdl_works(device)
     if gated:
         if rows <= 16:
@@ -144,18 +144,19 @@ def default_tile(x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> Tile:
     return TensorTile(64, 256, stages=3, split=_split(n, k, 64, 256, 2, device), tma=tma)
 
 
-def _ring_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> RingTile:
+@functools.cache
+def _ring_tile(block_m: int, n: int, k: int, gated: bool, device: torch.device) -> RingTile:
     """The tile with the fewest bytes, to load and to leave, for the busiest SM. To add four parts takes longer than it
-    saves from 32 rows on."""
-    block_m, steps, sms = max(16, triton.next_power_of_2(rows)), triton.cdiv(k, 64), _processors(device)
+    saves from 32 rows on. Cached, because a step without a graph asks for each of its products."""
+    steps, sms = cdiv(k, 64), _processors(device)
     splits = (1,) if gated else (1, 2, 4) if block_m == 16 else (1, 2)
 
     def per_sm(of: int, split: int) -> int:
-        return int(triton.cdiv(triton.cdiv(n, of) * split, sms))
+        return int(cdiv(cdiv(n, of) * split, sms))
 
     def cost(shape: tuple[int, int]) -> int:
         of, split = shape
-        loaded = triton.cdiv(steps, split) * 128 * (of + block_m)
+        loaded = cdiv(steps, split) * 128 * (of + block_m)
         left = 4 * of * block_m * (1 + split) if split > 1 else 0
         return per_sm(of, split) * int(loaded + left)
 
@@ -165,7 +166,7 @@ def _ring_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> 
 
 def _space(rows: int) -> int:
     """Weight rows for which a slot of the ring has room: whole products of the tensor core, a power of two."""
-    return max(64, int(triton.next_power_of_2(rows)))
+    return max(64, int(power_of_2(rows)))
 
 
 def _slots(rows: int, block_m: int, per_sm: int) -> int:
@@ -189,7 +190,7 @@ def _fp8_tile(rows: int, n: int, k: int, gated: bool, device: torch.device) -> T
 
 def _split(n: int, k: int, block_n: int, block_k: int, most: int, device: torch.device) -> int:
     """Programs for one tile: as many as give each SM two or three, if each still has a pipeline to fill."""
-    return int(max(1, min(3 * _processors(device) // triton.cdiv(n, block_n), k // (4 * block_k), most)))
+    return int(max(1, min(3 * _processors(device) // cdiv(n, block_n), k // (4 * block_k), most)))
 
 
 def skinny_linear(
@@ -227,7 +228,7 @@ def skinny_linear(
         return _through_ring(x, weight, bias, residual, gate, out, pdl, tile)
     shape = {"K": k, "BN": tile.block_n, "BK": tile.block_k, "GATE": gate}
     options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": tile.warps}
-    programs = triton.cdiv(n, tile.block_n)
+    programs = cdiv(n, tile.block_n)
     if isinstance(tile, VectorTile):
         words = weight.view(torch.int64 if weight.dtype == x.dtype else torch.int32)
         vector_kernel[(programs,)](
@@ -235,7 +236,7 @@ def skinny_linear(
             FP8_INSTRUCTION=_converts_fp8(x.device), **shape, **options,
         )  # fmt: skip
         return out
-    block_m = max(16, triton.next_power_of_2(rows))
+    block_m = max(16, power_of_2(rows))
     x_tiles, weight_tiles = _descriptors(x, weight, block_m, tile)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0))
     shape |= {"BM": block_m, "SPLIT": tile.split, "PREFETCH": _prefetch_bytes(tile, weight)}
@@ -260,12 +261,12 @@ def _through_ring(
     from kernels.skinny_hopper import COLUMNS, ring_descriptors, ring_kernel
 
     rows, k = x.shape
-    block_m = max(16, triton.next_power_of_2(rows))
-    ring_kernel[(triton.cdiv(len(weight), tile.rows) * tile.split,)](
+    block_m = max(16, power_of_2(rows))
+    ring_kernel[(cdiv(len(weight), tile.rows) * tile.split,)](
         *ring_descriptors(x, weight, block_m=block_m, rows=tile.rows, gated=gate is not None),
         bias, residual, out, *_workspace(x.device),
         rows, out.shape[1], 0 if residual is None else residual.stride(0), out.stride(0),
-        STEPS=triton.cdiv(k, COLUMNS.value), SPLIT=tile.split, ROWS=tile.rows,
+        STEPS=cdiv(k, COLUMNS.value), SPLIT=tile.split, ROWS=tile.rows,
         SPACE=_space(tile.rows), SLOTS=tile.slots, GATE=gate, PDL=pdl,
         num_warps=4, maxnreg=_RING_REGISTERS, launch_pdl=pdl,
     )  # fmt: skip
@@ -305,8 +306,8 @@ def _check(
         raise ValueError(f"{tile} is not for a weight {tuple(weight.shape)} of {weight.dtype} on {weight.device}")
     if not isinstance(tile, VectorTile) and tile.split > 1:
         of, space = (tile.rows, _space(tile.rows)) if isinstance(tile, RingTile) else (tile.block_n, tile.block_n)
-        tiles = triton.cdiv(weight.shape[0], of)
-        sums = tiles * tile.split * space * max(16, triton.next_power_of_2(rows))
+        tiles = cdiv(weight.shape[0], of)
+        sums = tiles * tile.split * space * max(16, power_of_2(rows))
         if gate is not None or tiles > _MOST_TILES or sums > _PARTIAL_SUMS:
             raise ValueError(f"{tile} is not for a gate, or too large for {rows} rows and {weight.shape[0]} outputs")
 
@@ -327,7 +328,7 @@ def _descriptors(
 def _prefetch_bytes(tile: TensorTile, weight: torch.Tensor) -> int:
     """`tile.prefetch`, or as much as the last of the programs that share K has of a row."""
     k = weight.shape[1]
-    chunk = triton.cdiv(triton.cdiv(k, tile.block_k), tile.split) * tile.block_k
+    chunk = cdiv(cdiv(k, tile.block_k), tile.split) * tile.block_k
     last = (k - chunk * (tile.split - 1)) * weight.element_size()
     size = min(tile.prefetch, last)
     return 1 << (size.bit_length() - 1) if size >= PREFETCH_PIECE.value else 0

@@ -23,6 +23,9 @@ of the weight goes from L2 to the SMs, and that way is no wider than 1.5 times t
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -51,11 +54,17 @@ def ring_descriptors(
     group = (8 if gated else 16) * columns
     box = [groups & -groups, 2, 8, COLUMNS.value]
     x_box = [block_m, COLUMNS.value]
-    layout = gl.NVMMASharedLayout.get_default_for
     return (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), x_box, layout(x_box, dtype)),
-        TensorDescriptor(weight, [of_rows // 16, 2, 8, columns], [group, half, columns, 1], box, layout(box, dtype)),
+        TensorDescriptor(x, list(x.shape), list(x.stride()), x_box, _layout(*x_box, dtype=dtype)),
+        TensorDescriptor(
+            weight, [of_rows // 16, 2, 8, columns], [group, half, columns, 1], box, _layout(*box, dtype=dtype)
+        ),
     )
+
+
+@functools.cache
+def _layout(*box: int, dtype: Any) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), dtype)
 
 
 @gluon.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]

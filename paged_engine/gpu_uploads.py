@@ -21,8 +21,8 @@ __all__ = ["StepUploads"]
 
 # Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
 _UPLOADS = 2
-# token id, source, position, block, offset, adapter; slot, context length, newest block
-_PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, -1, 0, NULL_BLOCK], np.int32)
+# token id, source, position, block, offset, adapter; slot, context length, newest block; slot that samples
+_PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, -1, 0, NULL_BLOCK, -1], np.int32)
 
 
 class StepUploads:
@@ -48,10 +48,11 @@ class StepUploads:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._slot_tables = zeros(rows, self.max_blocks)
-        self._tables = zeros(rows, self.max_blocks)
+        # One for each sampled row, and one for each request that does not sample.
+        self._tables = zeros(2 * rows, self.max_blocks)
         # What decode graphs read: at fixed addresses, one upload for all.
-        decodes = zeros(ROW_FIELDS + SEQUENCE_FIELDS, rows)
-        self._rows, self._sequences, self._decodes = decodes[:ROW_FIELDS], decodes[ROW_FIELDS:], decodes
+        self._decodes = decodes = zeros(ROW_FIELDS + SEQUENCE_FIELDS + 1, rows)
+        self._rows, self._sequences = decodes[:ROW_FIELDS], decodes[ROW_FIELDS:-1]
         self._pinned_decodes = [torch.zeros(decodes.shape, dtype=torch.int32).pin_memory() for _ in range(_UPLOADS)]
         self._one_row_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._one_tile_each = torch.stack((self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1)
@@ -59,8 +60,8 @@ class StepUploads:
 
     @property
     def decode_slots(self) -> torch.Tensor:
-        """int32: the slot of each row of the newest decode step; at a fixed address."""
-        return self._sequences[0]
+        """int32: the slot in which each row of the newest decode step samples; at a fixed address."""
+        return self._decodes[-1]
 
     def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
         """The persistent buffers of the graph for `rows` decodes, of which some have adapters or none has."""
@@ -92,7 +93,8 @@ class StepUploads:
         pinned = self._pinned_decodes[self._turn]
         host = pinned.numpy()
         host[:ROW_FIELDS, :count] = values.rows
-        host[ROW_FIELDS:, :count] = values.sequences
+        host[ROW_FIELDS:-1, :count] = values.sequences
+        host[-1, :count] = values.sampled_slots
         host[:, count:] = _PADDING[:, None]
         self._decodes.copy_(pinned, non_blocking=True)
         if values.new_blocks.size:

@@ -26,7 +26,9 @@ SEQUENCE_FIELDS = 3  # slot, context length, block of the newest token
 
 @dataclass(frozen=True, slots=True)
 class StepValues:
-    """T rows (tokens) of S sequences; sequences of one token come first. All arrays are int32."""
+    """T rows (tokens) of S sequences; sequences of one token come first. All arrays are int32.
+
+    Several sequences of one token may have the same slot: a request's newest token and what is proposed behind it."""
 
     rows: (
         np.ndarray
@@ -99,10 +101,10 @@ class Slots:
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
         """Seat the requests of a step and write its arrays."""
         # Those of an adapter side by side: kernels/grouped_lora.py.
-        chunks = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.request.adapter_slot))
+        chunks = sorted(chunks, key=lambda chunk: (_by_rows(chunk) < chunk.count, chunk.request.adapter_slot))
         seated = [self._seat(chunk.request) for chunk in chunks]
         rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
-        sequences, new_blocks, end = [], [], 0
+        sequences, counts, new_blocks, end = [], [], [], 0
         sampled_rows: list[int] = []
         scored_rows: list[int] = []
         sampled: list[tuple[int, Request]] = []
@@ -110,12 +112,13 @@ class Slots:
         for chunk, (seat, _) in zip(chunks, seated, strict=True):
             start, end = end, end + chunk.count
             self._fill(rows[:, start:end], chunk, seat.slot)
-            context_len = chunk.start + chunk.count
-            newest = (context_len - 1) // self._block_tokens
+            newest = (chunk.start + chunk.count - 1) // self._block_tokens
             first = seat.slot * self._max_blocks
             new_blocks += [(first + index, seat.blocks[index]) for index in range(seat.known, newest)]
             seat.known = newest + 1
-            sequences.append((seat.slot, context_len, seat.blocks[newest]))
+            for context_len in range(chunk.start + chunk.count + 1 - _by_rows(chunk), chunk.start + chunk.count + 1):
+                sequences.append((seat.slot, context_len, seat.blocks[(context_len - 1) // self._block_tokens]))
+                counts.append(chunk.count // _by_rows(chunk))
             sampled_rows += range(end - chunk.sampled_rows, end)
             scored_rows += [start + position - chunk.start for position in chunk.scored]
             if chunk.samples:
@@ -125,7 +128,7 @@ class Slots:
         values = StepValues(
             rows=rows,
             sequences=_int32(sequences, SEQUENCE_FIELDS).T,
-            counts=_int32([chunk.count for chunk in chunks]),
+            counts=_int32(counts),
             new_blocks=_int32(new_blocks, 2).T,
             sampled_rows=_int32(sampled_rows),
             sampled_slots=_int32([slot for slot, _ in sampled]),
@@ -187,6 +190,12 @@ class Slots:
 
     def _leave(self, request: Request) -> None:
         self._free.append(self._seats.pop(request).slot)
+
+
+def _by_rows(chunk: Chunk) -> int:
+    """How many sequences a chunk is for the device. Proposals are computed as so many decodes, each of whose contexts
+    ends one token later: their keys are written before any row of the layer looks, and such a step can be a graph."""
+    return chunk.count if chunk.proposals else 1
 
 
 def null_step(counts: Sequence[int], block_tokens: int, adapter: int) -> StepValues:
