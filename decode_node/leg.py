@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from openai_api.leg import Leg, with_forks
+from openai_api.scored_prompt import ScoredPrompt
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import EngineReady, RequestUpdate, Submit
 from wire.errors import RequestError
@@ -60,6 +61,16 @@ class DecodeLeg(Leg):
             raise RequestError(
                 f"the prefill node holds KV of {ticket.num_tokens} tokens, the prompt has {prompt_tokens}; "
                 "both legs must carry the same prompt",
+                param="kv_transfer_params",
+            )
+        if params.prompt_logprobs is not None:
+            writer.scored_prompt = ScoredPrompt(submit.prompt_token_ids, params.prompt_logprobs)
+            own = msgspec.structs.replace(submit.params, prompt_logprobs=None)
+            submit = msgspec.structs.replace(submit, params=own)
+        elif ticket is not None and submit.params.prompt_logprobs is not None:
+            raise RequestError(
+                "the prefill node computes the log-probabilities of the prompt, and kv_transfer_params lacks its "
+                "prompt_logprobs; pass on what it answered",
                 param="kv_transfer_params",
             )
         self._ends: dict[int, Finish] = {}  # of choices that are over and whose client does not know it

@@ -1,4 +1,23 @@
 """The command line and the local cluster: what a person types, and the processes that this starts.
 
-Owns flags, config files and child processes. Knows nothing of requests, models or KV, and never imports torch.
+Owns flags, config files and child processes, and the class LLM (`from kvrelay import LLM, SamplingParams`). Knows
+nothing of requests, models or KV, and never imports torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrelay.llm import LLM, SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Only who asks for the class loads what it needs: the command line must not wait for it."""
+    if name in __all__:
+        from kvrelay import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

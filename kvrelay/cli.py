@@ -12,6 +12,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -20,10 +21,10 @@ from rich.text import Text
 
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
-from kvrelay.plan import API_KEY, CLUSTER_SECRET, NODE_API_KEY, ClusterConfig
+from kvrelay.plan import API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
-from wire.config import NodeConfig, RanksConfig, Role, RouterConfig
+from wire.config import NodeConfig, RanksConfig, Role, RouterConfig, TransferConfig
 from wire.errors import ConfigError, KvrelayError
 
 __all__ = ["main", "run"]
@@ -96,6 +97,23 @@ def _running_cluster(values: dict[str, object]) -> int:
     return up(config)
 
 
+def _running_batch(values: dict[str, object]) -> int:
+    from kvrelay.batch import over_http, read_batch, run_batch, with_engine
+    from kvrelay.chat import Endpoint
+
+    url, key, at_once, source, target = (values.pop(name) for name in ("url", "key", "concurrency", "source", "target"))
+    files, console = (Path(str(source)), Path(str(target))), Console(stderr=True, highlight=False)
+    if url:
+        if values:
+            flag = "--" + next(iter(values)).replace("_", "-")
+            raise ConfigError(f"--url names a running server and {flag} an engine to start; leave one of them out")
+        endpoint = Endpoint(str(url).rstrip("/").removesuffix("/v1"), str(key))
+        return run_batch(*files, lambda: over_http(endpoint), int(str(at_once)), console)
+    read_batch(files[0])  # before a model is loaded for nothing
+    config = _with_model_here(build(NodeConfig, _named(values) | {"role": Role.AGGREGATED}))
+    return run_batch(*files, lambda: with_engine(config), int(str(at_once)), console)
+
+
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
@@ -124,19 +142,24 @@ def _add(
     serve: Callable[[dict[str, object]], int],
     skip: Sequence[str],
     env: Mapping[str, str],
+    own: Sequence[inspect.Parameter] = (),
 ) -> None:
-    """Make a command whose flags are the settings of a config type. `env` names variables that stand in for flags."""
+    """Make a command whose flags are the settings of a config type. `env` names variables that stand in for flags.
+
+    `own` are parameters of the command itself; their values are handed over beside the settings.
+    """
     known = settings_of(config, skip)
 
     def command(**given: Any) -> int:
+        mine = {parameter.name: given.pop(parameter.name) for parameter in own}
         file = given.pop("config")
         cpu = given.pop("cpu", False)
         if cpu and given["device"] not in (None, "cpu"):
             raise ConfigError(f"--cpu and --device {given['device']} contradict each other")
         flags = {setting: value or None if isinstance(value, list) else value for setting, value in given.items()}
-        return serve(merge(known, flags | ({"device": "cpu"} if cpu else {}), file))
+        return serve(merge(known, flags | ({"device": "cpu"} if cpu else {}), file) | mine)
 
-    parameters = [_parameter(setting, env.get(setting.name)) for setting in known.values()]
+    parameters = [*own, *(_parameter(setting, env.get(setting.name)) for setting in known.values())]
     if "device" in known:
         parameters.append(_typed("cpu", bool, False, typer.Option("--cpu", help="Short for --device cpu.")))
     file_option = typer.Option("--config", metavar="FILE", help="YAML file with the same keys; flags win over it.")
@@ -159,7 +182,7 @@ def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     option = typer.Option(
         flag,
         help=setting.help,
-        metavar=None if kind is bool else _METAVARS[setting.kind],
+        metavar="NAME=PATH" if setting.name == "lora" else None if kind is bool else _METAVARS[setting.kind],
         envvar=env,
         show_default=_shown(setting),
         rich_help_panel=f"{setting.group} settings",
@@ -183,7 +206,7 @@ _add(
     ClusterConfig,
     _running_cluster,
     _CLUSTER_SKIP,
-    {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET},
+    {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
 )
 for _role, _name, _about in (
     (Role.PREFILL, "prefill", "Serve a prefill node: it computes prompts and gives their KV away."),
@@ -196,7 +219,7 @@ for _role, _name, _about in (
         NodeConfig,
         _serving_node(_role),
         ("role",),
-        {"api_key": NODE_API_KEY, "cluster_secret": CLUSTER_SECRET},
+        {"api_key": NODE_API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
     )
 _add(
     "rank",
@@ -204,7 +227,7 @@ _add(
     RanksConfig,
     _serving_ranks,
     (),
-    {},
+    {"allow_runtime_lora": RUNTIME_LORA},
 )
 _add(
     "router",
@@ -213,6 +236,26 @@ _add(
     _serving_router,
     (),
     {"api_key": API_KEY, "node_api_key": NODE_API_KEY},
+)
+
+_add(
+    "batch",
+    "Answer a file of requests (OpenAI's batch format), by a running server or by an engine started for it.",
+    NodeConfig,
+    _running_batch,
+    ("role", "host", "port", "api_key", "max_body_bytes", *settings_of(TransferConfig)),
+    {},
+    (
+        _typed(
+            "source", str, inspect.Parameter.empty, typer.Argument(metavar="IN", help="The requests, one per line.")
+        ),
+        _typed(
+            "target", str, inspect.Parameter.empty, typer.Argument(metavar="OUT", help="Their answers, in any order.")
+        ),
+        _typed("url", str, "", typer.Option(help="A running server; without it an engine is started.")),
+        _typed("key", str, "", typer.Option("--api-key", help="The key that it wants.", envvar=API_KEY)),
+        _typed("concurrency", int, 64, typer.Option(help="Requests that are under way at once.")),
+    ),
 )
 
 

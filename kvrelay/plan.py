@@ -20,6 +20,7 @@ __all__ = [
     "API_KEY",
     "CLUSTER_SECRET",
     "NODE_API_KEY",
+    "RUNTIME_LORA",
     "ClusterConfig",
     "Machine",
     "NodeGpus",
@@ -32,6 +33,7 @@ __all__ = [
 API_KEY = "KVRELAY_API_KEY"
 NODE_API_KEY = "KVRELAY_NODE_API_KEY"
 CLUSTER_SECRET = "KVRELAY_CLUSTER_SECRET"
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _NOT_FLAGS = frozenset({"role", "api_key", "hub_token", "cluster_secret"})
 
 

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import hmac
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
+from node.adapter_calls import load_adapter, unload_adapter
+from node.callers import authorize, read_body, request_id, unless_gone
 from node.compiling import COMPILE_DEADLINE_S
+from node.directly import Directly
 from node.engine_client import EngineClient, Updates
+from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
@@ -32,37 +31,31 @@ from node.probe_calls import fetch_probe, offer_probe
 from node.serving import Call, Serving
 from openai_api.join import joined_end
 from openai_api.leg import Leg
+from openai_api.routes import add_routes, shown
 from openai_api.stages import STAGES, stages_ms
-from openai_api.types import ModelCard, ModelList
+from openai_api.types import ChatRequest, CompletionRequest, ModelList
 from wire.config import NodeConfig
 from wire.engine_messages import RequestUpdate
 from wire.errors import (
-    BodyTooLarge,
     DeadlineExceeded,
     EngineDead,
     KvrelayError,
-    NotFound,
     Overloaded,
     RequestError,
-    RequestTimeout,
-    Unauthorized,
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.outputs import Finish
 from wire.sampling import Constraint
 
-__all__ = ["Node", "create_app"]
+__all__ = ["Node", "create_app", "frames_of", "legs_of"]
 
 log = logging.getLogger("kvrelay.node")
-
-T = TypeVar("T")
 
 # Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
 INLINE_BODY_BYTES = 16 << 10
 MAX_QUEUED = 1024
 # The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0
-READ_DEADLINE_S = 60.0
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -95,14 +88,15 @@ class Node:
 def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
     """The routes over one node."""
     app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(KvrelayError, _error_answer)
-    app.add_exception_handler(HTTPException, _http_error_answer)
-    app.add_exception_handler(ClientDisconnect, _nobody_there)
-    app.add_exception_handler(Exception, _bug_answer)
+    answer_errors(app)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await _complete(node, request, chat=True)
+
+    key = partial(authorize, node.config.api_key)
+    chat_with = partial(_complete, node, chat=True)
+    add_routes(app, Directly(node.ready, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -110,16 +104,24 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        _authorize(node.config.api_key, request)
-        return _json(ModelList(data=[_card(node)]))
+        authorize(node.config.api_key, request)
+        return _json(ModelList(data=node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        _authorize(node.config.api_key, request)
-        card = _card(node)
-        if name != card.id:
-            raise NotFound(f"model {name!r} is not served here; {card.id!r} is", param="model", code="model_not_found")
-        return _json(card)
+        authorize(node.config.api_key, request)
+        node.ready().check_served(name)
+        return _json(next(card for card in node.ready().cards(node.created) if card.id == name))
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(await load_adapter(node.config, node.engine, node.ready(), body))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora(request: Request) -> Response:
+        body = await _node_body(node, request)
+        return _json(unload_adapter(node.config, node.engine, node.ready(), body))
 
     @app.post("/kv/release")
     async def release(request: Request) -> Response:
@@ -128,8 +130,8 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
             request_ids = msgspec.json.decode(body, type=_ReleaseBody).request_ids
         except msgspec.DecodeError as why:
             raise RequestError(f'the body must be {{"request_ids": [...]}}: {why}') from why
-        for request_id in request_ids:
-            node.engine.release(request_id)
+        for held in request_ids:
+            node.engine.release(held)
         return _json({"released": len(request_ids)})
 
     @app.post("/kv/probe/offer")
@@ -152,6 +154,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "status": "ok",
                 "role": node.config.role,
                 "model": serving.model_name,
+                "adapters": list(serving.adapters),
                 "max_model_len": serving.info.max_model_len,
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
@@ -169,27 +172,28 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     return app
 
 
-async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
-    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors."""
+async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | None = None) -> Response:
+    """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors.
+
+    `body`: what the client means as a chat completion, if it has said it in another dialect; then it gets no frames.
+    """
     began = time.monotonic()
-    _authorize(node.config.api_key, request)
+    authorize(node.config.api_key, request)
     serving = node.ready()
-    body = await _read_body(request, node.config.max_body_bytes)
+    wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
+    if body is None:
+        body = await read_body(request, node.config.max_body_bytes)
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
-    call = Call(chat, body, _request_id(request))
-    if len(body) > INLINE_BODY_BYTES:
-        legs, parsed = await asyncio.to_thread(serving.legs, call)
-    else:
-        legs, parsed = serving.legs(call)
-    leg = legs[0]
-    await _check_constraint(serving, leg.submits[0].params.constraint if leg.submits else None)
-    frames = _frames(node, leg, call) if len(legs) == 1 else _joined(node, legs, call)
-    wants_frames = FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
+    call = Call(chat, body, request_id(request))
+    if node.config.log_bodies:
+        log.info("%s body=%s", call.response_id, shown(body))
+    legs, parsed = await legs_of(serving, call)
+    leg, frames = legs[0], frames_of(node, legs, call)
     headers = {LOAD_HEADER: node.engine.load.header()}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
-    first = await _unless_gone(request, anext(frames))
+    first = await unless_gone(request, anext(frames))
     if first is None:
         await frames.aclose()
         return Response(status_code=499)  # nobody is there to read it
@@ -203,11 +207,21 @@ async def _complete(node: Node, request: Request, *, chat: bool) -> Response:
     if parsed.stream:
         events = payloads(first, frames, leg, since)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers | SSE_HEADERS)
-    answer = await _unless_gone(request, whole(first, frames, leg, since))
+    answer = await unless_gone(request, whole(first, frames, leg, since))
     if answer is None:
         return Response(status_code=499)
     status, content = answer
     return Response(content, status, headers, "application/json")
+
+
+async def legs_of(serving: Serving, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
+    """What a call asks for, a leg for each prompt, checked. Raises RequestError."""
+    if len(call.body) > INLINE_BODY_BYTES:
+        legs, parsed = await asyncio.to_thread(serving.legs, call)
+    else:
+        legs, parsed = serving.legs(call)
+    await _check_constraint(serving, legs[0].submits[0].params.constraint if legs[0].submits else None)
+    return legs, parsed
 
 
 async def _check_constraint(serving: Serving, constraint: Constraint | None) -> None:
@@ -223,10 +237,12 @@ async def _check_constraint(serving: Serving, constraint: Constraint | None) -> 
         ) from why
 
 
-def _joined(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
-    """The frames of several prompts' legs."""
+def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
+    """Run the legs of a call; those of several prompts together are one answer's."""
+    if len(legs) == 1:
+        return _frames(node, legs[0], call)
     writer = legs[0].writer
-    end = functools.partial(
+    end = partial(
         joined_end,
         include_usage=writer.include_usage,
         response_id=writer.response_id,
@@ -320,94 +336,11 @@ async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:
             yield pack(frame)
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """The result of `work`, or None if the client left first; `work` is cancelled then."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body, refused before it is read whole when it is too long."""
-    size = int(request.headers.get("content-length") or 0)
-    body = bytearray()
-    if size <= limit:
-        try:
-            async with asyncio.timeout(READ_DEADLINE_S):
-                async for chunk in request.stream():
-                    body += chunk
-                    size = max(size, len(body))
-                    if size > limit:
-                        break
-        except TimeoutError as why:
-            raise RequestTimeout(f"the request body did not arrive within {READ_DEADLINE_S:g} s") from why
-    if size > limit:
-        raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
-    return bytes(body)
-
-
 async def _node_body(node: Node, request: Request) -> bytes:
     """The body of what the cluster itself asks: from those only who know the nodes' key."""
-    _authorize(node.config.api_key, request)
-    return await _read_body(request, node.config.max_body_bytes)
-
-
-def _request_id(request: Request) -> str:
-    given = request.headers.get("x-request-id", "")
-    if given and len(given) <= 128 and given.isascii() and given.isprintable() and " " not in given:
-        return given
-    return uuid.uuid4().hex
-
-
-def _authorize(key: str, request: Request) -> None:
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if key and not hmac.compare_digest(given.encode(), key.encode()):
-        raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
-
-
-def _card(node: Node) -> ModelCard:
-    serving = node.ready()
-    return ModelCard(id=serving.model_name, created=node.created, max_model_len=serving.info.max_model_len)
+    authorize(node.config.api_key, request)
+    return await read_body(request, node.config.max_body_bytes)
 
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _error_answer(request: Request, why: Exception) -> Response:
-    assert isinstance(why, KvrelayError)
-    headers = {"retry-after": str(why.retry_after_s)} if why.retry_after_s is not None else None
-    if why.status != 503:  # a node that loads says so twice a second
-        log.info("%s %s refused with %d: %s", request.method, request.url.path, why.status, why.message)
-    return Response(why.json(), why.status, headers, "application/json")
-
-
-async def _nobody_there(_: Request, __: Exception) -> Response:
-    """The client went away while it sent its body."""
-    return Response(status_code=499)
-
-
-async def _bug_answer(request: Request, _: Exception) -> Response:
-    """A fault of ours; the server logs it with its trace."""
-    return await _error_answer(request, KvrelayError("this node failed on the request; its log says why"))
-
-
-async def _http_error_answer(request: Request, why: Exception) -> Response:
-    assert isinstance(why, HTTPException)
-    if why.status_code == 404:
-        return await _error_answer(request, NotFound(f"there is no route {request.url.path} here"))
-    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
-    error.status = why.status_code
-    return await _error_answer(request, error)

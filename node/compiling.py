@@ -55,6 +55,11 @@ class Compiling:
         self._waiting[request.request_id] = request
         self._asked.put(request)
 
+    @property
+    def waiting(self) -> Collection[Request]:
+        """The requests whose guides are being made."""
+        return self._waiting.values()
+
     def drop(self, request_id: str) -> Request | None:
         """Forget a request; it, if it was waiting here."""
         self._outcomes.pop(request_id, None)

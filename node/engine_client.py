@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -24,11 +24,14 @@ from node.parent import PARENT_PID
 from wire.config import NodeConfig
 from wire.engine_messages import (
     Abort,
+    AdapterLoaded,
+    AdapterRefused,
     EngineFailed,
     EngineReady,
     EngineStats,
     FetchProbe,
     FromEngine,
+    LoadAdapter,
     OfferProbe,
     ProbeFetched,
     ProbeOffered,
@@ -39,6 +42,7 @@ from wire.engine_messages import (
     StepOutputs,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 from wire.errors import DeadlineExceeded, EngineDead
 from wire.outputs import Load
@@ -91,6 +95,7 @@ class EngineClient:
         self._config = config
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._probes: dict[str, asyncio.Future[ProbeOffered | ProbeFetched | ProbeRefused]] = {}
+        self._loads: dict[str, asyncio.Future[AdapterLoaded | AdapterRefused]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-")
@@ -194,6 +199,25 @@ class EngineClient:
         finally:
             del self._probes[probe.probe_id]
 
+    async def load_adapter(self, load: LoadAdapter, deadline_s: float) -> AdapterLoaded | AdapterRefused:
+        """What the engine process says to it. Raises EngineDead, DeadlineExceeded."""
+        if self.ended.is_set():
+            raise EngineDead(self.failure or "the engine process of this node has ended")
+        answer: asyncio.Future[AdapterLoaded | AdapterRefused] = asyncio.get_running_loop().create_future()
+        self._loads[load.load_id] = answer
+        try:
+            self._send(load)
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError as why:
+            raise DeadlineExceeded(f"adapter {load.name!r} was not read within {deadline_s:g} s") from why
+        finally:
+            del self._loads[load.load_id]
+
+    def unload_adapter(self, unload: UnloadAdapter) -> None:
+        """No request that is submitted from now on has this adapter."""
+        self._send(unload)
+
     def silent_s(self) -> float:
         """Seconds since the engine process said anything."""
         return time.monotonic() - self.heard_at
@@ -251,6 +275,10 @@ class EngineClient:
                     asked = self._probes.get(answer.probe_id)
                     if asked is not None and not asked.done():
                         asked.set_result(answer)
+                case AdapterLoaded() | AdapterRefused() as news:
+                    waiting = self._loads.get(news.load_id)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(news)
                 case EngineReady() as info:
                     self.info = info
                     self._ready.set()
@@ -273,6 +301,7 @@ class EngineClient:
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)
-        for asked in self._probes.values():
+        waiting: list[asyncio.Future[Any]] = [*self._probes.values(), *self._loads.values()]
+        for asked in waiting:
             if not asked.done():
                 asked.set_exception(EngineDead(self.failure))

@@ -19,13 +19,14 @@ import zmq
 
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
+from node.adapter_loads import AdapterLoads
 from node.compiling import Compiling
 from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes
 from node.ranks import join_as_rank_0, meet_ranks, region_of
-from paged_engine.engine import Engine
+from paged_engine.engine import AdapterNotLoaded, Engine
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Fetch
@@ -37,6 +38,7 @@ from wire.engine_messages import (
     EngineStats,
     FetchProbe,
     FromEngine,
+    LoadAdapter,
     OfferProbe,
     Release,
     RequestUpdate,
@@ -44,6 +46,7 @@ from wire.engine_messages import (
     StepOutputs,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 from wire.errors import KvNotLoaded, KvrelayError
 from wire.outputs import Finish
@@ -82,6 +85,7 @@ class EngineProcess:
         self.engine = Engine(config.engine, ranks)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
+        self._adapters = AdapterLoads(self.engine, self._send, self.wake)
         self._compiling = Compiling(config.engine.model, self.engine, self.wake)
         self._announce(time.monotonic() - began)
 
@@ -125,6 +129,7 @@ class EngineProcess:
                 transfer_host=host,
                 transfer_port=port,
                 load_s=load_s,
+                adapters=self._adapters.loaded,
             )
         )
 
@@ -139,6 +144,7 @@ class EngineProcess:
             self._take_compiled()
             self._take_transfer_events()
             progressed = self._step()
+            self._adapters.turn(self._compiling.waiting)
             self._report()
         self.connector.close()
         self.engine.close()
@@ -177,25 +183,41 @@ class EngineProcess:
                     self._probes.offer(ask)
                 case FetchProbe() as ask:
                     self._probes.fetch(ask)
+                case LoadAdapter() | UnloadAdapter() as ask:
+                    self._adapters.hear(ask)
                 case Shutdown():
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
-        request, watched = Request.of(submit, time.monotonic()), False
+        watched = False
         try:
             self.engine.check(submit)
+            request = self.engine.request(submit, time.monotonic())
             if submit.fetch is not None:
                 self.connector.watch(submit.request_id, submit.fetch)
             watched = submit.fetch is not None
+            if (unlike := self._adapters.unlike(request)) is not None and not self._kv_left(request, unlike):
+                return
             if submit.params.constraint is None:
                 request.guide = self.engine.guide(submit.params)
                 self.engine.scheduler.add(request)
             else:
                 self._compiling.begin(request)
-        except ValueError as why:
-            self._updates.append(RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why)))
+        except (ValueError, AdapterNotLoaded) as why:
+            update = RequestUpdate(submit.request_id, [], finish=Finish.ERROR, error=str(why))
+            self._updates.append(msgspec.structs.replace(update, lacks_adapter=isinstance(why, AdapterNotLoaded)))
             if watched:
                 self.connector.cancel(submit.request_id)
+
+    def _kv_left(self, request: Request, unlike: str) -> bool:
+        """A request that is new leaves its KV where it is, for this reason; whether it goes on without."""
+        self.connector.cancel(request.request_id)
+        log.warning("request %s: KV not fetched: %s", request.request_id, unlike)
+        request.fetch, request.fetch_error = None, f"Incompatible: {unlike}"
+        if self._config.transfer.kv_load_failure_policy == "fail":
+            request.finish = Finish.ERROR
+            self._updates.append(self._update(request, error=KvNotLoaded.because("Incompatible", unlike).message))
+        return request.finish is None
 
     def _take_compiled(self) -> None:
         for request, error in self._compiling.ready(time.monotonic()):
@@ -269,8 +291,6 @@ class EngineProcess:
             failed.reason,
         )
 
-    # The engine's Handover.
-
     def fetch(self, fetch: Fetch) -> None:
         """See Handover."""
         self.connector.fetch(fetch.request.request_id, fetch.remote_blocks, fetch.local_blocks)
@@ -278,6 +298,7 @@ class EngineProcess:
     def offer(self, request: Request) -> None:
         """See Handover. The ticket goes out at once, not after the step: a decode node makes room meanwhile."""
         ticket = self.connector.offer(request.request_id, request.blocks, request.prompt_tokens, ready=0)
+        ticket = self._adapters.named_on(ticket, request)
         update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=request.cached_tokens or 0)
         self._send(StepOutputs([update], self.engine.scheduler.load()))
 
@@ -324,7 +345,8 @@ class EngineProcess:
         ticket = self.connector.complete(request_id, Completion(request.new_tokens, request.new_logprobs))
         if ticket is None:  # its lease was ended while it grew
             scheduler.kept.released(request_id)
-        return ticket
+            return None
+        return self._adapters.named_on(ticket, request)
 
     # --- what goes out -------------------------------------------------------------------------------------------
 
@@ -335,7 +357,7 @@ class EngineProcess:
         now = time.monotonic()
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = stats_of(self.engine, self.connector)
+            stats = stats_of(self.engine, self.connector, self._adapters)
             if stats != self._reported or now >= self._pulse_due:
                 self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)

@@ -1,17 +1,21 @@
-"""What an engine process reports of itself: its engine's, its scheduler's and its connector's numbers in one value."""
+"""What an engine process reports: the numbers of its engine, scheduler, connector and adapters in one value."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kv_transfer.connector import Connector
+from node.adapter_loads import AdapterLoads
 from paged_engine.engine import Engine
 from wire.engine_messages import EngineStats
 
 __all__ = ["stats_of"]
 
 
-def stats_of(engine: Engine, connector: Connector) -> EngineStats:
+def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads) -> EngineStats:
     """Counters since start and gauges now."""
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
+    running_adapters, waiting_adapters = adapters.in_use()
     return EngineStats(
         load=scheduler.load(),
         held_blocks=scheduler.kept.num_held,
@@ -28,7 +32,7 @@ def stats_of(engine: Engine, connector: Connector) -> EngineStats:
         draft_tokens=scheduler.speculation.draft_tokens,
         accepted_tokens=scheduler.speculation.accepted_tokens,
         fetches=transfers.fetches,
-        fetch_failures=dict(transfers.failures),
+        fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=adapters.unlike_kv)),
         fetch_retries=transfers.retries,
         fetch_kept_blocks=scheduler.kept_blocks,
         fetched_bytes=transfers.fetched_bytes,
@@ -36,4 +40,6 @@ def stats_of(engine: Engine, connector: Connector) -> EngineStats:
         leases_granted=transfers.leases_granted,
         leases_released=transfers.leases_released,
         leases_expired=transfers.leases_expired,
+        running_adapters=running_adapters,
+        waiting_adapters=waiting_adapters,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -21,8 +22,19 @@ _STAGE_SECONDS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 class _EngineCollector(Collector):
     """Turns the engine's last report into samples at scrape time."""
 
-    def __init__(self, stats: Callable[[], EngineStats], labels: dict[str, str]) -> None:
-        self._stats, self._labels = stats, labels
+    def __init__(self, stats: Callable[[], EngineStats], labels: dict[str, str], max_loras: int) -> None:
+        self._stats, self._labels, self._max_loras = stats, labels, max_loras
+
+    def _adapters(self, stats: EngineStats) -> Metric:
+        """Which adapters are in use: in its labels, as vLLM has it; the value is the time."""
+        names = {
+            "max_lora": str(self._max_loras),
+            "running_lora_adapters": ",".join(stats.running_adapters),
+            "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+        }
+        gauge = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use", labels=[*self._labels, *names])
+        gauge.add_metric([*self._labels.values(), *names.values()], time.time())
+        return gauge
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -78,6 +90,8 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(values, value)
             yield counter
+        if self._max_loras:
+            yield self._adapters(stats)
         failed = CounterMetricFamily(
             "kvrelay_fetches_failed", "KV fetches that failed, by cause", labels=[*names, "cause"]
         )
@@ -93,10 +107,10 @@ _CAUSES = ("Incompatible", "LeaseLost", "PeerLost", "TransferError", "TransferTi
 class NodeMetrics:
     """One registry per node process."""
 
-    def __init__(self, stats: Callable[[], EngineStats], *, model_name: str, role: str) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], *, model_name: str, role: str, max_loras: int = 0) -> None:
         self._registry = CollectorRegistry()
         labels = {"model_name": model_name, "role": role}
-        self._registry.register(_EngineCollector(stats, labels))
+        self._registry.register(_EngineCollector(stats, labels, max_loras))
         names, self._values = list(labels), list(labels.values())
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:

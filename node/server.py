@@ -7,19 +7,16 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
 from node.app import Node, create_app
 from node.engine_client import EngineClient
+from node.loading import serving_of
 from node.metrics import NodeMetrics
-from node.serving import Serving
-from openai_api.chat_template import check_template
-from openai_api.tokenizer import Tokenizer
 from wire.config import NodeConfig
-from wire.errors import ConfigError, KvrelayError
+from wire.errors import KvrelayError
 
 __all__ = ["run"]
 
@@ -66,26 +63,17 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
     """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another."""
     config = node.config
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
-        info = await node.engine.ready(config.start_deadline_s)
-        template = await asyncio.to_thread(_template, config.chat_template)
+        serving = await serving_of(config, node.engine)
     except Exception as why:
         node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
         log.error("the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError))
         give_up()
         return
-    name = config.served_model_name or info.model_name
-    node.metrics = NodeMetrics(lambda: node.engine.stats, model_name=name, role=config.role)
-    node.serving = Serving(
-        config.role,
-        name,
-        template,
-        tokenizer,
-        info,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-        trusts_request_templates=config.trust_request_chat_template,
+    name, info = serving.model_name, serving.info
+    node.metrics = NodeMetrics(
+        lambda: node.engine.stats, model_name=name, role=config.role, max_loras=config.engine.adapter_slots
     )
+    node.serving = serving
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,
@@ -103,14 +91,3 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
     node.failure = node.engine.failure
     log.error("%s", node.failure)
     give_up()
-
-
-def _template(path: str) -> str | None:
-    if not path:
-        return None
-    try:
-        template = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as why:
-        raise ConfigError(f"the chat template {path} cannot be read: {why}") from why
-    check_template(template)
-    return template

@@ -24,12 +24,14 @@ from openai_api.body import (
     sampling_params,
     token_limit,
 )
+from openai_api.json_body import reading
 from openai_api.leg import Leg, with_forks
 from openai_api.message_stream import message_form
 from openai_api.prompt import Prompts
 from openai_api.structured import bad_word_ids
+from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
 from openai_api.tokenizer import Tokenizer
-from openai_api.types import ChatRequest, CompletionRequest
+from openai_api.types import ChatRequest, CompletionRequest, ModelCard
 from openai_api.writer import AnswerWriter
 from paged_engine.grammar import Grammars
 from prefill_node.leg import PrefillLeg
@@ -73,6 +75,8 @@ class Serving:
     ) -> None:
         """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
+        self.adapters = {adapter.name: adapter for adapter in info.adapters}
+        """What clients may name beside the model; changed as adapters are loaded and unloaded."""
         self._tokenizer = tokenizer
         self._prompts = Prompts(
             tokenizer,
@@ -91,14 +95,7 @@ class Serving:
     def legs(self, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
         """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
-        if request.model is None:
-            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
-        if request.model != self.model_name:
-            raise NotFound(
-                f"model {request.model!r} is not served here; {self.model_name!r} is",
-                param="model",
-                code="model_not_found",
-            )
+        self._check_model(request.model)
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
         prompts = prompts_of(request) if isinstance(request, CompletionRequest) else []
@@ -142,7 +139,7 @@ class Serving:
             sampling,
             response_id=call.response_id,
             created=transfer.created if transfer.created is not None else int(time.time()),
-            model=self.model_name,
+            model=request.model or self.model_name,
             prompt_tokens=len(prompt),
             cached_tokens=transfer.cached_tokens,
             so_far=transfer.so_far(choice_count(request)),
@@ -153,12 +150,65 @@ class Serving:
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
-        submit = Submit(engine_id, prompt, sampling, cache_salt=request.cache_salt, priority=request.priority or 0)
+        submit = Submit(
+            engine_id,
+            prompt,
+            sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority or 0,
+            adapter="" if request.model == self.model_name else request.model or "",
+        )
         if transfer.do_remote_prefill:
             return DecodeLeg(submit, transfer, writer, self.info)
         if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
             return PrefillLeg(submit, transfer, writer)
         return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer)
+
+    def tokenized(self, body: bytes) -> Tokenized:
+        """POST /tokenize: the prompt that a completion or chat with this body would have. Raises RequestError."""
+        with reading():
+            asked = msgspec.json.decode(body, type=ToTokenize)
+        self._check_model(asked.model, needed=False)
+        request = decode_chat(body) if asked.is_chat else decode_completion(body)
+        if isinstance(request, CompletionRequest):
+            prompts = prompts_of(request)
+            if len(prompts) != 1:
+                raise RequestError(f"prompt holds {len(prompts)} prompts; send one request for each", param="prompt")
+            request = msgspec.structs.replace(request, prompt=prompts[0])
+        tokens = self._prompts.token_ids(request)
+        texts = [self._tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
+        return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
+
+    def detokenized(self, body: bytes) -> Detokenized:
+        """POST /detokenize. Raises RequestError."""
+        with reading():
+            asked = msgspec.json.decode(body, type=ToDetokenize)
+        self._check_model(asked.model, needed=False)
+        self._check_tokens(asked.tokens, "tokens")
+        return Detokenized(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
+
+    def token_text(self, token_id: int) -> str:
+        """How log-probabilities name a token."""
+        return self._tokenizer.token_text(token_id)
+
+    def cards(self, created: int) -> list[ModelCard]:
+        """The model first, then its adapters."""
+        base = ModelCard(id=self.model_name, created=created, max_model_len=self.info.max_model_len)
+        return [base, *(msgspec.structs.replace(base, id=name, parent=base.id) for name in self.adapters)]
+
+    def check_served(self, name: str) -> None:
+        """Raise NotFound, naming what is served, unless `name` is the model's or an adapter's."""
+        if name not in (self.model_name, *self.adapters):
+            served = ", ".join(map(repr, (self.model_name, *self.adapters)))
+            raise NotFound(
+                f"model {name!r} is not served here; served: {served}", param="model", code="model_not_found"
+            )
+
+    def _check_model(self, name: str | None, *, needed: bool = True) -> None:
+        if name is not None:
+            self.check_served(name)
+        elif needed:
+            raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
 
     def knows(self, constraint: Constraint) -> bool:
         """Whether this constraint is known to be one that can be followed."""
@@ -187,9 +237,9 @@ class Serving:
                 f"this node's role is {self.role}; send the {leg} leg to a {leg} node", param="kv_transfer_params"
             )
 
-    def _check_tokens(self, prompt: list[int]) -> None:
+    def _check_tokens(self, prompt: list[int], param: str = "prompt") -> None:
         for token in prompt:
             if not 0 <= token < self.info.vocab_size:
                 raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens", param="prompt"
+                    f"token id {token} is outside the vocabulary of {self.info.vocab_size} tokens", param=param
                 )

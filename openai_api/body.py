@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from openai_api.json_body import reading
 from openai_api.not_built import refuse_not_built
 from openai_api.structured import constraint_of
 from openai_api.tool_choice import asked_tools
@@ -23,6 +24,7 @@ __all__ = [
     "choice_count",
     "decode_chat",
     "decode_completion",
+    "echoes_logprobs",
     "kept_tokens",
     "prompt_only",
     "prompts_of",
@@ -77,12 +79,6 @@ def decode_completion(body: bytes) -> CompletionRequest:
     request = _decode(body, _completion_decoder)
     if request.logprobs is not None:
         _check_logprobs("logprobs", request.logprobs)
-        if request.echo:
-            raise RequestError(
-                "echo with logprobs is not supported yet; leave one of them out",
-                param="echo",
-                code="unsupported_parameter",
-            )
     _check_best_of(request)
     for prompt in prompts_of(request):
         ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
@@ -123,6 +119,11 @@ def asked_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def echoes_logprobs(request: ChatRequest | CompletionRequest) -> bool:
+    """Whether the prompt's tokens are among those whose log-probabilities a completion lists."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and request.logprobs is not None
 
 
 def prompt_only(request: ChatRequest | CompletionRequest) -> bool:
@@ -222,6 +223,7 @@ def sampling_params(
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         logit_bias=tuple((request.logit_bias or {}).items()),
         logprobs=_logprobs(request),
+        prompt_logprobs=_prompt_logprobs(request),
         constraint=constraint_of(request),
         allowed_token_ids=_unique(request.allowed_token_ids),
         bad_words=bad_words,
@@ -230,35 +232,23 @@ def sampling_params(
 
 
 def _decode(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
-    try:
+    with reading():
         request = decoder.decode(body)
         refuse_not_built(body)
-    except msgspec.ValidationError as why:
-        raise _named(str(why)) from why
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
-        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
-    except RecursionError as why:
-        raise RequestError("the body nests too deeply to be read; send fewer levels", code="invalid_json") from why
     _check_common(request)
     return request
-
-
-def _named(message: str) -> RequestError:
-    """msgspec's message ends with the place (`$.stop[0]`) or names the missing field; either is the param."""
-    if message.startswith("Object missing required field "):
-        field, _, where = message.removeprefix("Object missing required field ").partition(" - at ")
-        name = f"{where.strip('`')}.{field.strip('`')}".removeprefix(".").removeprefix("$.")
-        return RequestError(f"{name} is missing", param=name)
-    what, _, where = message.partition(" - at ")
-    name = where.rpartition("$")[2].strip("`.")
-    if not name:
-        return RequestError(f"the body must be a JSON object of request fields: {what}")
-    return RequestError(f"{name} is of a wrong type: {what}", param=name)
 
 
 def _check_common(request: SamplingFields) -> None:
     if request.n is not None and request.n < 1:
         raise RequestError(f"n must be at least 1, got {request.n}", param="n")
+    if request.prompt_logprobs is not None:
+        _check_logprobs("prompt_logprobs", request.prompt_logprobs)
+        if request.stream:
+            raise RequestError(
+                "prompt_logprobs are not streamed; leave out stream, or ask /v1/completions for echo with logprobs",
+                param="prompt_logprobs",
+            )
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if not -_MAX_PRIORITY <= (request.priority or 0) <= _MAX_PRIORITY:
@@ -322,6 +312,11 @@ def _asked_limit(request: SamplingFields) -> tuple[str, int | None]:
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     asked = asked_logprobs(request)
     return 0 if asked is None and choice_count(request) > (request.n or 1) else asked  # to choose by
+
+
+def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    asked = [request.prompt_logprobs, request.logprobs if echoes_logprobs(request) else None]
+    return max((count for count in asked if count is not None), default=None)
 
 
 def _check_best_of(request: CompletionRequest) -> None:

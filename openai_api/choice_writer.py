@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from openai_api.beginning import Beginning
-from openai_api.body import asked_logprobs, prompt_only
-from openai_api.logprobs import chat_logprobs, completion_logprobs
+from openai_api.body import asked_logprobs, echoes_logprobs, prompt_only
+from openai_api.logprobs import chat_logprobs, completion_logprobs, joined
 from openai_api.message import MessageParser
+from openai_api.scored_prompt import ScoredPrompt
 from openai_api.text_stream import TextStream
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import (
@@ -27,6 +28,7 @@ from openai_api.types import (
     CompletionLogprobs,
     CompletionRequest,
     Delta,
+    PromptLogprob,
 )
 from wire.errors import RequestError
 from wire.outputs import Finish, TokenLogprobs
@@ -60,6 +62,8 @@ class ChoiceWriter:
         self.token_ids: list[int] = []
         """All tokens of the choice so far, replayed ones too, none behind a stop string."""
         self.ended = False
+        self.scored_prompt: ScoredPrompt | None = None
+        """There with the first token, if anything of it is to be said."""
         self._chat = isinstance(request, ChatRequest)
         self._streams = bool(request.stream)
         self._tokenizer = tokenizer
@@ -68,6 +72,8 @@ class ChoiceWriter:
         self._beginning = beginning
         self._prompt_only = prompt_only(request)
         self._shows_logprobs = asked_logprobs(request) is not None
+        self._echoed_logprobs = asked_logprobs(request) if echoes_logprobs(request) else None
+        self._prompt_logprobs = request.prompt_logprobs
         self._shows_ids = bool(request.return_token_ids)
         self._as_token_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -97,6 +103,11 @@ class ChoiceWriter:
     def sent_text(self) -> int:
         """Characters of text that the client has once it has all bytes so far."""
         return self._stream.sent - len(self._unsent)
+
+    @property
+    def text(self) -> str:
+        """All of its text; of answers that are not streamed."""
+        return "".join(self._text)
 
     @property
     def logprob(self) -> float:
@@ -144,7 +155,14 @@ class ChoiceWriter:
             return ChatChoice(self.index, message, self._chat_logprobs(0), *rest)
         text = echo + "".join(self._text)
         ids = UNSET if prompt is None else list(prompt)
-        return CompletionChoice(self.index, text, self._completion_logprobs(0), *rest, ids)
+        logprobs = joined(self._echo_logprobs(), self._completion_logprobs(0))
+        return CompletionChoice(self.index, text, logprobs, *rest, ids, self.prompt_logprobs())
+
+    def prompt_logprobs(self) -> list[dict[str, PromptLogprob] | None] | UnsetType:
+        """What a whole answer says of the prompt's tokens."""
+        if self._prompt_logprobs is None or self.scored_prompt is None:
+            return UNSET
+        return self.scored_prompt.listed(self._tokenizer, self._prompt_logprobs)
 
     def _replay(self, so_far: ChoiceSoFar) -> None:
         if self._logprobs is not None and len(so_far.logprobs) != len(so_far.generated):
@@ -188,7 +206,9 @@ class ChoiceWriter:
         echo, prompt = self._beginning.echo, self._beginning.prompt_token_ids
         if not self._chat:
             ids = UNSET if prompt is None else list(prompt)
-            return [CompletionChunkChoice(self.index, echo, prompt_token_ids=ids)] if echo or ids else []
+            logprobs = self._echo_logprobs()
+            says = bool(echo or ids or logprobs)
+            return [CompletionChunkChoice(self.index, echo, logprobs, prompt_token_ids=ids)] if says else []
         head: list[ChunkChoice] = [ChatChunkChoice(self.index, Delta(self._beginning.role, ""))]
         return [*head, ChatChunkChoice(self.index, Delta(content=echo))] if echo else head
 
@@ -234,6 +254,12 @@ class ChoiceWriter:
         if self._logprobs is None or not self._shows_logprobs:
             return None
         return chat_logprobs(self._tokenizer, self._logprobs[start:], as_token_ids=self._as_token_ids)
+
+    def _echo_logprobs(self) -> CompletionLogprobs | None:
+        if self._echoed_logprobs is None or self.scored_prompt is None:
+            return None
+        echo, as_ids = self._beginning.echo, self._as_token_ids
+        return self.scored_prompt.echoed(self._tokenizer, self._echoed_logprobs, echo, as_token_ids=as_ids)
 
     def _completion_logprobs(self, start: int) -> CompletionLogprobs | None:
         if self._logprobs is None or not self._shows_logprobs:

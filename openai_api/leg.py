@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from openai_api.scored_prompt import ScoredPrompt
 from openai_api.stages import stages_ms
 from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit, Timing
-from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, RequestError
+from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 
@@ -28,8 +29,13 @@ def with_forks(first: Submit, generated: Mapping[int, Sequence[int]]) -> list[Su
         params = msgspec.structs.replace(first.params, choice=choice)
         mine = msgspec.structs.replace(first, params=params, generated=list(tokens))
         if submits:
+            # What is said of the prompt, the first says.
             mine = msgspec.structs.replace(
-                mine, request_id=f"{first.request_id}.{choice}", fork_of=first.request_id, fetch=None
+                mine,
+                request_id=f"{first.request_id}.{choice}",
+                params=msgspec.structs.replace(params, prompt_logprobs=None),
+                fork_of=first.request_id,
+                fetch=None,
             )
         submits.append(mine)
     return submits
@@ -65,12 +71,16 @@ class Leg:
         """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded, RequestError."""
         if update.finish is Finish.ERROR:
             why = update.error or "the engine gave the request up"
+            if update.lacks_adapter:
+                raise NotFound(why, param="model", code="model_not_found")
             if update.refused:
                 raise RequestError(why)
             raise KvNotLoaded(why) if update.fetch_error is not None else NodeFailed(why)
         first = self.submits[0]
         if update.request_id == first.request_id:
             self.timing = update.timing or self.timing
+            if update.token_ids and first.params.prompt_logprobs is not None and self.writer.scored_prompt is None:
+                self.writer.scored_prompt = ScoredPrompt(first.prompt_token_ids, update.prompt_logprobs or [])
             if not first.generated and first.fetch is None:
                 self.writer.cached_tokens = update.cached_tokens  # a hand-over brings the prefill node's number instead
         choice = self._choice_of[update.request_id]

@@ -8,7 +8,7 @@ from openai_api.tokenizer import Tokenizer
 from openai_api.types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from wire.outputs import TokenLogprobs
 
-__all__ = ["chat_logprobs", "completion_logprobs"]
+__all__ = ["chat_logprobs", "completion_logprobs", "finite", "joined"]
 
 _LOWEST = -9999.0
 """JSON has no infinity; the API's clients know this value for 'impossible'."""
@@ -30,15 +30,27 @@ def completion_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], offsets: Sequence[int], *, as_token_ids: bool = False
 ) -> CompletionLogprobs:
     """Parallel lists; the chosen token is among the most likely even where it is not one of them."""
-    tops = []
+    tops: list[dict[str, float] | None] = []
     for entry in logprobs:
         pairs = [(entry.token_id, entry.logprob), *zip(entry.top_ids, entry.top_logprobs, strict=True)]
-        tops.append({_name(tokenizer, token, as_token_ids): _finite(value) for token, value in pairs})
+        tops.append({_name(tokenizer, token, as_token_ids): finite(value) for token, value in pairs})
     return CompletionLogprobs(
         text_offset=list(offsets),
-        token_logprobs=[_finite(entry.logprob) for entry in logprobs],
+        token_logprobs=[finite(entry.logprob) for entry in logprobs],
         tokens=[_name(tokenizer, entry.token_id, as_token_ids) for entry in logprobs],
         top_logprobs=tops,
+    )
+
+
+def joined(first: CompletionLogprobs | None, then: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    """The lists of two parts of a text, one behind the other."""
+    if first is None or then is None:
+        return first or then
+    return CompletionLogprobs(
+        first.text_offset + then.text_offset,
+        first.token_logprobs + then.token_logprobs,
+        first.tokens + then.tokens,
+        first.top_logprobs + then.top_logprobs,
     )
 
 
@@ -48,8 +60,9 @@ def _name(tokenizer: Tokenizer, token_id: int, as_token_ids: bool) -> str:
 
 
 def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_token_ids: bool) -> TopLogprob:
-    return TopLogprob(_name(tokenizer, token_id, as_token_ids), _finite(logprob), list(tokenizer.token_bytes(token_id)))
+    return TopLogprob(_name(tokenizer, token_id, as_token_ids), finite(logprob), list(tokenizer.token_bytes(token_id)))
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can say it."""
     return logprob if logprob >= _LOWEST else _LOWEST

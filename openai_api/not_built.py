@@ -20,7 +20,6 @@ _TABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "the models served here write on from the end of a text; put all of it into the prompt"),
     "functions": (([],), "send tools, which replaced it"),
     "function_call": (("none",), "send tool_choice, which replaced it"),
-    "prompt_logprobs": ((), _LEAVE_OUT),
     "prompt_embeds": ((), "send the prompt as text or token ids"),
     "logits_processors": (([],), "logit_bias is served"),
     "lora_path": ((), _LEAVE_OUT),

@@ -1,7 +1,6 @@
 """Requests and answers of the OpenAI API as typed values. Light: no tokenizer, no template, no checks of meaning.
 
-Fields that are not named here are ignored, except those that openai_api/not_built.py refuses. Fields are optional
-wherever clients send null; None always means the default.
+Fields not named here are ignored, but for those that openai_api/not_built.py refuses. None always means the default.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ __all__ = [
     "Message",
     "ModelCard",
     "ModelList",
+    "PromptLogprob",
     "PromptTokensDetails",
     "ReplyMessage",
     "ResponseFormat",
@@ -104,6 +104,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_metrics: bool | None = None
     # See openai_api/beginning.py.
     echo: bool | None = None
+    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -220,12 +221,20 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Lists with one entry per generated token; `text_offset` counts characters of the answer's text."""
+    """Lists with one entry per token; `text_offset` counts characters of the answer's text. None: not known."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """What is known of one token at one place of the prompt. `rank` 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -274,6 +283,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
     kv_transfer_params: KvTransferParams | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -357,6 +367,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -372,13 +383,14 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One served model."""
+    """One served model. An adapter has a `parent`, the model that it is for."""
 
     id: str
     created: int
     max_model_len: int
     object: str = "model"
     owned_by: str = "kvrelay"
+    parent: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from openai_api import sse
 from openai_api.beginning import Beginning
 from openai_api.choice_writer import ChoiceWriter, ChunkChoice
 from openai_api.message import MessageParser, PlainMessage
+from openai_api.scored_prompt import ScoredPrompt
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import (
     ChatChoice,
@@ -89,6 +90,16 @@ class AnswerWriter:
         self.prompt_tokens = prompt_tokens
 
     @property
+    def scored_prompt(self) -> ScoredPrompt | None:
+        """Of a request that asks for log-probabilities of its prompt; set it before the first token."""
+        return self.choices[0].scored_prompt
+
+    @scored_prompt.setter
+    def scored_prompt(self, scored: ScoredPrompt) -> None:
+        for choice in self.choices:
+            choice.scored_prompt = scored
+
+    @property
     def ended(self) -> bool:
         """All choices have ended."""
         return all(choice.ended for choice in self.choices)
@@ -141,7 +152,8 @@ class AnswerWriter:
         carried = UNSET if handover is None else handover
         if self._chat:
             chats = [choice for choice in ended if isinstance(choice, ChatChoice)]
-            return ChatCompletion(*head, chats, self._usage(), carried, self._prompt_token_ids)
+            scored = self.choices[0].prompt_logprobs()
+            return ChatCompletion(*head, chats, self._usage(), carried, self._prompt_token_ids, scored)
         texts = [choice for choice in ended if isinstance(choice, CompletionChoice)]
         return Completion(*head, texts, self._usage(), carried)
 

@@ -17,7 +17,7 @@ from paged_engine.sharding import shard_config
 from wire.config import EngineConfig
 from wire.errors import ConfigError
 
-__all__ = ["check_engine", "checked_model", "choose_device", "compute_dtype"]
+__all__ = ["check_engine", "checked_model", "choose_device", "compute_dtype", "refuse_fp8"]
 
 
 def check_engine(config: EngineConfig) -> None:
@@ -78,3 +78,14 @@ def compute_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
         wanted = "bfloat16" if model.dtype == "float32" else model.dtype
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def refuse_fp8(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if fp8 is asked of a GPU that has none."""
+    in_fp8 = config.kv_cache_dtype == "fp8" or config.quantization == "fp8"
+    capability = torch.cuda.get_device_capability(device)
+    if in_fp8 and capability < (8, 9):
+        raise ConfigError(
+            f"fp8 needs a GPU of compute capability 8.9 or more, {torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
+        )

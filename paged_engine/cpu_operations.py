@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class CpuStep:
     offsets: torch.Tensor  # [T] int64, place in that block
     sampled_rows: torch.Tensor  # [S] int64, rows whose logits are wanted
     attention: Mapping[int, AttentionPlan]  # by window
+    adapted: Sequence[tuple[int, torch.Tensor]] = ()  # adapter slots, and int64 which rows of the T are theirs
+    adapted_samples: Sequence[tuple[int, torch.Tensor]] = ()  # the same among the S
 
 
 def fewest_rows(linears: Iterable[Linear], dtype: torch.dtype) -> int:

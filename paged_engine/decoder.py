@@ -257,6 +257,17 @@ class Decoder:
         activated = ops.gated_linear if self.config.gated else ops.relu_linear
         return self._add(hidden, activated(hidden, layer.mlp_norm, mlp.up), mlp.down, layer.down_norm)
 
+    def sites(self) -> list[dict[str, Any]]:
+        """Of each layer, the linear layers that can take an adapter: qkv, o and, without experts, up and down."""
+        layers = []
+        for layer in self._layers:
+            assert layer is not None
+            sites = {"qkv": layer.qkv, "o": layer.o}
+            layers.append(
+                sites if isinstance(layer.mlp, _Experts) else sites | {"up": layer.mlp.up, "down": layer.mlp.down}
+            )
+        return layers
+
     def linears(self) -> list[Any]:
         """One linear layer of each shape; experts see to themselves."""
         linears = [self._lm_head]

@@ -18,6 +18,12 @@ class Endings:
     eos: Collection[int]
     max_model_len: int
 
+    def before(self, request: Request) -> Finish | None:
+        """Why a request ends without the token that was just drawn: no token may follow, and it was drawn of all."""
+        if request.guide is None or not request.guide.spent:
+            return None
+        return Finish.STOP if request.guide.error is None else Finish.ERROR
+
     def over(self, request: Request) -> Finish | None:
         """Why a request's newest token is its last one, if it is."""
         params, token_id, guide = request.params, request.token_ids[-1], request.guide

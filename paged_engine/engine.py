@@ -14,11 +14,13 @@ from typing import Protocol
 
 import torch
 
-from paged_engine.before_loading import checked_model, choose_device
+from paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowedAdapters
+from paged_engine.before_loading import checked_model, choose_device, compute_dtype
 from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
 from paged_engine.guide import Guide, Matcher
 from paged_engine.kv_pool import KVPool
+from paged_engine.lora_files import Adapter
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_files import read_tensors
 from paged_engine.quantization import dequantized
@@ -33,10 +35,11 @@ from wire.config import EngineConfig
 from wire.engine_messages import Submit
 from wire.sampling import SamplingParams
 
-__all__ = ["Counters", "Engine", "Handover", "aside", "follow"]
+__all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
 
 # Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
 _ASIDE = b"\xc1"
+assert ABOUT_ADAPTERS.startswith(_ASIDE)
 
 # What all ranks of an engine must be told alike, beside the model.
 _ALIKE = (
@@ -49,6 +52,10 @@ _ALIKE = (
     "max_batched_tokens",
     "max_running",
     "tensor_parallel",
+    "lora",
+    "max_loras",
+    "max_lora_rank",
+    "allow_runtime_lora",
     "speculative_tokens",
 )
 
@@ -62,6 +69,10 @@ class Counters:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
+
+
+class AdapterNotLoaded(LookupError):
+    """A request names an adapter that has no slot."""
 
 
 class Handover(Protocol):
@@ -95,7 +106,11 @@ class Engine:
         self._clock = clock
         self.device = choose_device(config.device)
         self.model: ModelConfig = checked_model(config, self.device)
-        self._runner = _open_runner(config, self.model, self.device, ranks or Alone())
+        self._runner, reader, given = _open_runner(config, self.model, self.device, ranks or Alone())
+        self.adapters: Adapters | None = None
+        """None in an engine without slots for any."""
+        if self._runner.adapters is not None:
+            self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
         self.scheduler = Scheduler(
@@ -146,6 +161,15 @@ class Engine:
     def close(self) -> None:
         """End the other ranks."""
         self._runner.close()
+
+    def request(self, submit: Submit, now: float) -> Request:
+        """A fresh request with its adapter, for the scheduler; `now` as in `Request.of`. Raises AdapterNotLoaded."""
+        adapter = None
+        if submit.adapter:
+            adapter = None if self.adapters is None else self.adapters.named(submit.adapter)
+            if adapter is None:
+                raise AdapterNotLoaded(f"adapter {submit.adapter!r} is not loaded here any more")
+        return Request.of(submit, now, adapter)
 
     def step(self, handover: Handover | None = None) -> list[Request]:
         """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
@@ -236,17 +260,30 @@ def follow(
     """A rank other than 0: compute what rank 0 computes, until it ends; `heard` is called for each `aside`.
 
     Raises RuntimeError if it is lost."""
-    runner = _open_runner(config, checked_model(config, device), device, ranks)
+    runner, reader, given = _open_runner(config, checked_model(config, device), device, ranks)
+    adapters = None if runner.adapters is None else FollowedAdapters(reader, runner.adapters, given)
     while message := ranks.hear():
-        if message.startswith(_ASIDE):
+        if message.startswith(ABOUT_ADAPTERS):
+            assert adapters is not None
+            adapters.heard(message)
+        elif message.startswith(_ASIDE):
             heard(runner.pool, message[len(_ASIDE) :])
         else:
             runner.follow(message)
     runner.close()
 
 
-def _open_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
+def _open_runner(
+    config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
+) -> tuple[Runner, AdapterReader, list[Adapter]]:
+    """The rank's runner, and the adapters that were named at start: read first, because that fails soonest."""
     ranks.agree({"model": str(replace(model, name="")), **{name: str(getattr(config, name)) for name in _ALIKE}})
+    reader = AdapterReader(model, compute_dtype(config, model, device), config.max_lora_rank, ranks)
+    given = reader.given(config)
+    return _loaded_runner(config, model, device, ranks), reader, given
+
+
+def _loaded_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
     tensors = read_tensors(config.model, model, config.load_format)
     if device.type == "cuda" and (config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)):
         # Products in fp8 depend on the batch's size, and older GPUs have none.

@@ -23,7 +23,7 @@ from paged_engine.operations import LayerCache, Norm, QkNorm
 from paged_engine.ranks import Ranks
 from paged_engine.sharding import vocab_shard
 
-__all__ = ["GpuOperations", "GpuStep"]
+__all__ = ["GpuOperations", "GpuStep", "Linear"]
 
 Linear = GpuLinear | Fp8Linear
 
@@ -49,6 +49,7 @@ class GpuStep:
     query_starts: torch.Tensor | None  # [S - D + 1] first row of each prefill chunk, counted from row D on
     tiles: torch.Tensor | None  # [tiles, 2] of the prefill chunks; None if there is none
     sampled_rows: torch.Tensor | None  # [R] rows whose logits are wanted; None for all
+    adapters: torch.Tensor | None = None  # [T] slot of the row's adapter, or -1; None where no row has one
 
 
 class GpuOperations:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
-from paged_engine.before_loading import compute_dtype
-from paged_engine.blocks import NULL_BLOCK
+from paged_engine.adapters import AdapterStore, slots_of
+from paged_engine.before_loading import compute_dtype, refuse_fp8
 from paged_engine.decoder import Decoder
+from paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
 from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
 from paged_engine.gpu_operations import GpuOperations, GpuStep
 from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
@@ -32,9 +32,8 @@ from paged_engine.rank_steps import RankMasks, RankStep
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Chunk, ScoredRows
-from paged_engine.step_values import ROW_FIELDS, Slots, SlotState, StepValues
+from paged_engine.step_values import Slots, SlotState, StepValues, null_step
 from wire.config import EngineConfig
-from wire.errors import ConfigError
 from wire.outputs import TokenLogprobs
 
 __all__ = ["GpuRunner"]
@@ -88,6 +87,7 @@ class _Graphs:
     """Of one batch size. The sampler is a graph of its own, so that something can be done to the logits before it."""
 
     forward: torch.cuda.CUDAGraph
+    adapted: torch.cuda.CUDAGraph | None  # the same with adapters, into the same logits
     logits: torch.Tensor  # [rows, vocab]
     samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]  # by whether rows are cut; tokens int64 [rows]
 
@@ -113,7 +113,7 @@ class GpuRunner:
         torch.cuda.set_device(device)
         # Above the streams that move KV to and fro beside the steps, for which 0 is the lowest.
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
-        _refuse_unserved(config, device)
+        refuse_fp8(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
         budget.check_weights(least_weight_bytes(model, ranks.size, quantize=config.quantization == "fp8"))
         return cls(config, model, weights, device, ranks, budget)
@@ -140,7 +140,7 @@ class GpuRunner:
             device=device,
             spare_slots=self.max_running if config.speculative_tokens else 0,
         )
-        self._operations = GpuOperations(
+        self._operations = (GpuAdapterOperations if config.adapter_slots else GpuOperations)(
             model,
             ranks,
             sampled=self._sampler.sampled,
@@ -158,6 +158,16 @@ class GpuRunner:
             max_positions=config.max_model_len or model.max_position,
         )
         self.rope_variant = self._decoder.rope_variant
+        self.adapters: AdapterStore | None = None
+        if config.adapter_slots:
+            self.adapters = GpuAdapters(
+                model,
+                self._decoder.sites(),
+                slots=slots_of(config),
+                max_rank=config.max_lora_rank,
+                dtype=dtype,
+                device=device,
+            )
         self._chunks_only = config.batch_invariant  # decodes are computed as chunks of one token
         # A step is measured over a pool of two blocks; then the pool takes what is left.
         self.pool = KVPool(model, num_blocks=2, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
@@ -260,7 +270,9 @@ class GpuRunner:
             return _Forward(logits, slots, plan, None, hidden[plan.rows :] if len(values.scored_rows) else None)
         graphs = self._graphs[self._bucket(plan.rows)]
         self._uploads.decodes(values)
-        graphs.forward.replay()
+        forward = graphs.adapted if values.adapted else graphs.forward
+        assert forward is not None, "a row has an adapter, and the engine has no slots for any"
+        forward.replay()
         return _Forward(graphs.logits[: plan.rows], self._uploads.decode_slots[: plan.rows], plan, graphs)
 
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
@@ -314,15 +326,25 @@ class GpuRunner:
         self._sizes: list[int] = sorted({*(n for n in (1, 2, 3, 4, 5, 6, 7) if n < top), *range(8, top, 8), top})
         memory = torch.cuda.graph_pool_handle()
         for rows in reversed(self._sizes):
-            step = self._uploads.decode_step(rows)
-            self._decode_pass(step)  # compiles what is not compiled yet
-            torch.cuda.synchronize()
-            forward = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward, memory, torch.cuda.current_stream(), _CAPTURE):
-                logits = self._decode_pass(step)
+            forward, logits = self._capture_forward(self._uploads.decode_step(rows), memory)
+            adapted = None
+            if self.adapters is not None:
+                adapted, same = self._capture_forward(self._uploads.decode_step(rows, adapted=True), memory)
+                assert same.data_ptr() == logits.data_ptr()
             self._graphs[rows] = _Graphs(
-                forward, logits, {cut: self._capture_sampler(logits, rows, cut, memory) for cut in (False, True)}
+                forward,
+                adapted,
+                logits,
+                {cut: self._capture_sampler(logits, rows, cut, memory) for cut in (False, True)},
             )
+
+    def _capture_forward(self, step: GpuStep, memory: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        self._decode_pass(step)  # compiles what is not compiled yet
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, memory, torch.cuda.current_stream(), _CAPTURE):
+            logits = self._decode_pass(step)
+        return graph, logits
 
     def _capture_sampler(
         self, logits: torch.Tensor, rows: int, cut: bool, memory: Any
@@ -345,8 +367,9 @@ class GpuRunner:
     def _run_largest_step(self, longest: int) -> None:
         """As many tokens as a step may have, and as many sampled rows, over the null block."""
         whole, rest = divmod(min(self.max_batched_tokens, longest * self.max_running), longest)
-        self._run_dummy([longest] * whole + [rest] * (rest > 0))
-        self._run_dummy([1] * self.max_running)
+        for adapter in self._kinds:
+            self._run_dummy([longest] * whole + [rest] * (rest > 0), adapter)
+            self._run_dummy([1] * self.max_running, adapter)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
@@ -354,36 +377,17 @@ class GpuRunner:
         largest = min(self.max_batched_tokens, self.max_model_len)
         for counts in ([1], [2], [17], [16, 1], [300, 5, 1, 1], [largest]):
             if max(counts) <= largest and sum(counts) <= self.max_batched_tokens and len(counts) <= self.max_running:
-                self._run_dummy(counts)
+                for adapter in self._kinds:
+                    self._run_dummy(counts, adapter)
         self._uploads.append(torch.zeros(2, 1, dtype=torch.int32, device=self._device))
         self._sampler.warm_up(self._decoder.dtype, masked=True)
         torch.cuda.synchronize()
 
-    def _run_dummy(self, counts: Sequence[int]) -> None:
-        counts = sorted(counts, key=lambda count: count > 1)
-        total, sequences = sum(counts), len(counts)
-        rows = np.zeros((ROW_FIELDS, total), np.int32)
-        rows[1] = -1
-        rows[2] = np.concatenate([np.arange(count) for count in counts])
-        rows[3], rows[4] = NULL_BLOCK, rows[2] % self._block_tokens
-        values = StepValues(
-            rows=rows,
-            sequences=np.stack((np.arange(sequences), np.array(counts), np.zeros(sequences))).astype(np.int32),
-            counts=np.array(counts, np.int32),
-            new_blocks=np.zeros((2, 0), np.int32),
-            sampled_rows=(np.cumsum(counts) - 1).astype(np.int32),
-            sampled_slots=np.arange(sequences, dtype=np.int32),
-            scored_rows=np.zeros(0, np.int32),
-        )
-        step, slots = self._uploads.chunks(values)
+    @property
+    def _kinds(self) -> tuple[int, ...]:
+        """An adapter for each kind of step: none, and where there are slots the first one, of zeros as yet."""
+        return (-1,) if self.adapters is None else (-1, 0)
+
+    def _run_dummy(self, counts: Sequence[int], adapter: int) -> None:
+        step, slots = self._uploads.chunks(null_step(counts, self._block_tokens, adapter))
         self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))
-
-
-def _refuse_unserved(config: EngineConfig, device: torch.device) -> None:
-    in_fp8 = config.kv_cache_dtype == "fp8" or config.quantization == "fp8"
-    capability = torch.cuda.get_device_capability(device)
-    if in_fp8 and capability < (8, 9):
-        raise ConfigError(
-            f"fp8 needs a GPU of compute capability 8.9 or more, {torch.cuda.get_device_name(device)} has "
-            f"{capability[0]}.{capability[1]}; leave out kv_cache_dtype and quantization"
-        )

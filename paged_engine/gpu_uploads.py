@@ -21,8 +21,8 @@ __all__ = ["StepUploads"]
 
 # Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
 _UPLOADS = 2
-# token id, source, position, block, offset; slot, context length, newest block
-_PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, 0, NULL_BLOCK], np.int32)
+# token id, source, position, block, offset, adapter; slot, context length, newest block
+_PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, -1, 0, NULL_BLOCK], np.int32)
 
 
 class StepUploads:
@@ -62,8 +62,8 @@ class StepUploads:
         """int32: the slot of each row of the newest decode step; at a fixed address."""
         return self._sequences[0]
 
-    def decode_step(self, rows: int) -> GpuStep:
-        """The persistent buffers of the graph for `rows` decodes."""
+    def decode_step(self, rows: int, *, adapted: bool = False) -> GpuStep:
+        """The persistent buffers of the graph for `rows` decodes, of which some have adapters or none has."""
         return GpuStep(
             decodes=0 if self._chunks_only else rows,
             token_ids=self._rows[0, :rows],
@@ -77,6 +77,7 @@ class StepUploads:
             query_starts=self._one_row_each[: rows + 1] if self._chunks_only else None,
             tiles=self._one_tile_each[:rows] if self._chunks_only else None,
             sampled_rows=None,
+            adapters=self._rows[5, :rows] if adapted else None,
         )
 
     def decode_tables(self, rows: int) -> None:
@@ -135,6 +136,7 @@ class StepUploads:
                 query_starts=starts_ if len(counts) else None,
                 tiles=tiles_.view(-1, 2) if len(counts) else None,
                 sampled_rows=sampled_rows,
+                adapters=rows[5] if values.adapted else None,
             ),
             slots,
         )

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from paged_engine.adapter_slots import Loaded
 from paged_engine.guide import Guide
 from paged_engine.ngram import NgramIndex
 from wire.engine_messages import Submit, Timing
@@ -36,6 +37,7 @@ class Request:
     params: SamplingParams
     arrival_s: float
     root: BlockHash
+    adapter: Loaded | None = None  # the LoRA adapter that computes it
     hold: bool = False
     hold_stopped: bool = False
     fork_of: str | None = None
@@ -75,21 +77,27 @@ class Request:
     guide: Guide | None = None  # which tokens may come next, if not all
 
     @classmethod
-    def of(cls, submit: Submit, now: float) -> Request:
-        """A fresh request; `now` is the engine's monotonic clock."""
+    def of(cls, submit: Submit, now: float, adapter: Loaded | None = None) -> Request:
+        """A fresh request; `now` is the engine's monotonic clock, `adapter` the one that it names."""
         return cls(
             request_id=submit.request_id,
             token_ids=[*submit.prompt_token_ids, *submit.generated],
             prompt_tokens=len(submit.prompt_token_ids),
             params=submit.params,
             arrival_s=now,
-            root=root_of(submit.cache_salt),
+            root=root_of(submit.cache_salt, "" if adapter is None else adapter.identity),
+            adapter=adapter,
             hold=submit.hold,
             hold_stopped=submit.hold_stopped,
             fork_of=submit.fork_of,
             priority=submit.priority,
             fetch=submit.fetch,
         )
+
+    @property
+    def adapter_slot(self) -> int:
+        """Where its adapter's matrices are; -1 for none."""
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def output_tokens(self) -> int:

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from kernels.paged_attention import SequenceSpan, plan_attention
+from paged_engine.adapters import AdapterStore
 from paged_engine.before_loading import compute_dtype
 from paged_engine.blocks import NULL_BLOCK
+from paged_engine.cpu_adapters import CpuAdapterOperations, CpuAdapters
 from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
 from paged_engine.kv_pool import CPU_POOL_BYTES, KVPool, blocks_in, default_block_tokens, longest_context
@@ -63,6 +65,8 @@ class Runner(Protocol):
     """See paged_engine/rope.py: KV moves only between engines where it is equal."""
     max_batched_tokens: int
     max_running: int
+    adapters: AdapterStore | None
+    """Its slots for LoRA adapters, if it was opened with any."""
     runs_ahead: bool
     """Whether `launch` returns before the step is done, so that the next one can be scheduled meanwhile."""
 
@@ -88,12 +92,15 @@ class ChunkValues(msgspec.Struct, frozen=True, array_like=True):
     sampled_rows: int
     scored: tuple[int, int]  # first scored row, and how many
     blocks: list[int]
+    adapter: int = -1
+    """Slot; -1 for none."""
 
     @classmethod
     def of(cls, chunk: Chunk) -> ChunkValues:
         """The chunk's tokens, and the blocks of its request."""
         scored = (chunk.scored.start - chunk.start, len(chunk.scored))
-        return cls(chunk.token_ids, chunk.start, chunk.sampled_rows, scored, chunk.request.blocks)
+        request = chunk.request
+        return cls(chunk.token_ids, chunk.start, chunk.sampled_rows, scored, request.blocks, request.adapter_slot)
 
     @property
     def count(self) -> int:
@@ -138,10 +145,14 @@ class CpuRunner:
         max_model_len = longest_context(
             config.max_model_len, model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype
         )
-        operations = CpuOperations(model, dtype, ranks)
+        adapted = config.adapter_slots > 0
+        operations = (CpuAdapterOperations if adapted else CpuOperations)(model, dtype, ranks)
         decoder = Decoder(model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len)
         pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype, device=device)
-        return cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
+        runner = cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
+        if adapted:
+            runner.adapters = CpuAdapters(model, decoder.sites(), config.max_lora_rank, dtype)
+        return runner
 
     def __init__(
         self,
@@ -158,6 +169,7 @@ class CpuRunner:
         self._sampler = sampler
         self.pool = pool
         self.max_model_len = max_model_len
+        self.adapters: AdapterStore | None = None
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
         self.max_running = config.max_running or 64
         # The first exp() that two OpenMP threads enter at once may return low-accuracy values on the second one (seen
@@ -224,7 +236,7 @@ class CpuRunner:
         rows = max(total, self._min_rows)
         # Rows that nobody owns are written to the null block.
         token_ids, positions, offsets = (np.zeros(rows, np.int64) for _ in range(3))
-        blocks = np.full(rows, NULL_BLOCK, np.int64)
+        blocks, adapters = np.full(rows, NULL_BLOCK, np.int64), np.full(rows, -1)
         spans, row = [], 0
         sampled: list[int] = []
         scored: list[int] = []
@@ -235,6 +247,7 @@ class CpuRunner:
             positions[row:end] = place
             offsets[row:end] = place % block_tokens
             blocks[row:end] = np.asarray(chunk.blocks, np.int64)[place // block_tokens]
+            adapters[row:end] = chunk.adapter
             spans.append(SequenceSpan(row, chunk.count, chunk.start, chunk.blocks))
             sampled += range(end - chunk.sampled_rows, end)
             scored += range(row + chunk.scored[0], row + sum(chunk.scored))
@@ -260,5 +273,13 @@ class CpuRunner:
             offsets=torch.from_numpy(offsets).to(device),
             sampled_rows=torch.tensor(sampled, device=device),
             attention=plans,
+            adapted=_groups(adapters),
+            adapted_samples=_groups(adapters[sampled]),
         )
         return step, samples
+
+
+def _groups(adapters: np.ndarray) -> list[tuple[int, torch.Tensor]]:
+    """Of the slot of each row's adapter (-1: none): each slot, and which rows are its own."""
+    slots = sorted({*adapters.tolist()} - {-1})
+    return [(slot, torch.from_numpy(np.flatnonzero(adapters == slot))) for slot in slots]

@@ -308,19 +308,17 @@ class Scheduler:
 
     def append(self, request: Request, token_id: int, now: float) -> Finish | None:
         """Add a token that was pending; if it ends the request, give back or hold its blocks and say why it ended.
-
-        A request that has ended meanwhile takes no token: the device had begun one more step for it.
-        """
+        A request that has ended meanwhile takes no token: the device had begun one more step for it."""
         request.num_pending -= 1
         if request.finish is not None:
             return request.finish
-        if request.guide is not None and request.guide.spent:  # this token was drawn of all
-            self._end(request, Finish.STOP if request.guide.error is None else Finish.ERROR)
-            return request.finish
-        request.token_ids.append(token_id)
-        request.new_tokens.append(token_id)
-        request.appended(now)
-        if (over := self._endings.over(request)) is not None:
+        over = self._endings.before(request)
+        if over is None:
+            request.token_ids.append(token_id)
+            request.new_tokens.append(token_id)
+            request.appended(now)
+            over = self._endings.over(request)
+        if over is not None:
             self._end(request, over)
         return request.finish
 
@@ -381,20 +379,21 @@ class Scheduler:
             total_blocks=self.pool.total,
         )
 
+    @property
+    def live(self) -> Collection[Request]:
+        """All requests that have not ended."""
+        return self._requests.values()
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken: every used block belongs to somebody."""
         self.pool.check()
-        owned = [b for r in self._requests.values() for b in r.blocks]
-        owned += self.kept.blocks
+        owned = self.kept.blocks + [b for r in self._requests.values() for b in r.blocks]
         assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
-        states = {r.request_id: r.state for r in self._requests.values()}
         self._waiting.check()
-        assert all(states[r.request_id] is State.RUNNING for r in self._running)
-        assert len(states) == len(self._waiting) + len(self._running) + len(self._fetching)
+        assert all(self._requests[r.request_id].state is State.RUNNING for r in self._running)
+        assert len(self._requests) == len(self._waiting) + len(self._running) + len(self._fetching)
         writers: dict[int, str] = {}
-        for request in self._running:
-            assert len(request.blocks) >= self._blocks_for(request.num_computed)
         for request in [*self._running, *self._fetching.values()]:
-            first = max(request.num_computed // self._block_tokens, request.num_published)
-            for block in request.blocks[first:]:
+            assert len(request.blocks) >= self._blocks_for(request.num_computed)
+            for block in request.blocks[max(request.num_computed // self._block_tokens, request.num_published) :]:
                 assert writers.setdefault(block, request.request_id) == request.request_id, f"block {block}"

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from paged_engine.blocks import NULL_BLOCK
 from paged_engine.request import Request, State
 from paged_engine.step_plan import Chunk, ScoredRows
 
-__all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "SlotState", "Slots", "StepValues"]
+__all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "SlotState", "Slots", "StepValues", "null_step"]
 
-ROW_FIELDS = 5  # token id, source slot, position, block, offset
+ROW_FIELDS = 6  # token id, source slot, position, block, offset, slot of the adapter or -1
 SEQUENCE_FIELDS = 3  # slot, context length, block of the newest token
 
 
@@ -36,6 +37,11 @@ class StepValues:
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
     scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/prompt_scores.py
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a row has an adapter."""
+        return bool((self.rows[5] >= 0).any())
 
     @property
     def is_decode(self) -> bool:
@@ -92,7 +98,8 @@ class Slots:
 
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
         """Seat the requests of a step and write its arrays."""
-        chunks = sorted(chunks, key=lambda chunk: chunk.count > 1)
+        # Those of an adapter side by side: kernels/grouped_lora.py.
+        chunks = sorted(chunks, key=lambda chunk: (chunk.count > 1, chunk.request.adapter_slot))
         seated = [self._seat(chunk.request) for chunk in chunks]
         rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
         sequences, new_blocks, end = [], [], 0
@@ -153,6 +160,7 @@ class Slots:
                 position,
                 request.blocks[position // block_tokens],
                 position % block_tokens,
+                request.adapter_slot,
             )
             return
         known = chunk.token_ids
@@ -163,6 +171,7 @@ class Slots:
         rows[2] = places
         rows[3] = np.asarray(request.blocks, np.int32)[places // block_tokens]
         rows[4] = places % block_tokens
+        rows[5] = request.adapter_slot
 
     def _seat(self, request: Request) -> tuple[_Seat, bool]:
         seat = self._seats.get(request)
@@ -180,6 +189,25 @@ class Slots:
         self._free.append(self._seats.pop(request).slot)
 
 
-def _int32(values: Sequence[object], columns: int = 0) -> np.ndarray:
+def null_step(counts: Sequence[int], block_tokens: int, adapter: int) -> StepValues:
+    """A step that touches the null block alone: sequences of these lengths, from their beginning, all sampled."""
+    counts = sorted(counts, key=lambda count: count > 1)
+    rows = np.zeros((ROW_FIELDS, sum(counts)), np.int32)
+    rows[1] = -1
+    rows[2] = np.concatenate([np.arange(count) for count in counts])
+    rows[3], rows[4], rows[5] = NULL_BLOCK, rows[2] % block_tokens, adapter
+    slots = np.arange(len(counts))
+    return StepValues(
+        rows=rows,
+        sequences=np.stack((slots, np.array(counts), np.full(len(counts), NULL_BLOCK))).astype(np.int32),
+        counts=_int32(counts),
+        new_blocks=np.zeros((2, 0), np.int32),
+        sampled_rows=_int32(np.cumsum(counts) - 1),
+        sampled_slots=_int32(slots),
+        scored_rows=np.zeros(0, np.int32),
+    )
+
+
+def _int32(values: Sequence[object] | np.ndarray, columns: int = 0) -> np.ndarray:
     array = np.array(values, np.int32)
     return array.reshape(-1, columns) if columns else array.reshape(-1)

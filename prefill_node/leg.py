@@ -1,7 +1,8 @@
 """A prefill node's part of a request: one token, then a hand-over, unless that token ends the request.
 
 To a router that asks for it the ticket goes out before the prompt is computed, so that a decode node makes room and
-reads what is there while the rest is computed.
+reads what is there while the rest is computed. Not of a request that asks for log-probabilities of its prompt: they
+are handed over with the first token.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PrefillLeg(Leg):
         """A ticket that comes before the end is the news of an update that has no other."""
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
-        elif self._asked.pipelined:
+        elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
             early = msgspec.structs.replace(self._params(update, None), sent_text=None)
             yield Frame(FrameKind.TICKET, params=early, load=load)
 
@@ -73,6 +74,7 @@ class PrefillLeg(Leg):
         """The engine's ticket, and beside it all that the decode node would otherwise compute again.
 
         Without a ticket (its lease was ended while the prompt was computed) the decode node computes the prompt."""
+        scored = self.writer.scored_prompt
         return msgspec.structs.replace(
             update.held or KvTransferParams(do_remote_prefill=True),
             created=self._asked.created,
@@ -85,4 +87,5 @@ class PrefillLeg(Leg):
             finish=finish,
             seed=self.submits[0].params.seed,
             cached_tokens=update.cached_tokens,
+            prompt_logprobs=None if scored is None else list(scored.entries),
         )

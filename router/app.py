@@ -13,17 +13,21 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from openai_api.dialect import AS_IS, Speak, as_it_is
+from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
+from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.chores import Chores
 from router.handoff import Walk
 from router.health import watch_nodes
@@ -32,6 +36,7 @@ from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.metrics import Metrics
 from router.pool import Pool
+from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response
 from router.reply import Reply
 from router.timeline import Timeline
@@ -41,7 +46,7 @@ from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NoNode, No
 __all__ = ["Router", "create_app"]
 
 _SHUTDOWN_DEADLINE_S = 5.0
-_PATHS = (CHAT_PATH, COMPLETIONS_PATH)
+_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _log = logging.getLogger("kvrelay.router")
@@ -72,12 +77,13 @@ class Router:
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
 
-    async def answer(self, request: Request) -> Response:
+    async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline = request.url.path, Timeline(time.monotonic())
         try:
-            body = await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
-            job = parse_job(body, path, self._new_id(request), int(time.time()), secrets.randbits(53))
+            body, dialect = speak(await self._body(request))
+            leg_path = path if dialect is AS_IS else CHAT_PATH
+            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
             self.check_served(job.model)
             parts = parts_of(job)
         except KvrelayError as why:
@@ -87,6 +93,8 @@ class Router:
         except ClientDisconnect:
             self.metrics.finished(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
+        if self.config.log_bodies:
+            _log.info("id=%s body=%s", job.id, shown(body))
         headers = {"x-request-id": job.id}
         if "traceparent" in request.headers:
             headers["traceparent"] = request.headers["traceparent"]
@@ -102,7 +110,18 @@ class Router:
         walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
         self._live.add(job.id)
         self.metrics.running.inc()
-        return Relay(walk, self.config.request_deadline_s, lambda status, why: self._finished(walk, status, why))
+        return Relay(
+            walk, self.config.request_deadline_s, lambda status, why: self._finished(walk, path, status, why), dialect
+        )
+
+    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
+        """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
+        assert self._legs is not None
+        body = translate(await self._body(request))
+        return await ask_any(self.pool, self._legs, path, body, self.config.attempts)
+
+    def check_key(self, request: Request) -> None:
+        """Was done before any route was chosen: _KeyGate."""
 
     def health(self) -> tuple[int, bytes]:
         """200 with at least one node of each role up, else 503; and the state of every node."""
@@ -111,7 +130,7 @@ class Router:
             role.value: {"up": len(self.pool.up(role)), "listed": sum(node.role == role for node in self.pool.nodes)}
             for role in (Role.PREFILL, Role.DECODE)
         }
-        ready = all(count["up"] for count in counts.values())
+        ready = self.healthy()
         nodes = [
             {
                 "url": node.url,
@@ -120,6 +139,7 @@ class Router:
                 "for_s": round(now - node.since, 3) if node.since else None,
                 "reason": node.reason,
                 "model": node.model,
+                "adapters": sorted(node.adapters),
                 "generation": node.generation,
                 "legs": len(node.leases),
                 "queue_depth": round(node.view().depth, 3),
@@ -130,20 +150,41 @@ class Router:
         body = {"status": "ok" if ready else "unavailable", **counts, "requests": len(self._live), "nodes": nodes}
         return (200 if ready else 503), msgspec.json.encode(body)
 
+    def served(self) -> list[str]:
+        """The names of the models and adapters that nodes have reported."""
+        return sorted({*self.pool.models(), *self.pool.adapters()})
+
+    def healthy(self) -> bool:
+        """Whether a request could walk through both of its legs now."""
+        return all(self.pool.up(role) for role in (Role.PREFILL, Role.DECODE))
+
     def models(self) -> list[dict[str, str | int]]:
-        """The served models as OpenAI model objects."""
-        return [
+        """The served models as OpenAI model objects, then their adapters, each with its model as `parent`."""
+        known = self.pool.models()
+        cards: list[dict[str, str | int]] = [
             {"id": name, "object": "model", "created": self.started, "owned_by": "kvrelay", "max_model_len": longest}
-            for name, longest in sorted(self.pool.models().items())
+            for name, longest in sorted(known.items())
         ]
+        of = {str(card["id"]): card for card in cards}
+        return cards + [
+            of[parent] | {"id": name, "parent": parent} for name, parent in sorted(self.pool.adapters().items())
+        ]
+
+    async def tell_adapters(self, request: Request) -> Response:
+        """Load or unload an adapter on all nodes. Raises KvrelayError."""
+        assert self._legs is not None
+        body = await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
+        said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
+        return Response(said, media_type="application/json")
 
     def check_served(self, model: str) -> None:
         """Raise NotFound, naming what is served, or NoNode while no node has said what it serves."""
         served = self.pool.models()
         if not served:
             raise NoNode("no node has reported its model yet; try again, or look at the router's /health")
-        if model not in served:
-            names = ", ".join(repr(name) for name in sorted(served))
+        adapters = self.pool.adapters()
+        if model not in served and model not in adapters:
+            names = ", ".join(repr(name) for name in (*sorted(served), *sorted(adapters)))
             raise NotFound(
                 f"model {model!r} is not served here; served: {names}", param="model", code="model_not_found"
             )
@@ -153,16 +194,19 @@ class Router:
         wanted = request.headers.get("x-request-id", "")
         return wanted if _SANE_ID.fullmatch(wanted) and wanted not in self._live else uuid.uuid4().hex
 
-    def _finished(self, walk: Walk | JoinedWalk, status: int, why: KvrelayError | None) -> None:
+    async def _body(self, request: Request) -> bytes:
+        return await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
+
+    def _finished(self, walk: Walk | JoinedWalk, path: str, status: int, why: KvrelayError | None) -> None:
         self._live.discard(walk.job.id)
         timeline, (prefill, decode) = walk.timeline, walk.nodes
         timeline.ended = time.monotonic()
         self.metrics.running.dec()
-        self.metrics.finished(walk.job.path, status, timeline, walk.output_tokens)
+        self.metrics.finished(path, status, timeline, walk.output_tokens)
         _log.info(
             "id=%s path=%s status=%d prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
             walk.job.id,
-            walk.job.path,
+            path,
             status,
             "-" if walk.prompt_tokens is None else walk.prompt_tokens,
             walk.output_tokens,
@@ -175,20 +219,20 @@ class Router:
 
 
 class _KeyGate:
-    """Lets only requests with the API key through to /v1."""
+    """Lets only requests with the API key through to the guarded paths."""
 
     def __init__(self, app: ASGIApp, key: str, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._wanted = f"Bearer {key}".encode()
+        self._wanted = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._wanted):
+        if scope["type"] == "http" and scope["path"].startswith(GUARDED):
+            given = given_key(Headers(scope=scope).get)
+            if not hmac.compare_digest(given.encode(), self._wanted):
                 error = Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer <key>`")
                 self._metrics.finished(scope["path"] if scope["path"] in _PATHS else "other", error.status)
-                await error_response(error)(scope, receive, send)
+                await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -213,7 +257,14 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
     @app.post(CHAT_PATH, response_model=None)
     @app.post(COMPLETIONS_PATH, response_model=None)
     async def complete(request: Request) -> Response:
-        return await router.answer(request)
+        return await router.complete(request, as_it_is)
+
+    add_routes(app, router)
+
+    @app.post(LOAD_PATH, response_model=None)
+    @app.post(UNLOAD_PATH, response_model=None)
+    async def adapters(request: Request) -> Response:
+        return await router.tell_adapters(request)
 
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
@@ -258,19 +309,21 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
     return bytes(body)
 
 
-async def _answer_error(_: Request, why: Exception) -> Response:
+async def _answer_error(request: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
-    return error_response(why)
+    return error_response(why, shape=error_shape(request.url.path))
 
 
 async def _answer_http_error(request: Request, why: Exception) -> Response:
     assert isinstance(why, HTTPException)
+    shape = error_shape(request.url.path)
     if why.status_code == 404:
-        return error_response(NotFound(f"there is no route {request.url.path}"))
+        return error_response(NotFound(f"there is no route {request.url.path}"), shape=shape)
     error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
     error.status = why.status_code
-    return error_response(error, why.headers)
+    return error_response(error, why.headers, shape)
 
 
 async def _answer_crash(request: Request, why: Exception) -> Response:
-    return error_response(KvrelayError(f"the router broke on {request.url.path}; its log says how"))
+    error = KvrelayError(f"the router broke on {request.url.path}; its log says how")
+    return error_response(error, shape=error_shape(request.url.path))

@@ -87,7 +87,7 @@ class Walk:
         """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
         try:
             async with asyncio.timeout(self._deadline_s - (time.monotonic() - self.timeline.arrived)):
-                self._pool.require_ready()
+                self._pool.require_ready(self.job.model)
                 await self._walk()
         except TimeoutError as why:
             raise DeadlineExceeded(
@@ -141,7 +141,7 @@ class Walk:
         body = prefill_body(self.job)
         tried: list[Node] = []
         while True:
-            with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens) as lease:
+            with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens, self.job.model) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
@@ -169,7 +169,8 @@ class Walk:
         tried: list[Node] = []
         while True:
             params = self.progress.decode_params()
-            with self._pool.lease(Role.DECODE, tried, self.progress.tokens_to_compute(params)) as lease:
+            tokens = self.progress.tokens_to_compute(params)
+            with self._pool.lease(Role.DECODE, tried, tokens, self.job.model) as lease:
                 self.decode_node = lease.node
                 try:
                     await self._leg(lease, decode_body(self.job, params), Place.behind(params))
@@ -221,7 +222,7 @@ class Walk:
 
     def _require_another(self, role: Role, tried: list[Node], why: LegFailed) -> None:
         """Count a fail-over, or raise what the client is told when there is nowhere left to go."""
-        if len(tried) < self._attempts and self._pool.up(role, tried):
+        if len(tried) < self._attempts and self._pool.up(role, tried, self.job.model):
             self._metrics.failovers.labels(role.value).inc()
             return
         failure = NodeFailed(

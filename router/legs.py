@@ -12,7 +12,7 @@ import msgspec
 from router.chores import Chores
 from router.pool import HealthReport, Lease, Node
 from wire.config import RouterConfig
-from wire.errors import ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
+from wire.errors import DeadlineExceeded, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
 from wire.outputs import Load
 
@@ -23,6 +23,7 @@ TakeFrames = Callable[[Sequence[Frame]], Awaitable[None]]
 
 _DRAIN_DEADLINE_S = 1.0
 _RELEASE_DEADLINE_S = 2.0
+_QUESTION_DEADLINE_S = 10.0  # 16 MiB of text are tokenized in about as long
 _MAX_ERROR_BYTES = 1 << 20
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 # Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which would look like a
@@ -34,6 +35,10 @@ _log = logging.getLogger("kvrelay.router")
 
 class _ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorBody
+
+
+class _Told(msgspec.Struct, frozen=True):
+    message: str
 
 
 class Refused(KvrelayError):
@@ -114,6 +119,24 @@ class Legs:
         except _MALFORMED as why:
             return f"its health report is malformed: {why}"
 
+    async def ask(self, node: Node, path: str, body: bytes) -> bytes:
+        """The answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
+        try:
+            async with self._session.post(
+                node.url + path,
+                data=body,
+                headers={"content-type": "application/json", **self._auth},
+                timeout=aiohttp.ClientTimeout(total=_QUESTION_DEADLINE_S),
+                allow_redirects=False,
+            ) as answer:
+                if answer.status != 200:
+                    raise _refusal(answer, await _read_short(answer.content))
+                return await answer.read()
+        except TimeoutError as why:
+            raise DeadlineExceeded(f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less") from why
+        except (aiohttp.ClientError, OSError) as why:
+            raise LegFailed(f"a node did not answer ({type(why).__name__})", detail=f"{node.url}: {why}") from why
+
     async def release(self, node: Node, request_ids: Sequence[str]) -> bool:
         """Tell a prefill node that nobody will fetch these; False if it could not be told (its lease then ends it)."""
         try:
@@ -129,6 +152,20 @@ class Legs:
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
             _log.warning("prefill node %s could not be told to release %s: %s", node.url, request_ids[0], why)
         return False
+
+    async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
+        """Post a small request to a node: its status, and its message or the error's. 503 if it cannot be reached."""
+        try:
+            async with self._session.post(
+                node.url + path,
+                data=body,
+                headers={"content-type": "application/json", **self._auth},
+                timeout=aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s),
+                allow_redirects=False,
+            ) as answer:
+                return answer.status, _message(await _read_short(answer.content))
+        except (aiohttp.ClientError, TimeoutError, OSError) as why:
+            return 503, f"it could not be reached: {type(why).__name__}"
 
     async def _exchange(
         self, node: Node, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
@@ -199,6 +236,18 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     if 400 <= answer.status < 500:
         return Refused(answer.status, error, retry_after_s)
     return LegFailed(error.message, max(answer.status, 500), retry_after_s)
+
+
+def _message(body: bytes) -> str:
+    """What an answer says, whether it is an error or not."""
+    try:
+        return msgspec.json.decode(body, type=_ErrorAnswer).error.message
+    except _MALFORMED:
+        pass
+    try:
+        return msgspec.json.decode(body, type=_Told).message
+    except _MALFORMED:
+        return "no message"
 
 
 async def _read_short(content: aiohttp.StreamReader) -> bytes:

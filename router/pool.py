@@ -37,6 +37,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     engine_id: str = ""
     generation: str = ""
     load: Load = Load()
+    adapters: list[str] = []
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +60,9 @@ class Node:
     since: float = 0.0
     reason: str = "not checked yet"
     model: str = ""
+    adapters: frozenset[str] = frozenset()
+    adapters_at: float = float("-inf")
+    """When an adapter was last loaded or unloaded here through this router: older reports do not know of it."""
     max_model_len: int = 0
     engine_id: str = ""
     generation: str = ""
@@ -68,6 +72,10 @@ class Node:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     leases: set[Lease] = field(default_factory=set)
+
+    def serves(self, model: str) -> bool:
+        """Whether requests for this model or adapter can run here; empty stands for whatever is served."""
+        return not model or model == self.model or model in self.adapters
 
     def view(self) -> NodeView:
         """The node's queue depth: our own legs, exact, plus what others were seen to have there."""
@@ -89,28 +97,35 @@ class Pool:
         self.nodes = [Node(url, role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._rng = rng
 
-    def up(self, role: Role, exclude: Collection[Node] = ()) -> list[Node]:
-        """The nodes of a role that take legs now."""
-        return [node for node in self.nodes if node.role == role and node.up and node not in exclude]
+    def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
+        """The nodes of a role that take legs now, for this model or adapter."""
+        return [n for n in self.nodes if n.role == role and n.up and n not in exclude and n.serves(model)]
 
-    def require_ready(self) -> None:
-        """Raise NoNode unless a request could walk through both of its legs now."""
+    def require_ready(self, model: str = "") -> None:
+        """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
         for role in (Role.PREFILL, Role.DECODE):
-            if not self.up(role):
-                raise self._no_node(role)
+            if not self.up(role, model=model):
+                raise self._no_node(role, model)
 
     def models(self) -> dict[str, int]:
         """Served model names and their longest context in tokens; of nodes that are down only if none is up."""
+        return {node.model: node.max_model_len for node in self._known()}
+
+    def adapters(self) -> dict[str, str]:
+        """Names of adapters that a node has, and the model that each is for."""
+        return {name: node.model for node in self._known() for name in sorted(node.adapters)}
+
+    def _known(self) -> list[Node]:
         known = [node for node in self.nodes if node.model]
-        return {node.model: node.max_model_len for node in [node for node in known if node.up] or known}
+        return [node for node in known if node.up] or known
 
     @contextmanager
-    def lease(self, role: Role, exclude: Collection[Node], tokens: int) -> Iterator[Lease]:
-        """A place on the node of least depth for the length of the block. Raises NoNode."""
-        nodes = {node.url: node for node in self.up(role, exclude)}
+    def lease(self, role: Role, exclude: Collection[Node], tokens: int, model: str = "") -> Iterator[Lease]:
+        """A place on the node of least depth that serves `model`, for the length of the block. Raises NoNode."""
+        nodes = {node.url: node for node in self.up(role, exclude, model)}
         chosen = choose([node.view() for node in nodes.values()], self._rng)
         if chosen is None:
-            raise self._no_node(role)
+            raise self._no_node(role, model)
         lease = Lease(nodes[chosen.url], tokens)
         lease.node.leases.add(lease)
         try:
@@ -135,9 +150,16 @@ class Pool:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
             node.model, node.max_model_len = report.model, report.max_model_len
+            if started >= node.adapters_at:
+                node.adapters = frozenset(report.adapters)
             if not node.up:
                 node.up, node.since, node.reason = True, now, ""
                 _log.info("%s node %s is up", node.role, node.url)
+
+    def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
+        """The node has just said that it has loaded or unloaded an adapter."""
+        node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
+        node.adapters_at = now
 
     def unready(self, node: Node, why: str, now: float) -> None:
         """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
@@ -177,6 +199,10 @@ class Pool:
             if cut is not None:
                 cut()
 
-    def _no_node(self, role: Role) -> NoNode:
+    def _no_node(self, role: Role, model: str = "") -> NoNode:
         listed = sum(node.role == role for node in self.nodes)
+        if model and self.up(role):
+            return NoNode(
+                f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"
+            )
         return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")

@@ -12,15 +12,16 @@ from collections.abc import Callable, Mapping
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from openai_api.dialect import AS_IS, Dialect, openai_error
+from openai_api.sse import error_event
 from router.handoff import Walk
 from router.joined_walk import JoinedWalk
-from wire.errors import KvrelayError, NodeFailed
+from wire.errors import ErrorBody, KvrelayError, NodeFailed
 
-__all__ = ["CLIENT_GONE", "HOLD_S", "KEEP_ALIVE", "Finished", "Relay", "error_response"]
+__all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response"]
 
 HOLD_S = 10.0
 """Headers wait this long for the first payload; after them, a comment is sent when nothing came for this long."""
-KEEP_ALIVE = b": keep-alive\n\n"
 CLIENT_GONE = 499
 # After the request's deadline, a client that does not read its answer is waited for no longer than this.
 _FLUSH_DEADLINE_S = 30.0
@@ -31,22 +32,30 @@ Finished = Callable[[int, KvrelayError | None], None]
 _log = logging.getLogger("kvrelay.router")
 
 
-def error_response(why: KvrelayError, headers: Mapping[str, str] | None = None) -> Response:
-    """The OpenAI-shaped answer to an error."""
+def error_response(
+    why: KvrelayError,
+    headers: Mapping[str, str] | None = None,
+    shape: Callable[[int, ErrorBody], bytes] = openai_error,
+) -> Response:
+    """The answer to an error, its body made by `shape`."""
     every = dict(headers or {})
     if why.retry_after_s is not None:
         every["retry-after"] = str(why.retry_after_s)
-    return Response(why.json(), why.status, every, "application/json")
+    return Response(shape(why.status, why.body()), why.status, every, "application/json")
 
 
 class Relay(Response):
-    """An answer that runs its own walk. `finished` is called once, however it ended."""
+    """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
-    def __init__(self, walk: Walk | JoinedWalk, deadline_s: float, finished: Finished) -> None:
+    def __init__(
+        self, walk: Walk | JoinedWalk, deadline_s: float, finished: Finished, dialect: Dialect = AS_IS
+    ) -> None:
         super().__init__()
+        self._dialect = dialect
         self._walk = walk
         self._reply = walk.reply
-        self._extra = {"x-request-id": walk.job.id}
+        # The second is Anthropic's name of it.
+        self._extra = {"x-request-id": walk.job.id, "request-id": walk.job.id}
         self._deadline_s = deadline_s
         self._finished = finished
         self._left = False  # the client went away before the end
@@ -109,10 +118,9 @@ class Relay(Response):
             # Read before sending: what was taken after the close is all that there is.
             last, failure = self._reply.closed, self._reply.failure
             if failure is not None:
-                payload += b"data: " + failure.json() + b"\n\ndata: [DONE]\n\n"
-            if not (payload or last):
-                payload = KEEP_ALIVE
-            await send({"type": "http.response.body", "body": payload, "more_body": not last})
+                payload += error_event(failure)
+            events = self._dialect.events(payload) if payload or last else self._dialect.keep_alive()
+            await send({"type": "http.response.body", "body": events, "more_body": not last})
             if last:
                 self._complete = not self._left
                 return
@@ -127,8 +135,13 @@ class Relay(Response):
             return
         body += await self._reply.take(None)
         failure = self._reply.failure
-        if failure is None and not body:
-            failure = self._reply.failure = NodeFailed("a node ended the request without an answer; send it again")
+        if failure is None:
+            try:
+                if not body:
+                    raise NodeFailed("a node ended the request without an answer; send it again")
+                body = self._dialect.whole(body)
+            except NodeFailed as why:
+                failure = self._reply.failure = why
         if failure is not None:
             await self._error(failure, scope, receive, send)
             return
@@ -137,7 +150,7 @@ class Relay(Response):
 
     async def _error(self, why: KvrelayError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._left:
-            await error_response(why, self._extra)(scope, receive, send)
+            await error_response(why, self._extra, self._dialect.error)(scope, receive, send)
             self._complete = True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import json
 import re
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 MIN_SECRET_CHARS = 16
+MAX_LORA_RANK = 512
 # Each proposal costs a row of a step, whether it comes true or not.
 MAX_SPECULATIVE_TOKENS = 32
 MAX_NGRAM = 16
@@ -51,6 +53,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _named_adapter(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+            name, path = fields["name"], fields["path"] if "path" in fields else fields["local_path"]
+        except (ValueError, KeyError, TypeError) as why:
+            raise ConfigError(f"lora {text!r} must be JSON with name and path, or name=path") from why
+        equals = "=" if isinstance(name, str) and isinstance(path, str) else ""
+    _require(bool(equals and name and path), f"lora {text!r} must be name=path of a folder in PEFT's layout")
+    return name, path
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -111,9 +126,21 @@ class EngineConfig:
     """Shortest run of newest tokens that speculative_tokens looks up."""
     threads: int = 0
     """CPU threads of the engine; 0 takes all cores of this machine."""
+    lora: tuple[str, ...] = ()
+    """A LoRA adapter, name=path of a folder in PEFT's layout; clients choose it by its name as their model. Give it
+    again for more; equal on all nodes of a cluster."""
+    max_loras: int = 0
+    """How many adapters can be loaded at once, each in a slot of its own; 0 takes as many as are named with lora, and
+    with allow_runtime_lora at least 1."""
+    max_lora_rank: int = 16
+    """Highest rank of an adapter; each slot takes memory for it."""
+    allow_runtime_lora: bool = False
+    """Serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter: who may ask this node may have it read any folder
+    of its machine."""
 
     def __post_init__(self) -> None:
-        _positive(self, "tensor_parallel")
+        _positive(self, "tensor_parallel", "max_lora_rank")
+        self._check_adapters()
         in_fp8 = self.kv_cache_dtype == "fp8" or bool(self.quantization)
         _require(
             not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out"
@@ -175,6 +202,30 @@ class EngineConfig:
             f"{self.ngram_min} and {self.ngram_max}",
         )
         _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
+
+    def _check_adapters(self) -> None:
+        names = [name for name, _ in self.adapters]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        _require(not twice, f"lora names {', '.join(twice)} twice; give each adapter a name of its own")
+        _require(
+            self.max_lora_rank <= MAX_LORA_RANK,
+            f"max_lora_rank must be at most {MAX_LORA_RANK}, got {self.max_lora_rank}",
+        )
+        _require(self.max_loras >= 0, f"max_loras must not be negative, got {self.max_loras}; 0 takes what lora names")
+        _require(
+            not self.max_loras or len(names) <= self.max_loras,
+            f"lora names {len(names)} adapters and max_loras is {self.max_loras}; raise it or leave it out",
+        )
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """The adapters of `lora`: name and path. Raises ConfigError for one that is neither name=path nor JSON."""
+        return [_named_adapter(text) for text in self.lora]
+
+    @property
+    def adapter_slots(self) -> int:
+        """How many adapters can be loaded at once; 0: none, and nothing is prepared for any."""
+        return self.max_loras or max(len(self.lora), int(self.allow_runtime_lora))
 
     def threads_on(self, cores: int) -> int:
         """CPU threads of each rank on a machine with so many cores."""
@@ -293,6 +344,8 @@ class NodeConfig:
     """A request may take this long."""
     start_deadline_s: float = 600.0
     """The engine process must be ready within this time."""
+    log_bodies: bool = False
+    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
@@ -330,6 +383,8 @@ class RouterConfig:
     """A health check must be answered within this time."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
+    log_bodies: bool = False
+    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")

@@ -11,11 +11,15 @@ from wire.transfer import KvTransferParams
 __all__ = [
     "PROBE_PREFIX",
     "Abort",
+    "AdapterFacts",
+    "AdapterLoaded",
+    "AdapterRefused",
     "EngineFailed",
     "EngineReady",
     "EngineStats",
     "FetchProbe",
     "FromEngine",
+    "LoadAdapter",
     "OfferProbe",
     "ProbeFetched",
     "ProbeOffered",
@@ -27,6 +31,7 @@ __all__ = [
     "Submit",
     "Timing",
     "ToEngine",
+    "UnloadAdapter",
 ]
 
 PROBE_PREFIX = "probe-"
@@ -52,6 +57,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     hold_stopped: bool = False
     fork_of: str | None = None
     priority: int = 0
+    adapter: str = ""
+    """The name of the LoRA adapter that computes it; empty: the model alone."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +99,34 @@ class FetchProbe(msgspec.Struct, frozen=True, tag=True):
     seed: int
 
 
-ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read a LoRA adapter's files and give it a slot. Answered by AdapterLoaded or AdapterRefused.
+
+    `in_place`: it may take the name of another one, which ends with the requests that it has."""
+
+    load_id: str
+    name: str
+    path: str
+    in_place: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """No request begins with this adapter any more; its slot is free when those that have begun are done.
+
+    Unknown names are ignored: the HTTP process knows what is loaded."""
+
+    name: str
+
+
+ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter
+
+
+class AdapterFacts(msgspec.Struct, frozen=True):
+    """A loaded adapter. `digest` names its content: equal digests, equal weights."""
+
+    name: str
+    digest: str
+    rank: int
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -137,6 +171,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     refused: bool = False
     """With an error: the request itself is wrong, and would be on any node."""
     prompt_logprobs: list[TokenLogprobs] | None = None
+    lacks_adapter: bool = False
+    """With an error: its adapter was unloaded while the request was on its way here."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -161,6 +197,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     transfer_host: str
     transfer_port: int
     load_s: float
+    adapters: list[AdapterFacts] = []
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):
@@ -189,6 +226,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -232,4 +271,29 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
     busy: bool = False
 
 
-FromEngine = StepOutputs | EngineReady | EngineStats | EngineFailed | ProbeOffered | ProbeFetched | ProbeRefused
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Requests may name this adapter from now on."""
+
+    load_id: str
+    adapter: AdapterFacts
+
+
+class AdapterRefused(msgspec.Struct, frozen=True, tag=True):
+    """The adapter was not loaded; why, in one sentence. `missing`: there is no such folder."""
+
+    load_id: str
+    reason: str
+    missing: bool = False
+
+
+FromEngine = (
+    StepOutputs
+    | EngineReady
+    | EngineStats
+    | EngineFailed
+    | ProbeOffered
+    | ProbeFetched
+    | ProbeRefused
+    | AdapterLoaded
+    | AdapterRefused
+)

@@ -167,9 +167,10 @@ class KvNotLoaded(KvrelayError):
     code = "kv_not_loaded"
 
     @classmethod
-    def because(cls, cause: str) -> KvNotLoaded:
-        """`cause`: the name of a TransferError, whose own sentence may name addresses: no business of a client."""
-        words = _CAUSES.get(cause, "the transfer broke")
+    def because(cls, cause: str, why: str = "") -> KvNotLoaded:
+        """`cause`: the name of a TransferError, whose own sentence may name addresses: no business of a client. `why`:
+        a clause that may be told."""
+        words = why or _CAUSES.get(cause, "the transfer broke")
         return cls(
             f"the KV of this request could not be loaded: {words} ({cause}); send the request again, or start the "
             "decode nodes with --kv-load-failure-policy recompute"

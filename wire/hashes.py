@@ -20,9 +20,12 @@ _SIZE = 16
 ROOT: BlockHash = blake2b(b"kvrelay block chain 1", digest_size=_SIZE).digest()
 
 
-def root_of(salt: str | None) -> BlockHash:
-    """The parent of a request's first block; a salt keeps tenants' caches apart."""
-    return ROOT if not salt else blake2b(ROOT + salt.encode(), digest_size=_SIZE).digest()
+def root_of(salt: str | None, adapter: str = "") -> BlockHash:
+    """The parent of a request's first block; a salt keeps tenants' caches apart, `adapter` (its name and content) KV
+    that other weights have made."""
+    root = ROOT if not salt else blake2b(ROOT + salt.encode(), digest_size=_SIZE).digest()
+    # Personalized: no salt that a client chooses gives the root of an adapter.
+    return root if not adapter else blake2b(root + adapter.encode(), digest_size=_SIZE, person=b"adapter").digest()
 
 
 def chain(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

@@ -69,6 +69,10 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     # cluster secret.
     expires_at: int | None = None
     signature: str | None = None
+    # The LoRA adapter that has made the KV, by name and by content; empty: the model alone. What another adapter of the
+    # same name has made is not taken.
+    adapter: str = ""
+    adapter_digest: str = ""
     # What the decode node would otherwise compute twice: the answer so far. Of its first choice in four fields, of the
     # others (after a fail-over) as a list.
     prompt_token_ids: list[int] | None = None
@@ -79,6 +83,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     other_choices: list[ChoiceSoFar] = []
     seed: int | None = None
     cached_tokens: int = 0
+    # Of the prompt's tokens from the second one on, if the request asks for any.
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     def so_far(self, choices: int) -> list[ChoiceSoFar]:
         """The first `choices` choices of the answer; those that have not begun are empty."""

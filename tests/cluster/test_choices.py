@@ -1,10 +1,11 @@
 """Answers of several choices among real processes: equal to those of one node, however they were computed."""
 
 import json
+import signal
 
 import httpx2
 import pytest
-from real_cluster import Cluster, running, tiny_model
+from real_cluster import Cluster, running, tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -18,7 +19,7 @@ def cluster(tmp_path_factory):
     flags = tiny_model(folder)
     flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20), "--no-prefix-cache"]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
-    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+    with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours
 
 
@@ -57,13 +58,17 @@ def streamed(url: str, path: str = "/v1/completions", **fields) -> tuple[list[di
     return chunks, texts
 
 
+def forked_blocks(cluster: Cluster) -> float:
+    return sum(node.metric("kvrelay_forked_blocks_total") for node in cluster.of("decode"))
+
+
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"ignore_eos": False, "stop": ["a", "e"]}, {"max_tokens": 1}])
 def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, fields):
-    (decode,) = cluster.of("decode")
-    forked = decode.metric("kvrelay_forked_blocks_total")
+    decode = cluster.of("decode")[0]
+    forked = forked_blocks(cluster)
     handed_over = asked(cluster.url, n=4, **fields)
     if fields != {"max_tokens": 1}:
-        assert decode.metric("kvrelay_forked_blocks_total") - forked == 3 * 5
+        assert forked_blocks(cluster) - forked == 3 * 5
     assert choices(handed_over) == choices(asked(decode.url, n=4, **fields))
     assert len(set(choices(handed_over))) >= (4 if handed_over["usage"]["completion_tokens"] > 4 else 2)
     assert choices(handed_over) == choices(asked(cluster.url, n=4, **fields))
@@ -72,6 +77,34 @@ def test_four_choices_are_those_of_one_node_and_differ_and_come_again(cluster, f
     assert handed_over["usage"]["prompt_tokens"] == len(PROMPT)
     _, texts = streamed(cluster.url, n=4, **fields)
     assert [texts[index] for index in range(4)] == [choice["text"] for choice in handed_over["choices"]]
+
+
+def test_a_choice_that_its_first_token_ends_leaves_the_others_alone(cluster):
+    """The prefill node draws that token: it holds the KV for the others all the same."""
+    decode = cluster.of("decode")[0]
+    first = asked(cluster.url, max_tokens=1, return_token_ids=True)["choices"][0]["token_ids"]
+    fetches = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
+    handed_over = asked(cluster.url, n=3, stop_token_ids=first, return_token_ids=True)
+    assert handed_over["choices"][0]["token_ids"] == first
+    assert handed_over["choices"][0]["stop_reason"] == first[0]
+    assert max(len(choice["token_ids"]) for choice in handed_over["choices"]) > 1
+    assert sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode")) == fetches + 1
+    assert choices(handed_over) == choices(asked(decode.url, n=3, stop_token_ids=first, return_token_ids=True))
+    _, texts = streamed(cluster.url, n=3, stop_token_ids=first)
+    assert [texts[index] for index in range(3)] == [choice["text"] for choice in handed_over["choices"]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_proxy_that_knows_no_frames_gets_all_choices_of_the_decode_node(cluster, stream):
+    prefill, decode = cluster.of("prefill")[0], cluster.of("decode")[0]
+    alone = asked(decode.url, n=3)
+    asking = {"do_remote_decode": True, "do_remote_prefill": False}
+    leg = asked(prefill.url, n=3, max_tokens=1, kv_transfer_params=asking)
+    if stream:
+        _, texts = streamed(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])
+        assert [texts[index] for index in range(3)] == [choice["text"] for choice in alone["choices"]]
+    else:
+        assert choices(asked(decode.url, n=3, kv_transfer_params=leg["kv_transfer_params"])) == choices(alone)
 
 
 def test_a_stream_tells_each_choice_once_and_usage_at_the_end(cluster):
@@ -98,7 +131,7 @@ PROMPTS = [PROMPT, PROMPT[:40], [7, 8, 9]]
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "logprobs": 1}])
 def test_several_prompts_are_answered_as_each_alone(cluster, fields):
-    (decode,) = cluster.of("decode")
+    decode = cluster.of("decode")[0]
     n = fields.get("n", 1)
     answer = asked(cluster.url, prompt=PROMPTS, **fields)
     alone = [choice for prompt in PROMPTS for choice in choices(asked(cluster.url, prompt=prompt, **fields))]
@@ -126,7 +159,7 @@ def test_one_bad_prompt_ends_the_request(cluster):
 
 
 def test_the_best_of_several_are_the_likeliest(cluster):
-    (decode,) = cluster.of("decode")
+    decode = cluster.of("decode")[0]
     every = asked(cluster.url, n=5, logprobs=0)
 
     def likelihood(choice: dict) -> float:
@@ -141,7 +174,7 @@ def test_the_best_of_several_are_the_likeliest(cluster):
 
 
 def test_an_answer_may_repeat_its_prompt(cluster):
-    (decode,) = cluster.of("decode")
+    decode = cluster.of("decode")[0]
     text = asked(cluster.url, prompt="Hello")["choices"][0]["text"]
     for url in (cluster.url, decode.url):
         assert asked(url, prompt="Hello", echo=True)["choices"][0]["text"] == "Hello" + text
@@ -149,6 +182,70 @@ def test_an_answer_may_repeat_its_prompt(cluster):
         only = asked(url, prompt=["Hello", "you"], echo=True, max_tokens=0)
         assert [(c["text"], c["finish_reason"]) for c in only["choices"]] == [("Hello", "length"), ("you", "length")]
         assert only["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 2, "logprobs": 0}, {"max_tokens": 1}, {"prompt": [9]}, {"prompt": PROMPTS}]
+)
+def test_the_prompts_log_probabilities_are_those_of_one_node(cluster, fields):
+    """Through a hand-over, whose ticket goes out behind the prompt; its blocks are handed over all the same."""
+    decode = cluster.of("decode")[0]
+    fetches = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
+    answer = asked(cluster.url, prompt_logprobs=3, **fields)
+    handed_over = 0 if fields.get("max_tokens") == 1 else len(PROMPTS) if fields.get("prompt") == PROMPTS else 1
+    assert sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode")) == fetches + handed_over
+    assert choices(answer) == choices(asked(cluster.url, **fields))
+    alone = asked(decode.url, prompt_logprobs=3, **fields)
+    assert choices(answer) == choices(alone)
+    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert told == [choice["prompt_logprobs"] for choice in alone["choices"]]
+    prompts = fields.get("prompt", [PROMPT])
+    prompts = prompts if isinstance(prompts[0], list) else [prompts]
+    n = fields.get("n", 1)
+    for at, entries in enumerate(told):
+        prompt = prompts[at // n]
+        assert entries[0] is None
+        for token, entry in zip(prompt[1:], entries[1:], strict=True):
+            assert entry[str(token)]["rank"] >= 1
+            assert len(entry) in (3, 4)
+            assert sorted(each["rank"] for each in entry.values())[:3] == [1, 2, 3]
+
+
+def test_an_echo_lists_the_prompts_tokens_streamed_or_not(cluster):
+    decode = cluster.of("decode")[0]
+    fields = {"prompt": "Hé, you", "echo": True, "logprobs": 2, "n": 2, "max_tokens": 5}
+    answer = asked(cluster.url, **fields)
+    assert choices(answer) == choices(asked(decode.url, **fields))
+    for url in (cluster.url, decode.url):
+        chunks, _ = streamed(url, **fields)
+        for choice in answer["choices"]:
+            lists = [
+                c["logprobs"]
+                for chunk in chunks
+                for c in chunk["choices"]
+                if c["index"] == choice["index"] and c["logprobs"]
+            ]
+            for name, whole in choice["logprobs"].items():
+                assert [each for part in lists for each in part[name]] == whole
+    logprobs = answer["choices"][1]["logprobs"]
+    assert logprobs["text_offset"][:8] == [0, 1, 1, 2, 3, 4, 5, 6]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert len(logprobs["tokens"]) == 8 + 5
+    only = asked(cluster.url, **{**fields, "max_tokens": 0, "n": 1})["choices"][0]["logprobs"]
+    assert only == {name: values[:8] for name, values in logprobs.items()}
+
+
+def test_a_chat_tells_of_its_prompt_at_the_top(cluster):
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "prompt_logprobs": 1}
+    body["messages"] = [{"role": "user", "content": "x"}]
+    answers = [
+        httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        for url in (cluster.url, cluster.of("decode")[0].url)
+    ]
+    assert answers[0]["prompt_logprobs"] == answers[1]["prompt_logprobs"]
+    assert len(answers[0]["prompt_logprobs"]) == answers[0]["usage"]["prompt_tokens"]
+    refused = httpx2.post(f"{cluster.url}/v1/chat/completions", json={**body, "stream": True}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
 def test_a_chat_goes_on_with_its_last_message(cluster):
@@ -182,3 +279,48 @@ def test_a_client_that_leaves_ends_every_choice(cluster, fields):
                 if seen > 40:
                     break
         cluster.all_blocks_free(within_s=4)
+
+
+def test_choices_with_logprobs_outlive_their_decode_node(cluster):
+    """Killed in the middle of three choices; each goes on elsewhere, and nobody could tell."""
+    fields = {"n": 3, "logprobs": 1, "max_tokens": 200, "stream_options": {"include_usage": True}}
+    whole, texts = streamed(cluster.url, **fields)
+    body = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "temperature": 1,
+        "seed": 5,
+        "ignore_eos": True,
+        "stream": True,
+        **fields,
+    }
+    victim, chunks = None, []
+    try:
+        with httpx2.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+                if len(chunks) == 60 and victim is None:
+                    (victim,) = (node for node in cluster.of("decode") if len(set(node.free_blocks())) > 1)
+                    victim.kill(signal.SIGKILL)
+    finally:
+        if victim is not None:
+            cluster.wait_ready(cluster.restart(victim))
+    assert cluster.router is not None
+    assert cluster.router.metric("kvrelay_failovers_total") > 0
+
+    def said(of: list[dict], index: int) -> tuple[str, list, list]:
+        mine = [c["choices"][0] for c in of if c["choices"] and c["choices"][0]["index"] == index]
+        logprobs = [lp for c in mine if c["logprobs"] for lp in c["logprobs"]["token_logprobs"]]
+        return "".join(c["text"] for c in mine), logprobs, [c["finish_reason"] for c in mine if c["finish_reason"]]
+
+    for index in range(3):
+        assert said(chunks, index) == said(whole, index)
+        assert (said(chunks, index)[0], said(chunks, index)[2]) == (texts[index], ["length"])
+    assert chunks[-1]["usage"] == whole[-1]["usage"]
+
+    def all_up() -> bool:
+        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
+        return all(node["up"] for node in nodes)
+
+    wait_until(all_up, 10, "the router sees the restarted node")

@@ -18,6 +18,7 @@ from kv_transfer.connector import Completion, Fetched, FetchFailed, PoolRegion, 
 from kv_transfer.desk import Desk
 from kv_transfer.leases import LeaseId
 from kv_transfer.messages import End, Ended, Message
+from node.adapter_loads import AdapterLoads
 from node.engine_process import EngineProcess
 from paged_engine.blocks import BlockPool
 from paged_engine.engine import Counters, Engine
@@ -56,6 +57,7 @@ class _Engine(Engine):
         )
         self.counters = Counters()
         self._in_flight = None
+        self.adapters = None
 
 
 class _Inbox:
@@ -133,6 +135,7 @@ class SimulatedNode(EngineProcess):
         self._probes = SimpleNamespace(heard=lambda event: False)  # type: ignore[assignment]
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
         self._compiling = no_grammars  # type: ignore[assignment]
+        self._adapters = AdapterLoads(self.engine, self._send, self.wake)
         with self.at_work():
             region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
             config = TransferConfig(

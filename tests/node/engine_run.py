@@ -8,15 +8,29 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 
 import msgspec
 
 from node.ranks import join_as_rank_0
 from paged_engine.engine import Engine
-from paged_engine.request import Request
 from wire.config import EngineConfig
 from wire.engine_messages import Submit
+from wire.errors import ConfigError
 from wire.sampling import SamplingParams
+
+
+def load(engine: Engine, path: str) -> None:
+    """An adapter while the engine runs, behind one that no rank can read."""
+    assert engine.adapters is not None
+    for given in ("/nowhere", path):
+        done = threading.Event()
+        reading = engine.adapters.begin("late", given, in_place=False, done=done.set)
+        assert done.wait(60)
+        try:
+            engine.adapters.finish(reading)
+        except ConfigError:
+            assert given == "/nowhere"
 
 
 def main() -> None:
@@ -24,6 +38,9 @@ def main() -> None:
     engine = Engine(config, join_as_rank_0(config))
     rng = random.Random(0)
     forever = "--forever" in sys.argv
+    late = sys.argv[sys.argv.index("--load") + 1] if "--load" in sys.argv else ""
+    if late:
+        load(engine, late)
     requests = []
     for index, length in enumerate((1, 17, 60)):
         tokens = [rng.randrange(3, 200) for _ in range(length)]
@@ -36,7 +53,10 @@ def main() -> None:
             ignore_eos=True,
             allowed_token_ids=(77,) if index == 1 else None,
         )
-        requests.append(Request.of(Submit(f"r{index}", tokens, params), 0.0))
+        # With adapters: one request of the model alone, the others of an adapter each.
+        names = ["", *(["late"] * 2 if late else [name for name, _ in config.adapters])]
+        adapter = names[index] if index < len(names) else ""
+        requests.append(engine.request(Submit(f"r{index}", tokens, params, adapter=adapter), 0.0))
         requests[-1].guide = engine.guide(params)
         engine.scheduler.add(requests[-1])
     logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
@@ -47,6 +67,11 @@ def main() -> None:
             entries = [*request.prompt_logprobs, *request.new_logprobs]
             logprobs[request.request_id] += [entry.logprob for entry in entries]
             request.prompt_logprobs, request.new_logprobs = [], []
+    if engine.adapters is not None:
+        for facts in engine.adapters.slots.loaded:
+            engine.adapters.slots.retire(facts.name)
+        engine.adapters.remove_unused(engine.scheduler.live)
+        assert not engine.adapters.slots.ending
     engine.close()
     print(json.dumps({"tokens": [r.token_ids[r.prompt_tokens :] for r in requests], "logprobs": logprobs}))
 

@@ -15,13 +15,18 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
+from tiny_adapters import make_adapter
 from tiny_models import make_tiny
 
 SCRIPT = Path(__file__).with_name("engine_run.py")
 
 
 def start(
-    command: list[str], config: dict[str, Any], repository: Path, variables: dict[str, str] | None = None
+    command: list[str],
+    config: dict[str, Any],
+    repository: Path,
+    variables: dict[str, str] | None = None,
+    folder: Path | None = None,
 ) -> subprocess.Popen[str]:
     defaults = {"device": "cpu", "kv_cache_memory": 4 << 20, "threads": 1}
     child = subprocess.Popen(
@@ -30,6 +35,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=folder,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join((str(repository), os.environ.get("PYTHONPATH", ""))),
@@ -66,6 +72,47 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def alone(tiny, repository) -> dict[str, Any]:
     return result(start([sys.executable, str(SCRIPT)], {"model": str(tiny)}, repository))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_adapters(ranks, tiny, alone, repository, tmp_path):
+    lora = [f"{name}={make_adapter(tmp_path / name, tiny, seed=seed)}" for seed, name in enumerate(("one", "two"))]
+    config = {"model": str(tiny), "lora": lora}
+    with_adapters = result(start([sys.executable, str(SCRIPT)], config, repository))
+    assert with_adapters["logprobs"]["r0"] == pytest.approx(alone["logprobs"]["r0"], abs=1e-4)
+    assert with_adapters["tokens"][2] != alone["tokens"][2]
+    shared = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel": ranks}, repository))
+    assert equal(shared, with_adapters)
+
+
+def test_ranks_load_an_adapter_at_run_time(tiny, repository, tmp_path):
+    path = make_adapter(tmp_path / "a", tiny, seed=3)
+    given = {"model": str(tiny), "lora": [f"x={path}", f"y={path}"]}
+    late = {"model": str(tiny), "allow_runtime_lora": True, "tensor_parallel": 2}
+    command = [sys.executable, str(SCRIPT)]
+    alone, shared = start(command, given, repository), start([*command, "--load", str(path)], late, repository)
+    assert equal(result(shared), result(alone))
+
+
+def test_ranks_that_find_other_adapters_end_and_say_so(tiny, repository, tmp_path):
+    """Two hosts with other files at the same path: here by another working directory."""
+    for seed, host in enumerate(("one", "two")):
+        make_adapter(tmp_path / host / "adapter", tiny, seed=seed)
+    config = {
+        "model": str(tiny),
+        "lora": ["a=adapter"],
+        "tensor_parallel": 2,
+        "tensor_parallel_address": f"127.0.0.1:{free_port()}",
+        "tensor_parallel_local": 1,
+    }
+    first = start([sys.executable, str(SCRIPT)], config, repository, folder=tmp_path / "one")
+    rank = [sys.executable, "-m", "kvrelay.cli", "rank", *flags(config | {"lora": config["lora"][0]})]
+    second = start(rank, {}, repository, folder=tmp_path / "two")
+    for child in (first, second):
+        _, err = child.communicate(timeout=120)
+        assert child.returncode != 0
+        assert "the ranks differ" in err
+    assert "lora a=adapter is" in err
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

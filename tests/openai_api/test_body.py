@@ -114,7 +114,6 @@ def test_n_has_bounds(n: int, words: str) -> None:
         ("suffix", "x"),
         ("functions", [{"name": "f"}]),
         ("function_call", "auto"),
-        ("prompt_logprobs", 0),
         ("logits_processors", ["x"]),
         ("use_beam_search", True),
     ],
@@ -315,6 +314,19 @@ def test_a_priority_fits_in_32_bits() -> None:
     assert refused.value.param == "priority"
 
 
-def test_echo_with_logprobs_is_refused_until_prompts_have_them() -> None:
-    with pytest.raises(RequestError, match="echo with logprobs"):
-        completion(echo=True, logprobs=1)
+def test_log_probabilities_of_the_prompt_are_asked_for_in_two_ways() -> None:
+    def asked(request: ChatRequest | CompletionRequest) -> int | None:
+        limits = {"prompt_tokens": 5, "max_model_len": 100, "vocab_size": 300}
+        return sampling_params(request, default_seed=1, **limits).prompt_logprobs
+
+    assert asked(completion(prompt_logprobs=3)) == asked(chat(prompt_logprobs=3)) == 3
+    assert asked(completion(echo=True, logprobs=1, stream=True)) == 1
+    assert asked(completion(echo=True, logprobs=1, prompt_logprobs=4)) == 4
+    assert (
+        asked(completion(echo=True)) is asked(completion(logprobs=1)) is asked(chat(echo=True, logprobs=True)) is None
+    )
+    for fields in ({"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"prompt_logprobs": 0, "stream": True}):
+        for make in (chat, completion):
+            with pytest.raises(RequestError) as refused:
+                make(**fields)
+            assert refused.value.param == "prompt_logprobs"

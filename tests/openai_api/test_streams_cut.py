@@ -12,9 +12,9 @@ from openai import APIError, OpenAI
 
 from openai_api import sse
 from openai_api.body import decode_chat, sampling_params
+from openai_api.dialect import KEEP_ALIVE
 from openai_api.tokenizer import Tokenizer
 from openai_api.writer import AnswerWriter
-from router.relay import KEEP_ALIVE
 from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind, FrameReader, pack
 from wire.outputs import Finish, TokenLogprobs

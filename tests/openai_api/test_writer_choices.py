@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from openai_api.beginning import Beginning
 from openai_api.body import choice_count, decode_chat, decode_completion, sampling_params
 from openai_api.join import joined_body, joined_end
+from openai_api.scored_prompt import ScoredPrompt
 from openai_api.tokenizer import Tokenizer
 from openai_api.writer import AnswerWriter
 from wire.outputs import Finish, TokenLogprobs
@@ -109,6 +110,40 @@ def test_offsets_of_tokens_are_those_in_the_text_with_what_it_repeats(bytewise: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("max_tokens", [9, 0])
+def test_an_echo_with_log_probabilities_lists_the_prompt_first(
+    bytewise: Tokenizer, stream: bool, max_tokens: int
+) -> None:
+    fields = {"echo": True, "logprobs": 1, "stream": stream, "max_tokens": max_tokens, "n": 2}
+    w = writer(bytewise, "completion", fields, beginning=Beginning(echo="said"))
+    w.scored_prompt = ScoredPrompt(list(b"said"), lps(list(b"aid")))
+    payload = b"".join([w.tokens(c, [65, 66], lps([65, 66])) + w.end(c, Finish.STOP) for c in (0, 1)]) + w.close()
+    said = [c for answer in (chunks(payload) if stream else [json.loads(payload)]) for c in answer["choices"]]
+    more = (["A", "B"], [4, 5]) if max_tokens else ([], [])
+    for index in (0, 1):
+        lists = [c["logprobs"] for c in said if c["index"] == index and c["logprobs"]]
+        assert [token for each in lists for token in each["tokens"]] == [*"said", *more[0]]
+        assert [at for each in lists for at in each["text_offset"]] == [0, 1, 2, 3, *more[1]]
+        assert lists[0]["token_logprobs"][:2] == [None, -0.5]
+        assert lists[0]["top_logprobs"][:2] == [None, {"a": -0.5}]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_log_probabilities_of_the_prompt_are_part_of_a_whole_answer(bytewise: Tokenizer, kind: str) -> None:
+    w = writer(bytewise, kind, {"prompt_logprobs": 1, "n": 2})
+    w.scored_prompt = ScoredPrompt([7, 65], lps([65]))
+    for choice in (0, 1):
+        w.tokens(choice, [66])
+        w.end(choice, Finish.LENGTH)
+    answer = json.loads(w.close())
+    told = [None, {"65": {"logprob": -0.5, "rank": 0, "decoded_token": "A"}}]
+    assert [where["prompt_logprobs"] for where in ([answer] if kind == "chat" else answer["choices"])] == (
+        [told] if kind == "chat" else [told, told]
+    )
+    assert ("prompt_logprobs" in answer) == (kind == "chat")
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_who_wants_the_prompt_only_gets_no_token(bytewise: Tokenizer, stream: bool) -> None:
     fields = {"echo": True, "max_tokens": 0, "stream": stream}
     w = writer(bytewise, "completion", fields, beginning=Beginning(echo="said"))
@@ -198,7 +233,7 @@ def test_each_choice_goes_on_where_another_node_left_it(
     extra: dict[str, bool],
 ) -> None:
     fields: dict[str, Any] = {"stop": stop, "stream": stream, "n": len(ids), **extra}
-    if logprobs and not (extra.get("echo") and kind == "completion"):
+    if logprobs:
         fields |= {"logprobs": True} if kind == "chat" else {"logprobs": 1}
     begins = Beginning(
         echo="said" if extra.get("echo") else "", prompt_token_ids=[7] if "return_token_ids" in extra else None
@@ -206,6 +241,8 @@ def test_each_choice_goes_on_where_another_node_left_it(
 
     def feed(w: AnswerWriter, choice: int, tokens: list[int]) -> bytes:
         payload = b""
+        if tokens:
+            w.scored_prompt = ScoredPrompt([7, 65, 66], lps([65, 66]))
         for token in tokens:
             if not w.choices[choice].stopped:
                 payload += w.tokens(choice, [token], lps([token]))

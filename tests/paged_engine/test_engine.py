@@ -48,8 +48,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def submit(engine: Engine, name: str, tokens: list[int], **params) -> Request:
     defaults = {"max_tokens": 24, "seed": 5, "temperature": 0.0, "ignore_eos": True}
-    generated = params.pop("generated", [])
-    req = Request.of(Submit(name, tokens, SamplingParams(**(defaults | params)), generated=generated), 0.0)
+    generated, fork_of = params.pop("generated", []), params.pop("fork_of", None)
+    sampling = SamplingParams(**(defaults | params))
+    req = Request.of(Submit(name, tokens, sampling, generated=generated, fork_of=fork_of), 0.0)
     engine.scheduler.add(req)
     return req
 
@@ -210,6 +211,31 @@ def test_bfloat16_stays_close_to_fp32(tiny):
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0, -1]
     assert float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0)) > 0.995
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_forks_answer_as_requests_of_their_own(device, tmp_path):
+    """Prompts that fill no block, two blocks, and some blocks and a part of one."""
+    make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
+    options = ON_GPU | {"batch_invariant": True} if device == "cuda" else {}
+    options |= {"prefix_cache": False, "max_batched_tokens": 40}
+
+    def drawn(forks: bool) -> tuple[list[list[int]], int, int]:
+        engine = make(tmp_path, **options)
+        requests = []
+        for length in (5, 32, 71):
+            for choice in range(3):
+                fork = {"fork_of": f"{length}.0"} if forks and choice else {}
+                params = SAMPLED | {"choice": choice, **fork}
+                requests.append(submit(engine, f"{length}.{choice}", prompt(length), **params))
+        drain(engine)
+        return [output(req) for req in requests], engine.scheduler.forked_blocks, engine.pool.block_tokens
+
+    alone, none, _ = drawn(forks=False)
+    forked, blocks, block_tokens = drawn(forks=True)
+    assert forked == alone
+    assert (none, blocks) == (0, 2 * sum((length - 1) // block_tokens for length in (5, 32, 71)))
+    assert len({tuple(tokens) for tokens in alone}) == 9
 
 
 @pytest.mark.gpu

@@ -123,7 +123,7 @@ def test_a_second_turn_finds_the_blocks_of_accepted_tokens(tiny):
 def test_a_batch_invariant_gpu_keeps_its_tokens(tmp_path):
     """One step ahead of the host, in graphs and in chunks, with requests that must not draw ahead among them."""
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
-    options = ON_GPU | {"batch_invariant": True, "max_batched_tokens": 512, "max_model_len": 128}
+    options = ON_GPU | {"batch_invariant": True, "max_batched_tokens": 512, "max_model_len": 128, "max_running": 32}
     plain, _ = answers(tmp_path, 70, **options)
     speculated, some = answers(tmp_path, 70, **options, **ON)
     assert {name: told[:3] for name, told in speculated.items()} == {name: told[:3] for name, told in plain.items()}

@@ -7,13 +7,14 @@ import random
 
 import pytest
 
+from paged_engine.adapter_slots import Loaded
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request
 from paged_engine.scheduler import Scheduler
 from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk
 from paged_engine.step_values import Slots
-from wire.engine_messages import Submit
+from wire.engine_messages import AdapterFacts, Submit
 from wire.sampling import SamplingParams
 
 BLOCK, MAX_BLOCKS, SLOTS = 4, 40, 6
@@ -48,7 +49,8 @@ class Device:
         for (slot, context_len, last), count in zip(values.sequences.T, values.counts, strict=True):
             self.tables[slot][(context_len - 1) // BLOCK] = int(last)
             for row in range(end, end + count):
-                token, source, position, block, offset = (int(v) for v in values.rows[:, row])
+                token, source, position, block, offset, adapter = (int(v) for v in values.rows[:, row])
+                assert adapter == -1
                 assert block == self.tables[slot][position // BLOCK]
                 assert offset == position % BLOCK
                 self.kv[block, offset] = self.sampled[source] if source >= 0 else token
@@ -126,3 +128,18 @@ def test_decode_steps_are_told_apart():
     assert not slots.step([Chunk(request, 0, 6, True)]).values.is_decode
     assert slots.step([Chunk(request, 6, 1, True)]).values.is_decode
     assert not slots.step([Chunk(request, 6, 1, False)]).values.is_decode
+
+
+def test_rows_of_an_adapter_stand_side_by_side():
+    slots = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_tokens=BLOCK)
+    chunks = []
+    for index, (adapter, count) in enumerate([(1, 1), (-1, 1), (0, 3), (1, 1), (-1, 2)]):
+        loaded = None if adapter < 0 else Loaded(adapter, AdapterFacts(f"a{adapter}", "0", 4))
+        req = Request.of(Submit(f"r{index}", [3] * count, SamplingParams(4, seed=0)), 0.0, loaded)
+        req.blocks = [index + 1]
+        chunks.append(Chunk(req, 0, count, True))
+    planned = slots.step(chunks)
+    assert planned.values.rows[5].tolist() == [-1, 1, 1, -1, -1, 0, 0, 0]
+    assert planned.values.adapted
+    assert [req.request_id for req in planned.sampling] == ["r1", "r0", "r3", "r4", "r2"]
+    assert not slots.step(chunks[1:2]).values.adapted

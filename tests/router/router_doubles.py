@@ -157,6 +157,10 @@ class FakeNode:
     load: Load = field(default_factory=Load)
     health_status: int = 200
     health_hangs: bool = False
+    adapters: list[str] = field(default_factory=list)
+    adapter_status: int = 200
+    told: list[tuple[str, bytes, str]] = field(default_factory=list)
+    """About adapters: path, body, authorization."""
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     released: list[list[str]] = field(default_factory=list)
@@ -187,6 +191,7 @@ class FakeNode:
             "engine_id": f"engine-{self.role}",
             "generation": self.generation,
             "load": msgspec.to_builtins(self.load),
+            "adapters": self.adapters,
         }
         return web.json_response(body, status=self.health_status)
 
@@ -195,13 +200,30 @@ class FakeNode:
         self.released_event.set()
         return web.json_response({})
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"count": 3, "max_model_len": 128, "tokens": PROMPT_IDS, "token_strs": None})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        error = {"message": "no such token", "type": "invalid_request_error", "param": "tokens", "code": None}
+        return web.json_response({"error": error}, status=400)
+
+    async def adapter(self, request: web.Request) -> web.Response:
+        self.told.append((request.path, await request.read(), request.headers.get("authorization", "")))
+        if self.adapter_status == 200:
+            return web.json_response({"message": "done", "lora_name": "x"})
+        return web.json_response({"error": {"message": "it will not", "type": "t"}}, status=self.adapter_status)
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[FakeNode]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.leg)
         app.router.add_post("/v1/completions", self.leg)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/detokenize", self.detokenize)
         app.router.add_get("/health", self.health)
         app.router.add_post("/kv/release", self.release)
+        app.router.add_post("/v1/load_lora_adapter", self.adapter)
+        app.router.add_post("/v1/unload_lora_adapter", self.adapter)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

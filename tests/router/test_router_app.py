@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -176,6 +177,15 @@ async def test_metrics_are_exposed() -> None:
         assert f'kvrelay_router_node_up{{node="{p.url}",role="prefill"}} 1.0' in text
         assert 'kvrelay_router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
         assert "kvrelay_router_queue_depth" in text
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_bodies_are_logged_only_when_asked(asked: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.router")
+    async with cluster(prefill(), decode(), log_bodies=asked) as c:
+        await c.text({"user": "the secret word"})
+        await until(lambda: "status=200" in caplog.text)
+    assert ("the secret word" in caplog.text) is asked
 
 
 async def test_ids_in_use_or_insane_are_replaced() -> None:

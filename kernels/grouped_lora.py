@@ -1,0 +1,242 @@
+"""Low-rank adapters beside a linear layer on a GPU: y += B (A x), each row with its own adapter or none. Triton.
+
+Two launches around the layer's own product, both fit for a CUDA graph: a row's adapter is read from device memory.
+
+- `shrink`, x -> A x. Grid: tiles of rows x tiles of A's rows x parts of K. The parts' sums stay apart, in fp32.
+- `expand`, which adds up the parts in their order and adds B (A x) to y. Grid: tiles of rows x tiles of y's columns.
+
+A program loops over the adapters from the lowest to the highest of its rows, and skips those that none of them has; the
+other rows of the tile are zeros in x, and take nothing of the sums. So rows need no sorting and no table of groups; a
+step's rows come sorted by adapter, which keeps these loops short. A tile whose rows have no adapter ends at once. Rows
+without an adapter are not written.
+
+Bits: a row's do not depend on the other rows, but on the tiles: `default_tiles` gives them by the number of rows.
+
+Dependent launch: every program waits (`gdc_wait`) before it ends, also one that has nothing to do. Else its successor,
+which waits for this launch alone, would run into what is still computed before. Twin: `kernels/lora.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.fused_norm import pdl_works
+
+__all__ = ["INVARIANT_ROWS", "LoraTiles", "default_tiles", "expand", "shrink"]
+
+INVARIANT_ROWS = 16
+"""`default_tiles(INVARIANT_ROWS, ...)` are the tiles for every number of rows in batch-invariant engines."""
+_FEW_ROWS = 256  # up to here a step is mostly decodes: small tiles, and K is shared by many programs
+_MANY_ROWS = 2048  # from here on tiles of rows alone fill a GPU
+_PART_COLUMNS = 256  # of K, the fewest for one program
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTiles:
+    """What programs work on. `rows` of x, `split` parts of K, `columns` of y."""
+
+    rows: int
+    split: int
+    columns: int
+    warps: int = 4
+
+
+def default_tiles(rows: int, k: int) -> LoraTiles:
+    """Of three kinds, so that a node compiles all of them before its first request. To be measured."""
+    parts = max(1, k // _PART_COLUMNS)
+    if rows <= _FEW_ROWS:
+        return LoraTiles(16, min(16, parts), 128)
+    return LoraTiles(64, min(4, parts) if rows <= _MANY_ROWS else 1, 128)
+
+
+def shrink(
+    x: torch.Tensor,
+    down: torch.Tensor,
+    adapters: torch.Tensor,
+    *,
+    pdl: bool = False,
+    tiles: LoraTiles | None = None,
+) -> torch.Tensor:
+    """down[a] x of rows with adapter a -> fp32 [parts, T, C], to be added up; nothing for tiles without one
+
+    x [T, K] (rows may be strided), down [adapters, C, K], adapters int32 [T] with -1 for none. C, all ranks, is
+    a multiple of 16.
+    """
+    count, k = x.shape
+    stacked = down.shape[1]
+    if down.shape[2] != k or stacked % 16 or x.stride(1) != 1 or not down.is_contiguous() or down.dtype != x.dtype:
+        raise ValueError(f"x {tuple(x.shape)} and down {tuple(down.shape)} do not fit, or are not contiguous")
+    tiles = tiles or default_tiles(count, k)
+    low = torch.empty(tiles.split, count, stacked, dtype=torch.float32, device=x.device)
+    columns = _divisor(stacked, 64)
+    pdl = pdl and pdl_works(x.device)
+    if count:
+        _shrink[(triton.cdiv(count, tiles.rows) * (stacked // columns) * tiles.split,)](
+            x, x.stride(0), down, adapters, low, count,
+            K=k, C=stacked, SPLIT=tiles.split, BM=tiles.rows, BC=columns, BK=_step(k, 128),
+            PDL=pdl, num_warps=tiles.warps, num_stages=3, launch_pdl=pdl,
+        )  # fmt: skip
+    return low
+
+
+def expand(
+    low: torch.Tensor,
+    up: torch.Tensor,
+    adapters: torch.Tensor,
+    y: torch.Tensor,
+    widths: Sequence[int],
+    *,
+    pdl: bool = False,
+    tiles: LoraTiles | None = None,
+) -> torch.Tensor:
+    """y [T, N] += up[a] low of rows with adapter a, in place; sums are fp32 and rounded once.
+
+    low: what `shrink` gave, of which projection i takes its i-th `rank` columns. up [adapters, N, rank]; `widths`: how
+    many of y's columns each of at most three projections has, N in all. y's rows may be strided.
+    """
+    split, count, stacked = low.shape
+    _, n, rank = up.shape
+    if sum(widths) != n or y.shape != (count, n) or y.stride(1) != 1 or not up.is_contiguous() or up.dtype != y.dtype:
+        raise ValueError(f"up {tuple(up.shape)}, widths {list(widths)} and y {tuple(y.shape)} do not fit")
+    if len(widths) > 3 or stacked != len(widths) * rank or rank % 16:
+        raise ValueError(f"{stacked} sums a row are not those of {len(widths)} projections of rank {rank}")
+    tiles = tiles or default_tiles(count, split)  # of which `split` is not used here
+    first, second, third = (*widths, 0, 0)[:3]
+    programs = sum(triton.cdiv(width, tiles.columns) for width in widths)
+    pdl = pdl and pdl_works(y.device)
+    if count:
+        _expand[(triton.cdiv(count, tiles.rows) * programs,)](
+            low, up, adapters, y, y.stride(0), count,
+            N0=first, N1=second, N2=third, R=rank, C=stacked, SPLIT=split, BM=tiles.rows, BN=tiles.columns,
+            BR=_divisor(rank, 64), PDL=pdl, num_warps=tiles.warps, num_stages=1, launch_pdl=pdl,
+        )  # fmt: skip
+    return y
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest of 16, 32, 64 ... up to `most` of which `size` is a multiple."""
+    return max(width for width in (16, 32, 64) if width <= most and size % width == 0)
+
+
+def _step(k: int, most: int) -> int:
+    return int(max(16, min(most, triton.next_power_of_2(k))))
+
+
+# Counts of rows are not specialized: one binary for all.
+@triton.jit(do_not_specialize=["count"])
+def _shrink(
+    x,
+    x_stride,
+    down,
+    adapters,
+    low,
+    count,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # grid: (cdiv(count, BM) * C // BC * SPLIT,)
+    part = tl.program_id(0) % SPLIT
+    rest = tl.program_id(0) // SPLIT
+    column = rest % (C // BC) * BC + tl.arange(0, BC)
+    row = rest // (C // BC) * BM + tl.arange(0, BM)
+    inside = row < count
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    adapter = tl.load(adapters + row, mask=inside, other=-1)
+    highest = tl.max(adapter)
+    lowest = tl.min(tl.where(adapter < 0, highest, adapter))
+    if highest >= 0:
+        steps: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
+        rows = x + row.to(tl.int64)[:, None] * x_stride
+        total = tl.zeros((BM, BC), tl.float32)
+        for each in range(lowest, highest + 1):
+            mine = adapter == each
+            if tl.max(mine.to(tl.int32)) > 0:
+                matrix = down + (each * C + column).to(tl.int64)[None, :] * K
+                sums = tl.zeros((BM, BC), tl.float32)
+                for step in range(steps):
+                    k = (part * steps + step) * BK + tl.arange(0, BK)
+                    values = tl.load(rows + k[None, :], mask=mine[:, None] & (k < K)[None, :], other=0.0)
+                    weights = tl.load(matrix + k[:, None], mask=(k < K)[:, None], other=0.0)
+                    sums = tl.dot(values, weights, sums, input_precision="ieee")
+                # Not added: a matrix that holds a NaN is nobody's business but its own rows'.
+                total = tl.where(mine[:, None], sums, total)
+        place = (part.to(tl.int64) * count + row)[:, None] * C + column[None, :]
+        tl.store(low + place, total, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _expand(
+    low,
+    up,
+    adapters,
+    y,
+    y_stride,
+    count,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BR: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # grid: (cdiv(count, BM) * the projections' cdiv(N, BN),)
+    first_tiles: tl.constexpr = (N0 + BN - 1) // BN
+    second_tiles: tl.constexpr = (N1 + BN - 1) // BN
+    third_tiles: tl.constexpr = (N2 + BN - 1) // BN
+    third: tl.constexpr = first_tiles + second_tiles
+    tiles: tl.constexpr = third + third_tiles
+    tile = tl.program_id(0) % tiles
+    row = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
+    projection = (tile >= first_tiles).to(tl.int32) + (tile >= third).to(tl.int32)
+    tile -= tl.where(projection == 0, 0, tl.where(projection == 1, first_tiles, third))
+    first = tl.where(projection == 0, 0, tl.where(projection == 1, N0, N0 + N1))
+    width = tl.where(projection == 0, N0, tl.where(projection == 1, N1, N2))
+    column = tile * BN + tl.arange(0, BN)
+    here = column < width
+    column += first
+    inside = row < count
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    adapter = tl.load(adapters + row, mask=inside, other=-1)
+    highest = tl.max(adapter)
+    lowest = tl.min(tl.where(adapter < 0, highest, adapter))
+    if highest >= 0:
+        outputs: tl.constexpr = N0 + N1 + N2
+        total = tl.zeros((BM, BN), tl.float32)
+        for each in range(lowest, highest + 1):
+            mine = adapter == each
+            if tl.max(mine.to(tl.int32)) > 0:
+                matrix = up + (each * outputs + column).to(tl.int64)[None, :] * R
+                sums = tl.zeros((BM, BN), tl.float32)
+                for start in range(0, R, BR):
+                    r = start + tl.arange(0, BR)
+                    source = low + row.to(tl.int64)[:, None] * C + (projection * R + r)[None, :]
+                    values = tl.zeros((BM, BR), tl.float32)
+                    for part in range(SPLIT):
+                        values += tl.load(source + part * count.to(tl.int64) * C, mask=mine[:, None], other=0.0)
+                    weights = tl.load(matrix + r[:, None], mask=here[None, :], other=0.0)
+                    sums = tl.dot(values.to(weights.dtype), weights, sums, input_precision="ieee")
+                total = tl.where(mine[:, None], sums, total)
+        target = y + row.to(tl.int64)[:, None] * y_stride + column[None, :]
+        touched = (adapter >= 0)[:, None] & here[None, :]
+        value = tl.load(target, mask=touched, other=0.0).to(tl.float32) + total
+        tl.store(target, value.to(y.dtype.element_ty), mask=touched)

@@ -1,0 +1,69 @@
+"""Low-rank adapters beside a linear layer: y += B (A x) for rows of several adapters. Torch: CPU path and twin.
+
+A layer's projections are side by side: `down` holds their A's one above the other, `rank` rows each, `up` their B's.
+Adapters of a lower rank are padded with zeros. The GPU's kernels: `kernels/grouped_lora.py`.
+Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kernels.linear import Linear
+
+__all__ = ["PackedLora", "add_lora"]
+
+
+def add_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    adapters: torch.Tensor,
+    widths: Sequence[int],
+) -> torch.Tensor:
+    """y [T, N] += up[a] (down[a] x) in place, a = adapters[t] of each row; rows with adapter -1 stay as they are.
+
+    x [T, K], down [adapters, projections * rank, K], up [adapters, N, rank], adapters [T] int; `widths` are how many of
+    y's columns each projection has, N in all. Sums are fp32; what A gives is rounded to the matrices' dtype.
+    """
+    rank = up.shape[-1]
+    for adapter in sorted(set(adapters.tolist()) - {-1}):
+        rows = (adapters == adapter).nonzero()[:, 0]
+        low = (x[rows].float() @ down[adapter].float().T).to(up.dtype).float()
+        parts = zip(torch.split(low, rank, 1), torch.split(up[adapter].float(), list(widths)), strict=True)
+        y[rows] = (y[rows].float() + torch.cat([part @ b.T for part, b in parts], 1)).to(y.dtype)
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class _Up:
+    first: int  # column of y
+    linear: Linear
+
+
+class PackedLora:
+    """One adapter's matrices at one layer, packed for the CPU. Batch-invariant, as all of the CPU path.
+
+    `min_rows`: fewest rows for which the bits of a row do not depend on the others in any of these products.
+    """
+
+    def __init__(self, down: torch.Tensor, up: torch.Tensor, widths: Sequence[int], min_rows: int) -> None:
+        """down [projections * rank, K], up [N, rank]."""
+        self._rank, self._min_rows = up.shape[1], min_rows
+        self._down = Linear(down)
+        first, self._ups = 0, []
+        for part in torch.split(up, list(widths)):
+            self._ups.append(_Up(first, Linear(part)))
+            first += len(part)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """y[rows] += B (A x[rows]) in place; y [T, N], x [T, K], rows [R] int64."""
+        mine = functional.pad(x[rows], (0, 0, 0, max(0, self._min_rows - len(rows))))
+        for up, low in zip(self._ups, torch.split(self._down(mine), self._rank, 1), strict=True):
+            columns = slice(up.first, up.first + up.linear.out_features)
+            y[rows, columns] += up.linear(low.contiguous())[: len(rows)]

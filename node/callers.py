@@ -1,0 +1,72 @@
+"""What a node reads of its callers: key, id, body, and whether they are still there. Knows no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import uuid
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from fastapi import Request
+
+from openai_api.routes import given_key
+from wire.errors import BodyTooLarge, RequestTimeout, Unauthorized
+
+__all__ = ["authorize", "read_body", "request_id", "unless_gone"]
+
+READ_DEADLINE_S = 60.0
+
+T = TypeVar("T")
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """The result of `work`, or None if the client left first; `work` is cancelled then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, refused before it is read whole when it is too long. Raises BodyTooLarge, RequestTimeout."""
+    size = int(request.headers.get("content-length") or 0)
+    body = bytearray()
+    if size <= limit:
+        try:
+            async with asyncio.timeout(READ_DEADLINE_S):
+                async for chunk in request.stream():
+                    body += chunk
+                    size = max(size, len(body))
+                    if size > limit:
+                        break
+        except TimeoutError as why:
+            raise RequestTimeout(f"the request body did not arrive within {READ_DEADLINE_S:g} s") from why
+    if size > limit:
+        raise BodyTooLarge(f"the request body has {size} bytes or more; the limit is {limit}")
+    return bytes(body)
+
+
+def request_id(request: Request) -> str:
+    """The caller's own id if it is sane, else a fresh one."""
+    given = request.headers.get("x-request-id", "")
+    if given and len(given) <= 128 and given.isascii() and given.isprintable() and " " not in given:
+        return given
+    return uuid.uuid4().hex
+
+
+def authorize(key: str, request: Request) -> None:
+    """Raise Unauthorized unless the request carries the key, or none is wanted."""
+    if key and not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
+        raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")

@@ -1,0 +1,103 @@
+"""What a node answers to clients that ask it without a router: other dialects, tokenization.
+
+The routes are openai_api/routes.py's; chat completions themselves are node/app.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import cast
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.responses import Response
+
+from node.serving import Serving
+from openai_api.dialect import Dialect, Speak
+from wire.errors import EngineDead, ErrorBody, NodeFailed
+
+__all__ = ["Directly"]
+
+# Tokenizing takes about 1 us per byte.
+_INLINE_BODY_BYTES = 16 << 10
+
+
+class _Refusal(msgspec.Struct):
+    error: ErrorBody
+
+
+class Directly:
+    """The Server of openai_api/routes.py on a node.
+
+    `ready` is the serving half or raises EngineDead, `read` a request's checked body, `check` looks at its key only,
+    and `chat` answers a chat completion in its own bytes.
+    """
+
+    def __init__(
+        self,
+        ready: Callable[[], Serving],
+        check: Callable[[Request], None],
+        read: Callable[[Request], Awaitable[bytes]],
+        chat: Callable[[Request, bytes], Awaitable[Response]],
+    ) -> None:
+        self._ready, self._check, self._read, self._chat = ready, check, read, chat
+
+    def check_key(self, request: Request) -> None:
+        """Raise Unauthorized if a key is wanted and not given."""
+        self._check(request)
+
+    def healthy(self) -> bool:
+        """Whether requests can be served now."""
+        with contextlib.suppress(EngineDead):
+            self._ready()
+            return True
+        return False
+
+    def served(self) -> list[str]:
+        """The names of the model and of its adapters, once it is loaded."""
+        with contextlib.suppress(EngineDead):
+            serving = self._ready()
+            return [serving.model_name, *serving.adapters]
+        return []
+
+    async def complete(self, request: Request, speak: Speak) -> Response:
+        """A chat completion in a dialect. Raises KvrelayError."""
+        self._ready()
+        body, dialect = speak(await self._read(request))
+        return _spoken(await self._chat(request, body), dialect)
+
+    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
+        """POST /tokenize and /detokenize. Raises KvrelayError."""
+        serving = self._ready()
+        body = translate(await self._read(request))
+        work = serving.tokenized if path == "/tokenize" else serving.detokenized
+        told = await asyncio.to_thread(work, body) if len(body) > _INLINE_BODY_BYTES else work(body)
+        return msgspec.json.encode(told)
+
+
+def _spoken(answer: Response, dialect: Dialect) -> Response:
+    """The answer to a chat completion in the client's dialect."""
+    if isinstance(answer, StreamingResponse):
+        answer.body_iterator = _events(cast("AsyncGenerator[bytes, None]", answer.body_iterator), dialect)
+        return answer
+    headers = {name: value for name, value in answer.headers.items() if name not in ("content-length", "content-type")}
+    status, body = answer.status_code, bytes(answer.body)
+    try:
+        body = dialect.whole(body) if status == 200 else _refusal(status, body, dialect)
+    except NodeFailed as why:
+        status, body = why.status, dialect.error(why.status, why.body())
+    return Response(body, status, headers, "application/json")
+
+
+def _refusal(status: int, body: bytes, dialect: Dialect) -> bytes:
+    """An error's body; one without any is for nobody: the client has gone."""
+    return dialect.error(status, msgspec.json.decode(body, type=_Refusal).error) if body else body
+
+
+async def _events(chunks: AsyncGenerator[bytes, None], dialect: Dialect) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            yield dialect.events(chunk)

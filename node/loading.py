@@ -1,0 +1,51 @@
+"""What a node needs beside its engine before it can serve: tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from node.engine_client import EngineClient
+from node.serving import Serving
+from openai_api.chat_template import check_template
+from openai_api.tokenizer import Tokenizer
+from wire.config import NodeConfig
+from wire.engine_messages import EngineReady
+from wire.errors import ConfigError
+
+__all__ = ["serving_of"]
+
+
+async def serving_of(config: NodeConfig, engine: EngineClient) -> Serving:
+    """Load the tokenizer while the started engine loads the model. Raises ConfigError, EngineDead."""
+    tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
+    info = await engine.ready(config.start_deadline_s)
+    template = await asyncio.to_thread(_template, config.chat_template)
+    return Serving(
+        config.role,
+        _served_name(config, info),
+        template,
+        tokenizer,
+        info,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        trusts_request_templates=config.trust_request_chat_template,
+    )
+
+
+def _served_name(config: NodeConfig, info: EngineReady) -> str:
+    name = config.served_model_name or info.model_name
+    if name in [adapter.name for adapter in info.adapters]:
+        raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name with --lora")
+    return name
+
+
+def _template(path: str) -> str | None:
+    if not path:
+        return None
+    try:
+        template = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as why:
+        raise ConfigError(f"the chat template {path} cannot be read: {why}") from why
+    check_template(template)
+    return template

@@ -1,0 +1,74 @@
+"""A node without HTTP: the same engine process, the same checks and answers, for a caller in this process.
+
+What `kvrelay batch` and the class LLM are made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from node.app import Node, frames_of, legs_of
+from node.engine_client import EngineClient
+from node.loading import serving_of
+from node.serving import Call, Serving
+from openai_api.leg import Leg
+from wire.config import NodeConfig
+from wire.errors import ErrorBody, KvrelayError
+from wire.frames import Frame, FrameKind
+
+__all__ = ["AnswerBroke", "Offline", "offline"]
+
+
+class AnswerBroke(KvrelayError):
+    """An answer that ended with an error; `status` is what a client would have got."""
+
+    def __init__(self, status: int, error: ErrorBody) -> None:
+        super().__init__(error.message, param=error.param)
+        self.status, self.type = status, error.type
+
+
+class Offline:
+    """A node that is ready. Any number of calls may run at once."""
+
+    def __init__(self, node: Node, serving: Serving) -> None:
+        self._node = node
+        self.serving = serving
+
+    async def answer(self, chat: bool, body: bytes) -> bytes:
+        """The whole body of an answer that is not streamed. Raises KvrelayError; if it broke, AnswerBroke."""
+        _, frames = await self.run(chat, body)
+        return frames[-1].payload
+
+    async def run(self, chat: bool, body: bytes) -> tuple[list[Leg], list[Frame]]:
+        """The legs of a completion that have run to their end, one for each prompt, and all their frames.
+
+        Raises KvrelayError, AnswerBroke."""
+        call = Call(chat, body, uuid.uuid4().hex)
+        legs, _ = await legs_of(self.serving, call)
+        told: list[Frame] = []
+        async with contextlib.aclosing(frames_of(self._node, legs, call)) as frames:
+            async for frame in frames:
+                _raise_error(frame)
+                told.append(frame)
+        return legs, told
+
+
+@asynccontextmanager
+async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
+    """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
+    engine = EngineClient(config)
+    await engine.start()
+    try:
+        serving = await serving_of(config, engine)
+        yield Offline(Node(config, engine, int(time.time()), serving), serving)
+    finally:
+        await engine.stop()
+
+
+def _raise_error(frame: Frame) -> None:
+    if frame.kind is FrameKind.ERROR and frame.error is not None:
+        raise AnswerBroke(frame.status, frame.error)

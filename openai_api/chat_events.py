@@ -1,0 +1,129 @@
+"""Reads the answer to a chat completion back: events from bytes that are cut anywhere, or one whole body.
+
+Only for answers that are wanted in another dialect; plain chat completions are never parsed on their way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from wire.errors import ErrorBody, NodeFailed
+
+__all__ = ["ChatChoice", "ChatEvent", "ChatEvents", "ChatUsage", "Said", "ToolCall", "whole_chat"]
+
+
+class _Function(msgspec.Struct, frozen=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call, or what a chunk adds to one: `id` and `name` come once, `arguments` in pieces."""
+
+    index: int | None = None
+    id: str | None = None
+    function: _Function = _Function()
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A message, or what a chunk adds to it."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    content: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """Of a chunk (`delta`) or of a whole answer (`message`)."""
+
+    delta: Said | None = None
+    message: Said | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: _Logprobs | None = None
+
+    @property
+    def said(self) -> Said:
+        """What it holds or adds."""
+        return self.delta or self.message or Said()
+
+
+class _Cached(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class _Reasoned(msgspec.Struct, frozen=True):
+    reasoning_tokens: int | None = None
+
+
+class ChatUsage(msgspec.Struct, frozen=True):
+    """Token counts."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Cached | None = None
+    completion_tokens_details: _Reasoned | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those found in a prefix cache."""
+        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details else 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the answer, those of its reasoning, where the answer tells."""
+        return (self.completion_tokens_details.reasoning_tokens or 0) if self.completion_tokens_details else 0
+
+
+class ChatEvent(msgspec.Struct, frozen=True):
+    """One chunk, one whole answer, or an error."""
+
+    choices: list[ChatChoice] = []
+    usage: ChatUsage | None = None
+    error: ErrorBody | None = None
+
+
+_decoder = msgspec.json.Decoder(ChatEvent)
+
+
+class ChatEvents:
+    """Cuts a byte stream into events. `done` once [DONE] has come."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest = b""
+
+    def feed(self, payload: bytes) -> list[ChatEvent]:
+        """All events completed by `payload`; comments are skipped. Raises NodeFailed on one that is malformed."""
+        *blocks, self._rest = (self._rest + payload).split(b"\n\n")
+        events: list[ChatEvent] = []
+        for block in blocks:
+            if not block.startswith(b"data: "):
+                continue
+            data = block[6:]
+            if data == b"[DONE]":
+                self.done = True
+            else:
+                events.append(_decode(data))
+        return events
+
+
+def whole_chat(body: bytes) -> ChatEvent:
+    """A whole answer. Raises NodeFailed if it is none."""
+    answer = _decode(body)
+    if not answer.choices:
+        raise NodeFailed("a node sent an answer without a choice; send the request again")
+    return answer
+
+
+def _decode(data: bytes) -> ChatEvent:
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        raise NodeFailed(f"a node sent a malformed chat completion: {why}") from why

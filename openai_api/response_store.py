@@ -1,0 +1,76 @@
+"""Responses that were answered, kept in memory so that a later request can go on from them. Pure.
+
+Bounded in number and in bytes; when either is reached, those go first that nobody has asked for the longest time. What
+is kept dies with the process, and each process keeps its own: with several routers a conversation must stay with one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from wire.errors import NotFound
+
+__all__ = ["MAX_RESPONSES", "MAX_STORED_BYTES", "ResponseStore", "Stored"]
+
+MAX_RESPONSES = 4096
+MAX_STORED_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One response as it was sent, the items that it answers, and all turns up to it, each a JSON list of items."""
+
+    body: bytes
+    input: bytes
+    turns: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes. Turns are shared between the responses of a conversation, and counted for each: an upper bound."""
+        return len(self.body) + len(self.input) + sum(map(len, self.turns))
+
+
+class ResponseStore:
+    """Responses by id. Not for threads."""
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_STORED_BYTES) -> None:
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """Keep a response; one that is larger than all the room there is is not kept."""
+        if stored.size > self._max_bytes:
+            return
+        self._kept[response_id] = stored
+        self.bytes += stored.size
+        while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self.bytes -= oldest.size
+
+    def get(self, response_id: str, param: str | None = None) -> Stored:
+        """A kept response. Raises NotFound, with `param` as the field that named it."""
+        found = self._kept.get(response_id)
+        if found is None:
+            raise self._missing(response_id, param)
+        self._kept.move_to_end(response_id)
+        return found
+
+    def delete(self, response_id: str) -> None:
+        """Forget a response. Raises NotFound."""
+        found = self._kept.pop(response_id, None)
+        if found is None:
+            raise self._missing(response_id, None)
+        self.bytes -= found.size
+
+    def _missing(self, response_id: str, param: str | None) -> NotFound:
+        return NotFound(
+            f"response {response_id!r} is not kept here: it was never stored (store: false), was deleted, gave way to "
+            f"newer ones (the last {self._max_responses} are kept), or this server was restarted",
+            param=param,
+            code="previous_response_not_found" if param else "response_not_found",
+        )

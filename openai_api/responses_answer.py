@@ -1,0 +1,280 @@
+"""The answer of POST /v1/responses, made of a chat completion: events in the Responses API's order, or one body. Pure.
+
+A whole answer is a stream of one chunk whose events nobody sees; so both are one state machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from openai_api.chat_events import ChatChoice, ChatEvent, ChatEvents, ChatUsage, ToolCall, whole_chat
+from openai_api.dialect import KEEP_ALIVE, openai_error
+from openai_api.responses_request import ResponsesRequest
+from wire.errors import ErrorBody, NodeFailed
+
+__all__ = ["ResponsesAnswer"]
+
+_encode = msgspec.json.Encoder().encode
+# What a chat completion's fields are called in a request of this API.
+_PARAMS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+# By our error's type; of any other: server_error.
+_CODES = {"overloaded_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
+
+Finished = Callable[[dict[str, Any]], None]
+"""Told the whole response once, when it has ended well or cut short."""
+
+
+@dataclass
+class _Item:
+    """One output item while it grows."""
+
+    at: int
+    value: dict[str, Any]
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Which item an event is about."""
+        return {"item_id": self.value["id"], "output_index": self.at}
+
+
+class ResponsesAnswer:
+    """One answer in the Responses API. `response_id` begins with resp_; items get its rest as the end of their ids."""
+
+    def __init__(
+        self, request: ResponsesRequest, response_id: str, created_at: int, finished: Finished | None = None
+    ) -> None:
+        self._head = _head(request, response_id, created_at)
+        self._suffix = response_id.removeprefix("resp_")
+        self._finished = finished
+        self._chunks = ChatEvents()
+        self._sent: list[bytes] = []
+        self._number = 0
+        self._items: list[_Item] = []
+        self._open: list[_Item] = []
+        self._calls: dict[int, _Item] = {}
+        self._begun = self._over = False
+        self._finish_reason = "stop"
+        self._usage = ChatUsage()
+
+    def events(self, payload: bytes) -> bytes:
+        """Bytes of a streamed chat completion as events of this API."""
+        if self._over:
+            return b""
+        self._begin()
+        try:
+            for chunk in self._chunks.feed(payload):
+                self._take(chunk)
+            if self._chunks.done:
+                self._end()
+        except NodeFailed as why:
+            self._fail(why.body())
+        return self._flush()
+
+    def keep_alive(self) -> bytes:
+        """A comment, behind the first events if they were not sent yet."""
+        self._begin()
+        return self._flush() or KEEP_ALIVE
+
+    def whole(self, body: bytes) -> bytes:
+        """The response as one object. Raises NodeFailed."""
+        self._take(whole_chat(body))
+        response = self._end()
+        self._sent.clear()
+        return _encode(response)
+
+    def error(self, status: int, error: ErrorBody) -> bytes:
+        """OpenAI's error body, with this API's name of the field."""
+        param = _PARAMS.get(error.param or "", error.param)
+        return openai_error(status, msgspec.structs.replace(error, param=param))
+
+    def _flush(self) -> bytes:
+        sent = b"".join(self._sent)
+        self._sent.clear()
+        return sent
+
+    def _say(self, kind: str, **values: Any) -> None:
+        event = _encode({"type": kind, "sequence_number": self._number, **values})
+        self._number += 1
+        self._sent.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), event))
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._say("response.created", response=self._response("in_progress"))
+            self._say("response.in_progress", response=self._response("in_progress"))
+
+    def _take(self, event: ChatEvent) -> None:
+        if event.error is not None:
+            self._fail(event.error)
+            return
+        self._usage = event.usage or self._usage
+        for choice in event.choices:
+            self._add(choice)
+
+    def _add(self, choice: ChatChoice) -> None:
+        said = choice.said
+        if said.reasoning_content:
+            self._text("reasoning", said.reasoning_content, [])
+        logprobs = (choice.logprobs.content or []) if choice.logprobs else []
+        if said.content:
+            self._text("message", said.content, logprobs)
+        for at, call in enumerate(said.tool_calls or ()):
+            self._call(at if call.index is None else call.index, call)
+        self._finish_reason = choice.finish_reason or self._finish_reason
+
+    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
+        item = self._open[-1] if self._open else None
+        if item is None or item.value["type"] != kind:
+            item = self._open_text(kind)
+        item.text.append(text)
+        item.logprobs += logprobs
+        if kind == "message":
+            place = {**item.place, "content_index": 0}
+            self._say("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+        else:
+            self._say("response.reasoning_text.delta", **item.place, content_index=0, delta=text)
+
+    def _open_text(self, kind: str) -> _Item:
+        self._close("completed")
+        if kind == "message":
+            item = self._new(kind, "msg", role="assistant", content=[])
+        else:
+            item = self._new(kind, "rs", summary=[], content=[])
+        self._say("response.content_part.added", **item.place, content_index=0, part=_part(kind, "", []))
+        return item
+
+    def _call(self, index: int, call: ToolCall) -> None:
+        item = self._calls.get(index)
+        if item is None:
+            if self._open and self._open[-1].value["type"] != "function_call":
+                self._close("completed")
+            name, call_id = call.function.name or "", call.id or f"call_{self._suffix}{index}"
+            item = self._calls[index] = self._new("function_call", "fc", arguments="", call_id=call_id, name=name)
+        if item not in self._open:
+            raise NodeFailed("a node went on with a function call that had ended; send the request again")
+        if call.function.arguments:
+            item.text.append(call.function.arguments)
+            self._say("response.function_call_arguments.delta", **item.place, delta=call.function.arguments)
+
+    def _new(self, kind: str, prefix: str, **values: Any) -> _Item:
+        at = len(self._items)
+        item = _Item(at, {"id": f"{prefix}_{self._suffix}{at}", "type": kind, "status": "in_progress", **values})
+        self._items.append(item)
+        self._open.append(item)
+        self._say("response.output_item.added", output_index=at, item=item.value)
+        return item
+
+    def _close(self, status: str) -> None:
+        """End all open items; several are only ever calls that are made in parallel."""
+        for item in self._open:
+            kind, text = item.value["type"], "".join(item.text)
+            if kind == "function_call":
+                item.value = {**item.value, "status": status, "arguments": text}
+                self._say(
+                    "response.function_call_arguments.done", **item.place, name=item.value["name"], arguments=text
+                )
+            else:
+                part = _part(kind, text, item.logprobs)
+                item.value = {**item.value, "status": status, "content": [part]}
+                place = {**item.place, "content_index": 0}
+                if kind == "message":
+                    self._say("response.output_text.done", **place, text=text, logprobs=item.logprobs)
+                else:
+                    self._say("response.reasoning_text.done", **place, text=text)
+                self._say("response.content_part.done", **place, part=part)
+            self._say("response.output_item.done", output_index=item.at, item=item.value)
+        self._open.clear()
+
+    def _end(self) -> dict[str, Any]:
+        """The end of a chat completion: the response as a whole."""
+        if self._over:
+            return {}
+        self._over = True
+        if not self._items:
+            self._open_text("message")  # an answer without a word is one of no text, not of no message
+        cut = self._finish_reason == "length"
+        status = "incomplete" if cut else "completed"
+        self._close(status)
+        response = self._response(status)
+        if cut:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._say(f"response.{status}", response=response)
+        if self._finished is not None:
+            self._finished(response)
+        return response
+
+    def _fail(self, error: ErrorBody) -> None:
+        """It broke after the first event."""
+        self._over = True
+        self._close("incomplete")
+        response = self._response("failed")
+        response["error"] = {"code": _CODES.get(error.type, "server_error"), "message": error.message}
+        self._say("response.failed", response=response)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response object as it is now."""
+        usage: dict[str, Any] | None = None
+        if status in ("completed", "incomplete"):
+            told = self._usage
+            usage = {
+                "input_tokens": told.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": told.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": told.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": told.reasoning_tokens},
+                "total_tokens": told.prompt_tokens + told.completion_tokens,
+            }
+        return {**self._head, "status": status, "output": [item.value for item in self._items], "usage": usage}
+
+
+def _part(kind: str, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one part of a message's or a reasoning's content."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _head(request: ResponsesRequest, response_id: str, created_at: int) -> dict[str, Any]:
+    """What a response says of its request: all that does not change while it is made."""
+    format_ = request.text.format if request.text and request.text.format else {"type": "text"}
+    reasoning = request.reasoning
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created_at,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "model": request.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": request.store is not False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "text": {"format": format_},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
+    }

@@ -1,0 +1,236 @@
+"""POST /v1/responses: its body, checked, and the chat completion that it means. Pure and light.
+
+Refuses what this server has no part for (hosted tools, background runs, files), so that nothing is ignored silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from openai_api.chat_fields import assistant, function_tool, joined_system, passed_on, text_of
+from openai_api.json_body import reading
+from wire.errors import RequestError
+
+__all__ = ["Item", "ReasoningConfig", "ResponsesRequest", "TextConfig", "chat_body", "decode_responses", "own_items"]
+
+Item = dict[str, Any]
+"""One item of an input or an output."""
+
+_MESSAGE_PARTS = ("input_text", "output_text", "text", "refusal")
+_ROLES = ("user", "assistant", "system", "developer")
+_WITH_LOGPROBS = "message.output_text.logprobs"
+_MAX_METADATA = 16  # of the OpenAI API
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True):
+    """How much a model thinks. `summary` is not made: the reasoning itself is given."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """`format`: {"type": "text" | "json_object" | "json_schema", ...}."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/responses. Fields of chat_fields.PASSED_ON are taken beside these."""
+
+    model: str | None = None
+    input: str | list[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[Item] | None = None
+    tool_choice: str | Item | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Log-probabilities go into the output's text parts."""
+        return bool(self.top_logprobs) or _WITH_LOGPROBS in (self.include or ())
+
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+def decode_responses(body: bytes) -> ResponsesRequest:
+    """The request in `body`. Raises RequestError."""
+    with reading():
+        request = _decoder.decode(body)
+    if request.background:
+        raise _unsupported("background", "the answer comes with the request; leave it out, or stream")
+    if request.conversation is not None:
+        raise _unsupported("conversation", "use previous_response_id")
+    if request.prompt is not None:
+        raise _unsupported("prompt", "prompt templates are not kept here; send instructions and input")
+    if request.truncation not in (None, "disabled"):
+        raise _unsupported("truncation", "nothing is cut from an input here; shorten it yourself, or leave it out")
+    if request.max_output_tokens is not None and request.max_output_tokens < 1:
+        raise RequestError(
+            f"max_output_tokens must be at least 1, got {request.max_output_tokens}", param="max_output_tokens"
+        )
+    if len(request.metadata or ()) > _MAX_METADATA:
+        raise RequestError(
+            f"metadata has {len(request.metadata or ())} keys; the limit is {_MAX_METADATA}", param="metadata"
+        )
+    if not request.input:
+        raise RequestError("input must not be empty", param="input")
+    return request
+
+
+def own_items(request: ResponsesRequest, suffix: str) -> list[Item]:
+    """The input as items, each with an id: those without one are given one that ends with `suffix` and a number."""
+    given = request.input
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_completed(item, f"{suffix}{at}", at) for at, item in enumerate(items)]
+
+
+def _completed(item: Item, suffix: str, at: int) -> Item:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if not isinstance(kind, str):
+        raise RequestError(f"input[{at}].type is missing", param=f"input[{at}]")
+    if not isinstance(item.get("id"), str | None):
+        raise RequestError(f"input[{at}].id must be a text", param=f"input[{at}].id")
+    complete = {"type": kind, **item, "id": item.get("id") or f"{'msg' if kind == 'message' else 'in'}_{suffix}"}
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        complete["content"] = [{"type": part, "text": item["content"]}]
+    return complete
+
+
+def chat_body(request: ResponsesRequest, items: Sequence[Item], body: bytes) -> bytes:
+    """The chat completion that `request` means, over `items`: those of earlier responses and its own.
+
+    `body` is the request's own, for the fields that are passed on. Raises RequestError.
+    """
+    messages = [] if not request.instructions else [{"role": "system", "content": request.instructions}]
+    for at, item in enumerate(items):
+        _add(messages, item, at)
+    every: dict[str, Any] = {
+        **passed_on(body),
+        "model": request.model,
+        "messages": joined_system(messages),
+        "stream": request.stream,
+        "stream_options": {"include_usage": True} if request.stream else None,
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": True if request.wants_logprobs else None,
+        "top_logprobs": request.top_logprobs,
+        "parallel_tool_calls": request.parallel_tool_calls if request.tools else None,
+        "response_format": _response_format(request.text),
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "user": request.user,
+        **_tools(request),
+    }
+    return msgspec.json.encode({name: value for name, value in every.items() if value is not None})
+
+
+def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
+    """One item, as a message or as a part of the last one."""
+    where = f"input[{at}]"
+    kind = item.get("type")
+    if kind == "message":
+        role = item.get("role")
+        if role not in _ROLES:
+            raise RequestError(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r}", param=f"{where}.role")
+        text = text_of(item.get("content"), _MESSAGE_PARTS, f"{where}.content")
+        if role == "assistant":
+            last = assistant(messages)
+            last["content"] = text if last["content"] is None else f"{last['content']}\n{text}"
+        else:
+            messages.append({"role": "system" if role == "developer" else role, "content": text})
+    elif kind == "function_call":
+        calls = assistant(messages).setdefault("tool_calls", [])
+        function = {name: _required(item, name, where) for name in ("name", "arguments")}
+        calls.append({"id": _required(item, "call_id", where), "type": "function", "function": function})
+    elif kind == "function_call_output":
+        text = text_of(item.get("output"), _MESSAGE_PARTS, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": _required(item, "call_id", where), "content": text})
+    elif kind == "reasoning":
+        text = text_of(item.get("content") or item.get("summary"), ("reasoning_text", "summary_text"), where)
+        if text:
+            # Begins a turn: a reasoning behind an answer belongs to the next one.
+            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+    else:
+        raise RequestError(
+            f"{where} is of type {kind!r}; messages, function calls, their outputs and reasoning are served",
+            param=where,
+        )
+
+
+def _required(item: Item, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name} is missing", param=f"{where}.{name}")
+    return value
+
+
+def _tools(request: ResponsesRequest) -> dict[str, Any]:
+    """The chat fields `tools` and `tool_choice`."""
+    tools: list[dict[str, Any]] = []
+    for at, tool in enumerate(request.tools or ()):
+        if tool.get("type") != "function":
+            raise RequestError(
+                f"tools[{at}] is of type {tool.get('type')!r}; only function tools are served, which the client runs",
+                param=f"tools[{at}].type",
+                code="unsupported_parameter",
+            )
+        tools.append(function_tool(tool, "parameters", f"tools[{at}]"))
+    choice: Any = request.tool_choice
+    if isinstance(choice, dict):
+        match choice:
+            case {"type": "allowed_tools", "tools": [*listed], "mode": "auto" | "required" as choice}:
+                allowed = [tool.get("name") for tool in listed if isinstance(tool, dict)]
+                tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+            case {"type": "function", "name": str(name)}:
+                choice = {"type": "function", "function": {"name": name}}
+            case _:
+                raise RequestError(
+                    'tool_choice must be none, auto, required, {"type": "function", "name": ...} or allowed_tools',
+                    param="tool_choice",
+                )
+    if not tools:
+        # Without tools the API's own default, auto, asks for nothing.
+        return {"tool_choice": None if choice in ("auto", "none") else choice}
+    return {"tools": tools, "tool_choice": choice}
+
+
+def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
+    wanted = text.format if text else None
+    kind = wanted.get("type") if wanted else "text"
+    if wanted is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        raise RequestError(
+            f"text.format.type must be text, json_object or json_schema, got {kind!r}", param="text.format"
+        )
+    schema = {name: value for name, value in wanted.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _unsupported(name: str, instead: str) -> RequestError:
+    return RequestError(f"{name} is not supported; {instead}", param=name, code="unsupported_parameter")

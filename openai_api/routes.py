@@ -1,0 +1,173 @@
+"""Routes that the router and a node asked directly have in common: other dialects, tokenization, version, ping, docs.
+
+Owns what HTTP adds to them (ids, pages, error shapes). Chat and text completions have their routes in router/app.py and
+node/app.py; both answer these here through `Server`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import HTMLResponse, Response
+
+from openai_api.anthropic_answer import anthropic_error, speak_anthropic
+from openai_api.anthropic_request import count_body
+from openai_api.dialect import Speak, openai_error
+from openai_api.docs_page import DOCS_PAGE
+from openai_api.response_store import ResponseStore
+from openai_api.responses_call import speak_responses, stored_items
+from openai_api.tokenize_types import Tokenized
+from wire.errors import ErrorBody, RequestError
+
+__all__ = ["ANTHROPIC_PATH", "GUARDED", "RESPONSES_PATH", "Server", "add_routes", "error_shape", "given_key", "shown"]
+
+RESPONSES_PATH = "/v1/responses"
+ANTHROPIC_PATH = "/v1/messages"
+GUARDED = ("/v1", "/tokenize", "/detokenize")
+"""Beginnings of the paths that want the API key."""
+
+_SHOWN_BYTES = 2000
+_MAX_PAGE = 100  # items of a list, of the OpenAI API
+
+
+class Server(Protocol):
+    """Who answers: the router, or a node."""
+
+    def check_key(self, request: Request) -> None:
+        """Raise Unauthorized if a key is wanted and not given."""
+        ...
+
+    async def complete(self, request: Request, speak: Speak) -> Response:
+        """A chat completion, asked for and answered in a dialect. Raises KvrelayError."""
+        ...
+
+    async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
+        """What POST /tokenize or /detokenize answers to the request's body, translated. Raises KvrelayError."""
+        ...
+
+    def served(self) -> list[str]:
+        """The names of the models that requests may ask for now."""
+        ...
+
+    def healthy(self) -> bool:
+        """Whether requests can be served now."""
+        ...
+
+
+def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
+    """How errors look on a path."""
+    return anthropic_error if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/") else openai_error
+
+
+def given_key(headers: Callable[[str], str | None]) -> str:
+    """The API key in a request's headers: a bearer token, or as Anthropic's clients send it."""
+    scheme, _, token = (headers("authorization") or "").partition(" ")
+    return token if scheme == "Bearer" else headers("x-api-key") or ""
+
+
+def shown(body: bytes) -> str:
+    """A request's body for a log line."""
+    return repr(body[:_SHOWN_BYTES].decode("utf-8", "replace"))
+
+
+def version() -> str:
+    """Of the installed package."""
+    try:
+        return importlib.metadata.version("kvrelay")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    """Add them all."""
+    _add_responses(app, server, ResponseStore())
+    _add_anthropic(app, server)
+    _add_docs(app, server)
+
+    async def tokenization(request: Request) -> Response:
+        server.check_key(request)
+        return _json(await server.tokenized(request, request.url.path, lambda body: body))
+
+    app.post("/tokenize", response_model=None)(tokenization)
+    app.post("/detokenize", response_model=None)(tokenization)
+
+    @app.get("/version", response_model=None)
+    async def said_version() -> Response:
+        return _json(msgspec.json.encode({"version": version()}))
+
+    @app.api_route("/ping", methods=["GET", "POST"], response_model=None)
+    async def ping() -> Response:
+        return Response(status_code=200 if server.healthy() else 503)
+
+
+def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
+    @app.post(RESPONSES_PATH, response_model=None)
+    async def respond(request: Request) -> Response:
+        server.check_key(request)
+        speak = partial(speak_responses, store=store, response_id=f"resp_{uuid.uuid4().hex}", created_at=_now())
+        return await server.complete(request, speak)
+
+    # One route for both methods: a refusal of a third one names them all.
+    @app.api_route(f"{RESPONSES_PATH}/{{response_id}}", methods=["GET", "DELETE"], response_model=None)
+    async def response(request: Request, response_id: str) -> Response:
+        server.check_key(request)
+        if request.method == "DELETE":
+            store.delete(response_id)
+            return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
+        if request.query_params.get("stream") in ("true", "1"):
+            raise RequestError("a response that is over is not streamed again; leave stream out", param="stream")
+        return _json(store.get(response_id).body)
+
+    @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", response_model=None)
+    async def input_items(request: Request, response_id: str) -> Response:
+        server.check_key(request)
+        asked = request.query_params
+        limit, order = asked.get("limit", "20"), asked.get("order", "desc")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
+            raise RequestError(f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
+        page = stored_items(store.get(response_id), int(limit), order, asked.get("after"))
+        return _json(msgspec.json.encode(page))
+
+
+def _add_anthropic(app: FastAPI, server: Server) -> None:
+    @app.post(ANTHROPIC_PATH, response_model=None)
+    async def message(request: Request) -> Response:
+        server.check_key(request)
+        return await server.complete(request, partial(speak_anthropic, message_id=f"msg_{uuid.uuid4().hex}"))
+
+    @app.post(f"{ANTHROPIC_PATH}/count_tokens", response_model=None)
+    async def count(request: Request) -> Response:
+        server.check_key(request)
+        counted = msgspec.json.decode(await server.tokenized(request, "/tokenize", count_body), type=Tokenized)
+        return _json(msgspec.json.encode({"input_tokens": counted.count}))
+
+
+def _add_docs(app: FastAPI, server: Server) -> None:
+    """The document, with the model names that are served now, and its page, which loads nothing from elsewhere."""
+
+    @app.get("/openapi.json", response_model=None)
+    async def openapi() -> Response:
+        from openai_api.openapi import document  # here, because a router starts without it in 10 ms less
+
+        return _json(msgspec.json.encode(document(app.title, version(), server.served())))
+
+    @app.get("/docs", response_model=None)
+    async def docs() -> Response:
+        return HTMLResponse(DOCS_PAGE)
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

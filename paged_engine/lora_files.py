@@ -1,0 +1,211 @@
+"""LoRA adapters on disk, in PEFT's layout: adapter_config.json and adapter_model.safetensors -> matrices and a digest.
+
+Owns what of PEFT is served: A and B of attention's and the MLP's projections, with alpha, rank-stabilized scaling and
+ranks by pattern. Refuses by name what would change answers if it were left out. Never unpickles, downloads nothing, and
+knows no device. Source: Hu et al., "LoRA: Low-rank adaptation of large language models", 2021.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from paged_engine.model_config import ModelConfig
+from paged_engine.model_tensors import stored_weights, weight_shapes
+from wire.errors import ConfigError
+
+__all__ = ["Adapter", "Matrices", "read_adapter"]
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_BEFORE_LAYERS = ("", "model.", "model.decoder.", "language_model.model.", "model.language_model.")
+# What a config may ask for, and what that is. Any other value than these fields' nothing is refused.
+_NOT_SERVED = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases",
+    "modules_to_save": "whole modules beside its matrices",
+    "trainable_token_indices": "embeddings of its own",
+    "target_parameters": "parameters other than linear layers (a mixture's experts)",
+    "layer_replication": "replicated layers",
+    "alora_invocation_tokens": "activation by tokens (aLoRA)",
+    "use_qalora": "QALoRA",
+}
+# Initializations that change the base model's weights: what was trained belongs to those, not to the checkpoint's.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
+
+Matrices = tuple[torch.Tensor, torch.Tensor]
+"""A [rank, in] and B [out, rank] of one projection: it adds B (A x). The scale is in B."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """`modules` by our names of projections, such as model.layers.0.self_attn.q_proj. `rank` is the highest of them.
+
+    `digest`, hexadecimal: of all that decides what it computes.
+    """
+
+    digest: str
+    rank: int
+    modules: Mapping[str, Matrices]
+
+
+def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
+    """The adapter in a folder, checked against the whole model, its matrices in `dtype`.
+
+    Raises ConfigError if a file is missing or broken, or if it needs what is not served.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    digest = blake2b(json.dumps(_decisive(config), sort_keys=True).encode(), digest_size=16)
+    modules: dict[str, Matrices] = {}
+    try:
+        with safe_open(folder / _WEIGHTS, framework="pt") as file:
+            for module, pair in _pairs(list(file.keys()), folder).items():
+                read = {half: file.get_tensor(key) for half, key in pair.items()}
+                modules |= _placed(module, read["A"], read["B"], config, model, max_rank, dtype, folder)
+        with (folder / _WEIGHTS).open("rb") as raw:
+            while piece := raw.read(1 << 22):
+                digest.update(piece)
+    except (SafetensorError, OSError) as why:
+        raise ConfigError(f"{folder / _WEIGHTS} cannot be read: {why}") from why
+    if not modules:
+        raise ConfigError(f"adapter {folder} holds no matrices")
+    return Adapter(digest.hexdigest(), max(len(a) for a, _ in modules.values()), modules)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json, if all that it asks for is served."""
+    if not os.path.exists(folder / _CONFIG):  # Path.exists raises on names that are too long
+        raise ConfigError(f"adapter {folder} has no {_CONFIG}; pass a folder in PEFT's layout")
+    if not (folder / _WEIGHTS).exists():
+        pickled = " and a .bin file is not read, because it could run code" if any(folder.glob("*.bin")) else ""
+        raise ConfigError(f"adapter {folder} has no {_WEIGHTS}{pickled}; save it as safetensors")
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"{folder / _CONFIG} cannot be read as JSON: {why}") from why
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise ConfigError(f"adapter {folder} has peft_type {kind!r}; LORA is served")
+    for field, what in _NOT_SERVED.items():
+        if config.get(field):
+            raise ConfigError(f"adapter {folder} has {what} ({field}), which is not served; train it without")
+    if config.get("bias", "none") != "none":
+        raise ConfigError(f"adapter {folder} has biases (bias {config['bias']!r}), which are not served; use none")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
+        raise ConfigError(
+            f"adapter {folder} was initialized by {start}, which changes the base model's weights; convert it to a "
+            "plain LoRA when saving it (path_initial_model_for_weight_conversion)"
+        )
+    for field, kind in (("r", int), ("lora_alpha", (int, float))):
+        if not isinstance(config.get(field), kind) or isinstance(config[field], bool) or config[field] <= 0:
+            raise ConfigError(f"{folder / _CONFIG}: {field} must be a positive number, got {config.get(field)!r}")
+    return config
+
+
+def _decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the config, beside the matrices, decides what an adapter computes."""
+    names = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+    return {name: config.get(name) or None for name in names}
+
+
+def _pairs(keys: list[str], folder: Path) -> dict[str, dict[str, str]]:
+    """The keys of A and B of each module."""
+    pairs: dict[str, dict[str, str]] = {}
+    for key in sorted(keys):
+        found = _KEY.fullmatch(key)
+        if found is None:
+            what = next(
+                (
+                    what
+                    for part, what in (
+                        ("lora_embedding", "embeddings"),
+                        ("magnitude", "DoRA"),
+                        ("bias", "biases"),
+                        ("modules_to_save", "whole modules"),
+                    )
+                    if part in key
+                ),
+                "tensors that are not a LoRA's",
+            )
+            raise ConfigError(f"adapter {folder} has {what} (tensor {key}), which are not served")
+        pairs.setdefault(found[1], {})[found[2]] = key
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            raise ConfigError(f"adapter {folder} has only lora_{min(pair)} of {module}; save it again")
+    return pairs
+
+
+def _placed(
+    module: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    config: Mapping[str, Any],
+    model: ModelConfig,
+    max_rank: int,
+    dtype: torch.dtype,
+    folder: Path,
+) -> dict[str, Matrices]:
+    """One module's matrices by our names; those of a checkpoint that holds several projections in one are cut."""
+    ours = _our_names(module, model, folder)
+    shapes = weight_shapes(replace(model, quantization=None))
+    rows, columns = [shapes[f"{name}.weight"][0] for name in ours], shapes[f"{ours[0]}.weight"][1]
+    wanted = _by_pattern(config, "rank_pattern", module, config["r"])
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != columns or b.shape[0] != sum(rows) or a.shape[0] != b.shape[1]:
+        raise ConfigError(
+            f"adapter {folder}: A and B of {module} are {tuple(a.shape)} and {tuple(b.shape)}, and {model.name} wants "
+            f"(rank, {columns}) and ({sum(rows)}, rank); it was trained for {config.get('base_model_name_or_path')!r}"
+        )
+    rank = a.shape[0]
+    if rank != wanted:
+        raise ConfigError(f"adapter {folder}: {module} has rank {rank}, and {_CONFIG} says {wanted}")
+    if rank > max_rank:
+        raise ConfigError(f"adapter {folder} has rank {rank} and max_lora_rank is {max_rank}; raise it to {rank}")
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise ConfigError(f"adapter {folder}: {module} is {a.dtype}; floating-point matrices are served")
+    alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scaled = (b.float() * scale).to(dtype)
+    return dict(zip(ours, ((a.to(dtype), part) for part in torch.split(scaled, rows)), strict=True))
+
+
+def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]:
+    """The projections that a module of the adapter's checkpoint is."""
+    before, layers, rest = module.partition("layers.")
+    if ".experts." in module:
+        raise ConfigError(
+            f"adapter {folder} has matrices for a mixture's experts ({module}), which are not served; train it for "
+            "attention's projections only"
+        )
+    places = {
+        theirs.removesuffix(".weight").partition("layers.")[2]: tuple(name.removesuffix(".weight") for name in ours)
+        for theirs, ours in stored_weights(replace(model, quantization=None)).items()
+        if theirs.endswith(".weight") and ours[0].split(".")[-2] in _TARGETS
+    }
+    if before not in _BEFORE_LAYERS or not layers or rest not in places:
+        raise ConfigError(
+            f"adapter {folder} is for module {module}, which {model.name} does not have or which takes no adapter; "
+            f"served are {', '.join(_TARGETS)}, and it was trained for another model if its names differ"
+        )
+    return places[rest]
+
+
+def _by_pattern(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
+    """A module's own value, where a pattern names it as PEFT does: the end of its name, as a regular expression."""
+    patterns = config.get(field) or {}
+    try:
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    except (re.error, AttributeError) as why:
+        raise ConfigError(f"{_CONFIG}: {field} {patterns!r} is not a mapping of patterns: {why}") from why

@@ -1,0 +1,55 @@
+"""Loading and unloading LoRA adapters on all nodes: the same body to each, and one answer of what each has said.
+
+Decides nothing about adapters; a node checks whether it may, and reads its own files. Keeps the pool's knowledge of who
+has what up to date, so that nobody waits for the next health check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from openai_api.adapters import AdapterAnswer, AdapterSaid, UnloadAdapterRequest
+from router.legs import Legs
+from router.pool import Node, Pool
+from wire.errors import KvrelayError, NodeFailed, RequestError
+
+__all__ = ["LOAD_PATH", "UNLOAD_PATH", "tell_all"]
+
+LOAD_PATH = "/v1/load_lora_adapter"
+UNLOAD_PATH = "/v1/unload_lora_adapter"
+
+
+async def tell_all(pool: Pool, legs: Legs, path: str, body: bytes, deadline_s: float) -> bytes:
+    """Post `body` to every node; what all have said, as JSON. Raises KvrelayError, with it, unless all have done it."""
+    try:
+        name = msgspec.json.decode(body, type=UnloadAdapterRequest).lora_name
+    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        raise RequestError(f"the body must be a JSON object with lora_name: {why}", param="lora_name") from why
+
+    async def tell(node: Node) -> AdapterSaid:
+        status, message = await legs.tell(node, path, body, deadline_s)
+        if status == 200:
+            pool.note_adapter(node, name, loaded=path == LOAD_PATH, now=time.monotonic())
+        return AdapterSaid(node.url, node.role, status, message)
+
+    said = await asyncio.gather(*map(tell, pool.nodes))
+    if all(each.status == 200 for each in said):
+        return msgspec.json.encode(AdapterAnswer(name, "done on all nodes", said))
+    raise _failure(said)
+
+
+def _failure(said: list[AdapterSaid]) -> KvrelayError:
+    """One error of all: their own status if they agree, else that of a cluster whose nodes differ now."""
+    statuses = {each.status for each in said}
+    done = sum(each.status == 200 for each in said)
+    words = "; ".join(f"{each.role} node {each.url} ({each.status}): {each.message}" for each in said)
+    failure: KvrelayError
+    if len(statuses) == 1 and 400 <= min(statuses) < 500:
+        failure = RequestError(words, param="lora_name")
+        failure.status = min(statuses)
+    else:
+        failure = NodeFailed(f"{done} of {len(said)} nodes did it: {words}", param="lora_name")
+    return failure

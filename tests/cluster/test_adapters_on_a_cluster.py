@@ -1,0 +1,209 @@
+"""LoRA adapters through real processes: hand-over equal to one node, run-time load and unload, content that differs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import Cluster, Process, running, tiny_model, wait_until
+
+from tests.paged_engine.tiny_adapters import make_adapter
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = [2 + (i * i) % 300 for i in range(70)]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    tiny_model(folder)
+    return {
+        name: make_adapter(folder / name, folder / "tiny", seed=seed)
+        for seed, name in enumerate(("one", "two", "three", "four"))
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, adapters):
+    folder = tmp_path_factory.mktemp("cluster")
+    flags = tiny_model(folder)
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(4 << 20), "--max-batched-tokens", "16"]
+    flags += ["--lora", f"one={adapters['one']}", "--lora", f"two={adapters['two']}"]
+    flags += ["--max-loras", "3", "--allow-runtime-lora"]
+    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+        alone = ours.start("serve", flags)
+        ours.nodes.append(alone)
+        ours.wait_ready(alone)
+        yield ours
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(cluster: Cluster):
+    yield
+    cluster.all_blocks_free(within_s=10)
+
+
+def post(url: str, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(f"{url}{path}", json=body, timeout=120)
+
+
+def answer(url: str, model: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    got = post(url, "/v1/completions", model=model, **(body | fields))
+    assert got.status_code == 200, got.text
+    return got.json()
+
+
+def said(got: dict[str, Any]) -> tuple[str, list[float]]:
+    return got["choices"][0]["text"], got["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def models(url: str) -> list[tuple[str, str | None]]:
+    cards = httpx2.get(f"{url}/v1/models", timeout=20).json()["data"]
+    return [(card["id"], card.get("parent")) for card in cards]
+
+
+def load(url: str, name: str, path: Path, **fields: Any) -> httpx2.Response:
+    return post(url, "/v1/load_lora_adapter", lora_name=name, lora_path=str(path), **fields)
+
+
+def unload(url: str, name: str) -> httpx2.Response:
+    return post(url, "/v1/unload_lora_adapter", lora_name=name)
+
+
+def of(cluster: Cluster, role: str) -> Process:
+    (node,) = cluster.of(role)
+    return node
+
+
+def test_a_hand_over_gives_what_one_node_gives(cluster):
+    alone = of(cluster, "serve").url
+    answers = {}
+    for name in ("tiny", "one", "two"):
+        got = answer(cluster.url, name)
+        assert got["model"] == name
+        answers[name] = said(got)
+        assert said(answer(alone, name)) == answers[name]
+        again = answer(cluster.url, name)  # with the prefix cached on both nodes
+        assert said(again) == answers[name]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+    several = {"n": 2, "temperature": 0.9, "seed": 4, "model": "two"}
+    choices = [[c["text"] for c in answer(url, **several)["choices"]] for url in (cluster.url, alone)]
+    assert choices[0] == choices[1]
+    assert choices[0][0] != choices[0][1]
+    assert len({tuple(logprobs) for _, logprobs in answers.values()}) == 3
+    assert of(cluster, "decode").metric("kvrelay_fetches_failed_total") == 0
+    assert of(cluster, "decode").metric("kvrelay_fetches_total") >= 3
+
+
+def test_adapters_are_listed_behind_their_model(cluster):
+    wanted = [("tiny", None), ("one", "tiny"), ("two", "tiny")]
+    for url in (cluster.url, *(node.url for node in cluster.nodes)):
+        assert models(url) == wanted
+        assert httpx2.get(f"{url}/v1/models/two", timeout=20).json()["parent"] == "tiny"
+        gone = post(url, "/v1/completions", model="three", prompt="x", max_tokens=1)
+        assert gone.status_code == 404
+        assert gone.json()["error"]["code"] == "model_not_found"
+        assert "'two'" in gone.json()["error"]["message"]
+
+
+def test_loaded_and_unloaded_through_the_router_while_requests_run(cluster, adapters):
+    stop, broken = threading.Event(), []
+    wanted = said(answer(cluster.url, "one"))
+
+    def busy() -> None:
+        while not stop.is_set():
+            if said(answer(cluster.url, "one")) != wanted:
+                broken.append("an answer of another adapter has changed")
+
+    thread = threading.Thread(target=busy, daemon=True)
+    thread.start()
+    try:
+        for _ in range(3):
+            got = load(cluster.url, "three", adapters["three"])
+            assert got.status_code == 200, got.text
+            assert [node["status"] for node in got.json()["nodes"]] == [200, 200]
+            assert ("three", "tiny") in models(cluster.url)
+            mine = said(answer(cluster.url, "three"))
+            assert mine != wanted
+            again = load(cluster.url, "three", adapters["three"])
+            assert again.status_code == 400
+            assert "load_inplace" in again.json()["error"]["message"]
+            assert load(cluster.url, "four", adapters["four"]).status_code == 400
+            got = load(cluster.url, "three", adapters["four"], load_inplace=True)
+            assert got.status_code == 200, got.text
+            assert said(answer(cluster.url, "three")) not in (mine, wanted)
+            assert unload(cluster.url, "three").status_code == 200
+            gone = post(cluster.url, "/v1/completions", model="three", prompt="x", max_tokens=1)
+            assert gone.status_code == 404
+            assert unload(cluster.url, "three").status_code == 404
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not broken
+
+
+def test_what_cannot_be_loaded_says_why(cluster, tmp_path):
+    missing = load(cluster.url, "three", tmp_path / "nowhere")
+    assert missing.status_code == 404
+    assert "nowhere" in missing.json()["error"]["message"]
+    empty = load(cluster.url, "three", tmp_path)
+    assert empty.status_code == 400
+    assert "adapter_config.json" in empty.json()["error"]["message"]
+    assert load(cluster.url, "tiny", tmp_path).status_code == 400
+    assert post(cluster.url, "/v1/load_lora_adapter", lora_path="x").status_code == 400
+    assert post(of(cluster, "decode").url, "/v1/load_lora_adapter", lora_name="x").status_code == 400
+
+
+def test_a_request_that_runs_when_its_adapter_goes_ends_first(cluster, adapters):
+    node = of(cluster, "serve")
+    assert load(node.url, "three", adapters["three"]).status_code == 200
+    wanted = said(answer(node.url, "three", max_tokens=300))
+    body = {"model": "three", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+    with httpx2.stream("POST", f"{node.url}/v1/completions", json=body, timeout=120) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert unload(node.url, "three").status_code == 200
+        late = post(node.url, "/v1/completions", model="three", prompt="x", max_tokens=1)
+        assert late.status_code == 404
+        # The slots: two are in use for good, one is ending; the spare one takes its successor.
+        assert load(node.url, "three", adapters["four"]).status_code == 200
+        rest = list(lines)
+    assert rest[-2:] == ["data: [DONE]", ""] or "[DONE]" in "".join(rest[-2:])
+    assert len(wanted[1]) == 300
+    assert said(answer(node.url, "three", max_tokens=300)) != wanted
+    assert unload(node.url, "three").status_code == 200
+
+
+def test_kv_of_another_content_is_not_taken(cluster, adapters):
+    prefill, decode = of(cluster, "prefill"), of(cluster, "decode")
+    before = decode.metric("kvrelay_fetches_failed_total")
+    assert load(prefill.url, "mixed", adapters["three"]).status_code == 200
+    none = wait_until(
+        lambda: (
+            (got := post(cluster.url, "/v1/completions", model="mixed", prompt="x", max_tokens=2)).status_code == 503
+            and got
+        ),
+        20,
+        "the router knows the adapter on one node",
+    )
+    assert "decode node" in none.json()["error"]["message"]
+    assert load(decode.url, "mixed", adapters["four"]).status_code == 200
+    wait_until(lambda: "mixed" in str(httpx2.get(f"{cluster.url}/health", timeout=20).json()["nodes"][1]), 20, "known")
+    got = answer(cluster.url, "mixed", logprobs=None)
+    assert got["usage"]["completion_tokens"] == 12
+    assert decode.metric("kvrelay_fetches_failed_total") == before + 1
+    assert "KV was made with adapter 'mixed' of content" in decode.log.read_text()
+    for node in (prefill, decode):
+        assert unload(node.url, "mixed").status_code == 200
+
+
+def test_metrics_name_the_adapters(cluster):
+    text = httpx2.get(f"{of(cluster, 'serve').url}/metrics", timeout=20).text
+    (line,) = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
+    assert 'max_lora="3"' in line
+    assert 'running_lora_adapters="' in line

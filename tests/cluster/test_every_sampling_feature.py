@@ -1,0 +1,109 @@
+"""Every sampling feature, disaggregated and alone: the same answers, token for token, one at a time and eight at once.
+
+The node that answers alone does not speculate and the decode node does, so that is compared as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import Cluster, running, tiny_model
+
+pytestmark = pytest.mark.cluster
+
+MAX_TOKENS = 14
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 11}
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": SAMPLED,
+    "top_p": SAMPLED | {"top_p": 0.7},
+    "top_k": SAMPLED | {"top_k": 9},
+    "min_p": SAMPLED | {"min_p": 0.9},
+    "presence_penalty": SAMPLED | {"presence_penalty": 1.5},
+    "frequency_penalty": SAMPLED | {"frequency_penalty": -1.5},
+    "repetition_penalty": SAMPLED | {"repetition_penalty": 1.7},
+    "logit_bias": SAMPLED | {"logit_bias": {"77": 3, "78": -100}},
+    "min_tokens": SAMPLED | {"ignore_eos": False, "min_tokens": 5, "logit_bias": {"1": 6}},
+    "end of sequence": SAMPLED | {"ignore_eos": False, "logit_bias": {"1": 3}},
+    "stop_token_ids": SAMPLED | {"stop_token_ids": list(range(100, 140))},
+    "stop": SAMPLED | {"stop": ["t1", "t2", "a"]},
+    "included stop": SAMPLED | {"stop": ["t1", "t2", "a"], "include_stop_str_in_output": True},
+    "logprobs": SAMPLED | {"logprobs": 3},
+    "token ids": SAMPLED | {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True},
+    "prompt_logprobs": SAMPLED | {"prompt_logprobs": 2},
+    "echo": SAMPLED | {"echo": True, "logprobs": 1},
+    "n": SAMPLED | {"n": 3},
+    "best_of": SAMPLED | {"n": 2, "best_of": 4},
+    "allowed_token_ids": SAMPLED | {"allowed_token_ids": [80, 90, 100, 110]},
+    "bad_words": SAMPLED | {"bad_words": ["t1", "a"]},
+    "truncate_prompt_tokens": SAMPLED | {"truncate_prompt_tokens": 20},
+    "guided_json": SAMPLED | {"guided_json": SCHEMA, "ignore_eos": False, "max_tokens": 40},
+    "guided_regex": SAMPLED | {"guided_regex": "[a-d]{3,9}!", "ignore_eos": False},
+    "guided_choice and logprobs": SAMPLED | {"guided_choice": ["left", "right"], "ignore_eos": False, "logprobs": 1},
+    "guided_grammar": SAMPLED | {"guided_grammar": 'start: ("a" | "b")+ "."', "ignore_eos": False},
+    "everything": SAMPLED
+    | {"top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.4, "logprobs": 2}
+    | {"n": 2, "stop": ["zz"], "min_tokens": 3, "logit_bias": {"90": 2}, "bad_words": ["t2"]},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("features")
+    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20)]
+    speculating = ["--speculative-tokens", "4", "--ngram-min", "1"]
+    with running(folder, prefill=1, decode=1, flags=flags, decode_flags=speculating) as ours:
+        yield ours
+        ours.all_blocks_free(within_s=4)
+
+
+def body(prompt: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """Prompts of different lengths, some of which repeat themselves."""
+    length = 30 + 11 * prompt
+    tokens = [2 + (i * i * 7 + prompt) % 300 if prompt % 2 else 40 + (i + prompt) % 9 for i in range(length)]
+    return {"model": "tiny", "prompt": tokens, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True} | fields
+
+
+async def ask(http: httpx2.AsyncClient, url: str, prompt: int, fields: dict[str, Any]) -> Any:
+    """The answer, without what may differ: its id, its second, and what was found in a cache."""
+    answer = await http.post(f"{url}/v1/completions", json=body(prompt, fields))
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    del told["id"], told["created"], told["usage"]["prompt_tokens_details"]
+    return told
+
+
+async def asked(url: str, fields: dict[str, Any], *, at_once: bool, prompts: int = 8) -> list[Any]:
+    async with httpx2.AsyncClient(timeout=120) as http:
+        questions = [ask(http, url, prompt, fields) for prompt in range(prompts)]
+        if at_once:
+            return list(await asyncio.gather(*questions))
+        return [await question for question in questions]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+async def test_disaggregated_answers_are_those_of_one_node(cluster: Cluster, feature: str) -> None:
+    fields, (prefill,) = FEATURES[feature], cluster.of("prefill")
+    alone = await asked(prefill.url, fields, at_once=False)
+    assert await asked(prefill.url, fields, at_once=True) == alone
+    assert await asked(cluster.url, fields, at_once=True) == alone
+    assert await asked(cluster.url, fields, at_once=False, prompts=2) == alone[:2]
+    if feature not in ("greedy", "guided_choice and logprobs"):
+        plain = await asked(prefill.url, {k: v for k, v in SAMPLED.items() if fields != SAMPLED}, at_once=True)
+        assert any(json.dumps(mine) != json.dumps(theirs) for mine, theirs in zip(alone, plain, strict=True))
+
+
+def test_the_decode_node_did_speculate(cluster: Cluster) -> None:
+    (decode,) = cluster.of("decode")
+    assert decode.metric("vllm:spec_decode_num_accepted_tokens_total") > 0

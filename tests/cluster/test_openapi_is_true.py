@@ -1,0 +1,37 @@
+"""Schemathesis against the OpenAPI documents of a router and a node: no 5xx, no hang, nothing that they do not say."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_cluster import Cluster, running, tiny_model
+
+pytestmark = pytest.mark.cluster
+
+DEADLINE_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("openapi")
+    flags = [*tiny_model(folder, 256), "--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20)]
+    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+        yield ours
+        ours.all_blocks_free(within_s=4)
+
+
+@pytest.mark.parametrize("where", ["router", "decode"])
+def test_what_the_document_allows_is_answered_as_it_says(cluster: Cluster, clients: Path, where: str) -> None:
+    url = cluster.url if where == "router" else cluster.of("decode")[0].url
+    command = [str(clients / "schemathesis"), "run", f"{url}/openapi.json", "--url", url, "--seed", "1"]
+    # A schema cannot say all limits (of a sum of lengths, of fields that exclude each other): a 400 is an answer too.
+    command += ["--exclude-checks", "positive_data_acceptance"]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-examples", "5", "--request-timeout", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cluster.folder)
+    assert done.returncode == 0, done.stdout[-60000:]
+    for process in [*cluster.nodes, cluster.router]:
+        assert process is not None
+        assert "Traceback" not in process.log.read_text()

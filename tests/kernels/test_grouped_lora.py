@@ -1,0 +1,226 @@
+"""Adapters in Triton: equal to the twin, each row with its own; rows without one untouched; bits in any company."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels.lora import PackedLora, add_lora
+from tests.kernels.rounding import assert_same, exact_rounding, poisoned_memory, randn
+
+fused = pytest.importorskip("kernels.grouped_lora", exc_type=ImportError)
+pytestmark = pytest.mark.usefixtures(exact_rounding.__name__, poisoned_memory.__name__)
+
+gpu = pytest.mark.gpu
+# Triton's interpreter has no products in bf16.
+DTYPES = [pytest.param(torch.bfloat16, marks=gpu), torch.float16, torch.float32]
+QKV, UP = (48, 16, 16), (96, 96)
+
+
+def matrices(device, dtype, k, widths, rank, adapters=3, seed=0):
+    """A and B of some adapters, of which the second has half the rank."""
+    down = randn(adapters, len(widths) * rank, k, seed=seed, dtype=dtype, device=device, scale=k**-0.5)
+    up = randn(adapters, sum(widths), rank, seed=seed + 1, dtype=dtype, device=device, scale=rank**-0.5)
+    down.view(adapters, len(widths), rank, k)[1, :, rank // 2 :] = 0
+    up[1, :, rank // 2 :] = 0
+    return down, up
+
+
+def rows_of(kind, count, device):
+    """Adapters of rows: sorted as a step has them, or not; all of one; none; one in the middle."""
+    place = torch.arange(count)
+    made = {
+        "sorted": place * 4 // count - 1,
+        "mixed": place * 7 % 4 - 1,
+        "one": torch.full((count,), 2),
+        "none": torch.full((count,), -1),
+        "single": torch.where(place == count // 2, 1, -1),
+    }[kind]
+    return made.to(torch.int32).to(device)
+
+
+def added(x, y, down, up, adapters, widths, tiles=None, pdl=False):
+    low = fused.shrink(x, down, adapters, tiles=tiles, pdl=pdl)
+    return fused.expand(low, up, adapters, y, widths, tiles=tiles, pdl=pdl)
+
+
+SHAPES = [
+    (1, 64, QKV, 16), (5, 80, (40,), 16), (20, 96, UP, 32), (37, 48, (16,), 64), (3, 64, (24, 24), 128),
+    *(
+        pytest.param(*shape, marks=gpu)
+        for shape in [
+            (1, 4096, (4096, 1024, 1024), 16), (32, 4096, (14336, 14336), 16), (64, 14336, (4096,), 64),
+            (256, 4096, (4096,), 256), (300, 2560, (4096, 1024, 1024), 32), (3000, 4096, (4096, 1024, 1024), 16),
+            (8192, 4096, (14336, 14336), 16), (8, 4096, (4096,), 512),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sorted", "mixed", "one", "single"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("count", "k", "widths", "rank"), SHAPES)
+def test_equal_to_the_twin(device, count, k, widths, rank, dtype, kind):
+    if count > 1000 and (dtype != torch.bfloat16 or kind == "mixed"):
+        pytest.skip("large in bf16 only")
+    down, up = matrices(device, dtype, k, widths, rank)
+    x = randn(count, k, seed=5, dtype=dtype, device=device)
+    y = randn(count, sum(widths), seed=6, dtype=dtype, device=device)
+    adapters = rows_of(kind, count, device)
+    expected = add_lora(y.clone(), x, down, up, adapters, widths)
+    before = y.clone()
+    assert added(x, y, down, up, adapters, widths) is y
+    # The low sums are rounded to the matrices' type: where the twin's fall on the other side, a sum moves.
+    assert_same(y, expected, flips=0.05, atol={torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}[dtype])
+    assert torch.equal(y[adapters < 0], before[adapters < 0])
+
+
+def test_rows_without_adapters_are_not_touched(device):
+    down, up = matrices(device, torch.bfloat16, 64, QKV, 16)
+    x = torch.full((19, 64), torch.nan, dtype=torch.bfloat16, device=device)
+    y = randn(19, 80, seed=1, dtype=torch.bfloat16, device=device)
+    before = y.clone()
+    added(x, y, down, up, rows_of("none", 19, device), QKV)
+    assert torch.equal(y, before)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_rows_bits_do_not_depend_on_the_others(device, rows):
+    tiles = fused.LoraTiles(rows, 2, 32)
+    down, up = matrices(device, torch.float16, 96, UP, 16)
+    x = randn(40, 96, seed=2, dtype=torch.float16, device=device)
+    y = randn(40, 192, seed=3, dtype=torch.float16, device=device)
+    adapters = rows_of("mixed", 40, device)
+    together = added(x, y.clone(), down, up, adapters, UP, tiles)
+    for first, end in ((0, 1), (7, 8), (11, 30)):
+        mine = slice(first, end)
+        alone = added(x[mine], y[mine].clone(), down, up, adapters[mine].contiguous(), UP, tiles)
+        assert torch.equal(alone, together[mine])
+
+
+def test_a_broken_adapter_spoils_its_own_rows_alone(device):
+    down, up = matrices(device, torch.float16, 64, (32,), 16)
+    x = randn(16, 64, seed=4, dtype=torch.float16, device=device)
+    adapters = rows_of("mixed", 16, device)
+    expected = added(x, torch.zeros(16, 32, dtype=torch.float16, device=device), down, up, adapters, (32,))
+    down[1], up[1] = torch.nan, torch.inf
+    got = added(x, torch.zeros(16, 32, dtype=torch.float16, device=device), down, up, adapters, (32,))
+    assert torch.equal(got[adapters != 1], expected[adapters != 1])
+    assert got[adapters == 1].isnan().all()
+
+
+def test_strided_rows(device):
+    down, up = matrices(device, torch.float16, 64, (32,), 16)
+    wide = randn(6, 200, seed=5, dtype=torch.float16, device=device)
+    target = randn(6, 100, seed=6, dtype=torch.float16, device=device)
+    beside, adapters = target[:, 32:].clone(), rows_of("mixed", 6, device)
+    expected = add_lora(target[:, :32].clone(), wide[:, 10:74], down, up, adapters, (32,))
+    added(wide[:, 10:74], target[:, :32], down, up, adapters, (32,))
+    assert_same(target[:, :32].clone(), expected, flips=0.05, atol=3e-3)
+    assert torch.equal(target[:, 32:], beside)
+
+
+def test_the_packed_layers_of_a_cpu_are_the_twins():
+    down, up = matrices(torch.device("cpu"), torch.float32, 64, QKV, 16)
+    x, y = (randn(9, size, seed=size, dtype=torch.float32, device=torch.device("cpu")) for size in (64, 80))
+    adapters = rows_of("mixed", 9, torch.device("cpu"))
+    expected = add_lora(y.clone(), x, down, up, adapters, QKV)
+    for each in range(3):
+        PackedLora(down[each], up[each], QKV, 2).add(y, x, (adapters == each).nonzero()[:, 0])
+    assert_same(y, expected, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused(device):
+    down, up = matrices(device, torch.bfloat16, 64, QKV, 16)
+    x, y = torch.zeros(2, 64, dtype=torch.bfloat16, device=device), torch.zeros(2, 80, device=device).bfloat16()
+    adapters = rows_of("one", 2, device)
+    with pytest.raises(ValueError, match="do not fit"):
+        fused.shrink(x[:, :32], down, adapters)
+    low = fused.shrink(x, down, adapters)
+    with pytest.raises(ValueError, match="do not fit"):
+        fused.expand(low, up, adapters, y, (48, 16))
+    with pytest.raises(ValueError, match="sums a row"):
+        fused.expand(low[:, :, :32], up, adapters, y, QKV)
+    assert fused.shrink(x[:0], down, adapters[:0]).shape[1] == 0
+
+
+COMPILE = """
+import re, subprocess, sys, tempfile, triton
+from triton.backends.compiler import GPUTarget
+from kernels.grouped_lora import _expand, _shrink
+
+name, rows, split, target = sys.argv[1], *map(int, sys.argv[2:])
+kernel = {"shrink": _shrink, "expand": _expand}[name]
+sizes = {
+    "shrink": dict(K=4096, C=48, SPLIT=split, BM=rows, BC=16, BK=128, PDL=target >= 90),
+    "expand": dict(N0=4096, N1=1024, N2=1024, R=16, C=48, SPLIT=split, BM=rows, BN=128, BR=16, PDL=target >= 90),
+}[name]
+kinds = dict(x="*bf16", down="*bf16", up="*bf16", y="*bf16", low="*fp32", adapters="*i32")
+types = {arg: "constexpr" if arg in sizes else kinds.get(arg, "i32") for arg in kernel.arg_names}
+aligned = {
+    (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg != "count" and arg not in sizes
+}
+source = triton.compiler.ASTSource(kernel, types, {(kernel.arg_names.index(a),): v for a, v in sizes.items()}, aligned)
+options = {"num_warps": 4, "num_stages": 3 if name == "shrink" else 1}
+compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+    file.write(compiled.asm["ptx"]); file.flush()
+    arch = "sm_90a" if target == 90 else f"sm_{target}"
+    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+    log = subprocess.run(command, capture_output=True, text=True)
+assert log.returncode == 0, log.stderr
+print(sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr)), compiled.metadata.shared)
+print(compiled.asm["ptx"].count("griddepcontrol.wait"))
+"""
+
+
+@pytest.mark.parametrize("name", ["shrink", "expand"])
+@pytest.mark.parametrize(("rows", "split", "target"), [(16, 16, 90), (64, 1, 90), (64, 4, 80)])
+def test_they_compile_without_spills(name, rows, split, target):
+    """Needs no GPU: in a process without the interpreter."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, name, *map(str, (rows, split, target))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    spilled, shared, waits = map(int, done.stdout.split())
+    assert spilled == 0
+    assert shared <= 100 << 10
+    assert waits == (target >= 90)  # once, on the way of every program
+
+
+@gpu
+def test_dependent_launch_changes_nothing(device):
+    """A chain in which every launch reads what the one before wrote, with tiles that have nothing to do."""
+    down, up = matrices(device, torch.bfloat16, 2048, (2048,), 16)
+    adapters = rows_of("single", 64, device)
+    x = randn(64, 2048, seed=8, dtype=torch.bfloat16, device=device, scale=0.1)
+
+    def chain(pdl: bool) -> torch.Tensor:
+        y = x.clone()
+        for _ in range(50):
+            y = added(y, y.clone(), down, up, adapters, (2048,), pdl=pdl) * 0.5
+        return y
+
+    expected = chain(pdl=False)
+    for _ in range(5):
+        assert torch.equal(chain(pdl=True), expected)
+
+
+@gpu
+def test_in_a_graph_the_adapters_are_read_from_the_device(device):
+    down, up = matrices(device, torch.bfloat16, 256, (512,), 16)
+    x = randn(8, 256, seed=9, dtype=torch.bfloat16, device=device)
+    adapters, base = rows_of("one", 8, device), torch.zeros(8, 512, dtype=torch.bfloat16, device=device)
+    added(x, base.clone(), down, up, adapters, (512,))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = added(x, base.clone(), down, up, adapters, (512,), pdl=True)
+    for kind in ("mixed", "none", "one"):
+        adapters.copy_(rows_of(kind, 8, device))
+        graph.replay()
+        assert torch.equal(y, added(x, base.clone(), down, up, rows_of(kind, 8, device), (512,)))

@@ -1,0 +1,148 @@
+"""The class LLM and a batch with an engine of its own: a real engine process with the tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvrelay import LLM, SamplingParams
+from kvrelay.batch import run_batch, with_engine
+from kvrelay.settings import build
+from tests.cluster.real_cluster import tiny_model
+from wire.config import NodeConfig
+from wire.errors import ConfigError, KvrelayError, RequestError
+
+pytestmark = pytest.mark.cluster
+
+SETTINGS = {"load_format": "dummy", "device": "cpu", "threads": 1, "kv_cache_memory": 8 << 20}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("llm"))[1]
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, **SETTINGS) as made:
+        yield made
+
+
+def test_prompts_are_answered_in_their_order(llm: LLM) -> None:
+    prompts = [f"prompt {i}" for i in range(8)]
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    together = llm.generate(prompts, greedy)
+    assert [answer.prompt for answer in together] == prompts
+    for prompt, answer in zip(prompts, together, strict=True):
+        (alone,) = llm.generate(prompt, greedy)
+        assert alone.outputs == answer.outputs
+        assert len(alone.outputs[0].token_ids) == 5
+        assert alone.outputs[0].finish_reason == "length"
+        (by_ids,) = llm.generate({"prompt_token_ids": answer.prompt_token_ids}, greedy)
+        assert (by_ids.prompt, by_ids.outputs) == (None, answer.outputs)
+    assert llm.generate([together[0].prompt_token_ids, together[1].prompt_token_ids], greedy)[1].outputs == (
+        together[1].outputs
+    )
+    assert llm.generate([], greedy) == []
+
+
+def test_each_prompt_can_have_its_own_params(llm: LLM) -> None:
+    lengths = [1, 3]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True, seed=1) for length in lengths]
+    answers = llm.generate(["a", "b"], params)
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == lengths
+    with pytest.raises(RequestError, match="one for each"):
+        llm.generate(["a"], params)
+
+
+def test_log_probabilities_are_told(llm: LLM) -> None:
+    (answer,) = llm.generate("a", SamplingParams(seed=3, max_tokens=4, ignore_eos=True, logprobs=2))
+    (output,) = answer.outputs
+    assert output.logprobs is not None
+    assert len(output.logprobs) == 4
+    own = [told[token].logprob for told, token in zip(output.logprobs, output.token_ids, strict=True)]
+    assert output.cumulative_logprob == pytest.approx(sum(own))
+    assert {logprob.rank for logprob in output.logprobs[0].values()} >= {1, 2}
+    (plain,) = llm.generate("a", SamplingParams(max_tokens=1))
+    assert (plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None)
+
+
+def test_several_choices_differ_and_are_the_same_on_every_run(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=3, max_tokens=6, ignore_eos=True)
+    (answer,) = llm.generate("a", params)
+    assert [output.index for output in answer.outputs] == [0, 1, 2]
+    assert len({tuple(output.token_ids) for output in answer.outputs}) == 3
+    assert llm.generate("a", params)[0].outputs == answer.outputs
+
+
+def test_conversations_go_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    (one,) = llm.chat(messages, params)
+    two = llm.chat([messages, [{"role": "user", "content": "other"}]], params)
+    assert two[0].outputs == one.outputs
+    assert two[0].prompt_token_ids != two[1].prompt_token_ids
+    assert one.outputs[0].logprobs is not None
+
+
+def test_what_is_wrong_is_said_and_the_rest_goes_on(llm: LLM, model: str) -> None:
+    with pytest.raises(RequestError, match="top_p"):
+        llm.generate(["a", "b"], [SamplingParams(), SamplingParams(top_p=2)])
+    with pytest.raises(RequestError, match="did you mean max_tokens"):
+        SamplingParams(max_token=2)
+    with pytest.raises(ConfigError, match="did you mean max_model_len"):
+        LLM(model, max_model_length=3)
+    with pytest.raises(ConfigError, match="max_model_len must be a whole number"):
+        LLM(model, max_model_len="long")
+    assert llm.generate("a", SamplingParams(max_tokens=1))[0].finished
+
+
+async def test_it_works_inside_an_event_loop(llm: LLM) -> None:
+    assert llm.generate("a", SamplingParams(max_tokens=1))[0].outputs
+
+
+def test_a_batch_is_answered_by_an_engine_of_its_own_as_by_the_class(llm: LLM, model: str, tmp_path: Path) -> None:
+    sampling = {"temperature": 0, "max_tokens": 5}
+    chat = {"messages": [{"role": "user", "content": "hi"}], **sampling}
+    bodies = {
+        "/v1/completions": {"prompt": "hi", **sampling},
+        "/v1/chat/completions": chat,
+        "/v1/messages": chat,
+        "/v1/responses": {"input": "hi", "temperature": 0, "max_output_tokens": 5},
+    }
+    source, target = tmp_path / "in", tmp_path / "out"
+    lines = [
+        {"custom_id": url, "method": "POST", "url": url, "body": {"model": "tiny", **body}}
+        for url, body in bodies.items()
+    ]
+    lines.append({**lines[0], "custom_id": "wrong", "body": {"model": "other", "prompt": "x"}})
+    source.write_text("\n".join(map(json.dumps, lines)))
+    config = build(NodeConfig, {**SETTINGS, "model": model, "served_model_name": "tiny"})
+    assert run_batch(source, target, lambda: with_engine(config), 4, Console(file=io.StringIO())) == 1
+    told = {line["custom_id"]: line["response"] for line in map(json.loads, target.read_text().splitlines())}
+    assert told["wrong"]["status_code"] == 404
+    text = llm.generate("hi", SamplingParams(**sampling))[0].outputs[0].text
+    assert told["/v1/completions"]["body"]["choices"][0]["text"] == text
+    said = llm.chat(chat["messages"], SamplingParams(**sampling))[0].outputs[0].text  # type: ignore[arg-type]
+    assert told["/v1/chat/completions"]["body"]["choices"][0]["message"]["content"] == said
+    assert "".join(block["text"] for block in told["/v1/messages"]["body"]["content"]) == said
+    assert told["/v1/responses"]["body"]["output"][0]["content"][0]["text"] == said
+
+
+def test_a_closed_one_says_so(model: str) -> None:
+    made = LLM(model, **SETTINGS)
+    made.close()
+    made.close()
+    with pytest.raises(KvrelayError, match="closed"):
+        made.generate("a")
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(KvrelayError):
+        LLM(str(tmp_path), **SETTINGS)

@@ -1,0 +1,160 @@
+"""Adapters between the two processes of a node: who may load them, and whose KV is taken for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.adapter_calls import load_adapter, unload_adapter
+from node.adapter_loads import AdapterLoads
+from paged_engine.adapter_slots import Loaded
+from paged_engine.request import Request
+from wire.config import EngineConfig, NodeConfig
+from wire.engine_messages import AdapterFacts, AdapterLoaded, AdapterRefused, LoadAdapter, Submit, UnloadAdapter
+from wire.errors import ConfigError, KvNotLoaded, NotFound, RequestError
+from wire.hashes import ROOT, root_of
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+FACTS = AdapterFacts("a", "d1" * 16, 8)
+
+
+class StubEngine:
+    """An engine client that answers with what it is given."""
+
+    def __init__(self, answer: AdapterLoaded | AdapterRefused | None = None) -> None:
+        self.answer, self.heard = answer, []
+
+    async def load_adapter(self, load: LoadAdapter, deadline_s: float) -> AdapterLoaded | AdapterRefused:
+        self.heard.append(load)
+        assert self.answer is not None
+        return self.answer
+
+    def unload_adapter(self, unload: UnloadAdapter) -> None:
+        self.heard.append(unload)
+
+
+def node(**engine: Any) -> NodeConfig:
+    return NodeConfig(EngineConfig("m", **engine))
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def load(engine: StubEngine, config: NodeConfig, serving: Any, raw: bytes) -> Any:
+    return asyncio.run(load_adapter(config, engine, serving, raw))  # type: ignore[arg-type]
+
+
+def test_loading_needs_the_operators_leave():
+    serving = SimpleNamespace(model_name="m", adapters={"a": FACTS})
+    with pytest.raises(NotFound, match="--allow-runtime-lora"):
+        load(StubEngine(), node(max_loras=2), serving, body(lora_name="a", lora_path="/x"))
+    with pytest.raises(NotFound, match="--allow-runtime-lora"):
+        unload_adapter(node(), StubEngine(), serving, body(lora_name="a"))  # type: ignore[arg-type]
+    assert serving.adapters
+
+
+def test_what_is_loaded_and_unloaded_is_known_at_once():
+    serving, config = SimpleNamespace(model_name="m", adapters={}), node(allow_runtime_lora=True)
+    engine = StubEngine(AdapterLoaded("1", FACTS))
+    load(engine, config, serving, body(lora_name="a", lora_path="/x", load_inplace=True))
+    assert serving.adapters == {"a": FACTS}
+    assert engine.heard[0].in_place
+    unload_adapter(config, engine, serving, body(lora_name="a"))  # type: ignore[arg-type]
+    assert serving.adapters == {}
+    with pytest.raises(NotFound, match="'a' is not loaded"):
+        unload_adapter(config, engine, serving, body(lora_name="a"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "words"),
+    [
+        (b"{", RequestError, "lora_name and lora_path"),
+        (body(lora_name="a"), RequestError, "lora_path"),
+        (body(lora_name="", lora_path="/x"), RequestError, "empty"),
+        (body(lora_name="m", lora_path="/x"), RequestError, "the model itself"),
+        (body(lora_name="a" * 300, lora_path="/x"), RequestError, "at most 256"),
+        (body(lora_name="a\n", lora_path="/x"), RequestError, "printable"),
+        (body(lora_name="a", lora_path="/x"), NotFound, "no such"),
+    ],
+)
+def test_bad_bodies_and_missing_files(raw, kind, words):
+    serving = SimpleNamespace(model_name="m", adapters={})
+    engine = StubEngine(AdapterRefused("1", "no such thing", missing=True))
+    with pytest.raises(kind, match=words):
+        load(engine, node(allow_runtime_lora=True), serving, raw)
+    assert not serving.adapters
+
+
+def asked(adapter: AdapterFacts | None, name: str, digest: str) -> Request:
+    fetch = KvTransferParams(do_remote_prefill=True, adapter=name, adapter_digest=digest)
+    submit = Submit("r", [1], SamplingParams(1, seed=0), fetch=fetch)
+    return Request.of(submit, 0.0, None if adapter is None else Loaded(0, adapter))
+
+
+def test_kv_is_taken_of_the_same_name_and_content_alone():
+    loads = AdapterLoads(SimpleNamespace(adapters=None), lambda _: None, lambda: None)  # type: ignore[arg-type]
+    assert loads.unlike(asked(None, "", "")) is None
+    assert loads.unlike(asked(FACTS, "a", FACTS.digest)) is None
+    assert "'a' of content d1d1" in (loads.unlike(asked(FACTS, "a", "e2" * 16)) or "")
+    assert "'a' of content e2e2" in (loads.unlike(asked(FACTS, "a", "e2" * 16)) or "")
+    assert "no adapter" in (loads.unlike(asked(FACTS, "", "")) or "")
+    assert "'b'" in (loads.unlike(asked(FACTS, "b", FACTS.digest)) or "")
+    assert loads.unlike(asked(None, "a", FACTS.digest)) is not None
+    assert loads.unlike_kv == 5
+    ticket = loads.named_on(KvTransferParams(), asked(FACTS, "", ""))
+    assert (ticket.adapter, ticket.adapter_digest) == ("a", FACTS.digest)
+
+
+def test_a_node_that_fails_rather_than_recomputes_says_why():
+    assert "KV was made with X" in KvNotLoaded.because("Incompatible", "KV was made with X").message
+
+
+def test_an_engine_without_slots_refuses_what_it_is_asked():
+    said: list[Any] = []
+    loads = AdapterLoads(SimpleNamespace(adapters=None), said.append, lambda: None)  # type: ignore[arg-type]
+    for path in ("/nowhere", "~nobody-at-all", "x" * 5000, "\0", ""):
+        loads.hear(LoadAdapter("1", "a", path))
+        assert said.pop() == AdapterRefused(
+            "1", "this node has no slots for adapters; start it with --max-loras", missing=True
+        )
+    loads.hear(UnloadAdapter("a"))
+    loads.turn()
+    assert not said
+    assert (loads.loaded, loads.in_use()) == ([], ([], []))
+
+
+def test_the_root_of_a_prefix_is_of_salt_and_adapter():
+    roots = [root_of(None), root_of("s"), root_of(None, "s"), root_of("s", "t"), root_of("st"), root_of(None, "st")]
+    assert roots[0] == ROOT
+    assert len(set(roots)) == len(roots)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"lora": ("a",)}, "name=path"),
+        ({"lora": ("=x",)}, "name=path"),
+        ({"lora": ('{"name": "a"}',)}, "JSON with name and path"),
+        ({"lora": ("a=x", "a=y")}, "names a twice"),
+        ({"lora": ("a=x", "b=y"), "max_loras": 1}, "2 adapters and max_loras is 1"),
+        ({"max_lora_rank": 1000}, "at most 512"),
+        ({"max_loras": -1}, "not be negative"),
+    ],
+)
+def test_settings_that_cannot_work(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig("m", **fields)
+
+
+def test_slots_by_what_is_asked_for():
+    assert EngineConfig("m").adapter_slots == 0
+    assert EngineConfig("m", lora=("a=x", '{"name": "b", "path": "y"}')).adapter_slots == 2
+    assert EngineConfig("m", lora=('{"name": "b", "local_path": "y=z"}',)).adapters == [("b", "y=z")]
+    assert EngineConfig("m", allow_runtime_lora=True).adapter_slots == 1
+    assert EngineConfig("m", lora=("a=x",), max_loras=4, allow_runtime_lora=True).adapter_slots == 4

@@ -1,0 +1,192 @@
+"""A real node that is asked directly: other dialects and tokenization over the tiny model, by the official clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+
+from tests.cluster.real_cluster import Cluster, Process, tiny_model
+
+pytestmark = pytest.mark.cluster
+
+KEY = "a-key"
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+SAMPLING = {"seed": 5, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    folder = tmp_path_factory.mktemp("direct")
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    cluster = Cluster(folder, tiny_model(folder))
+    try:
+        flags = ["--chat-template", str(template), "--served-model-name", "tiny", "--api-key", KEY]
+        cluster.nodes.append(cluster.start("serve", [*cluster.flags, *flags]))
+        cluster.wait_ready(*cluster.nodes)
+        yield cluster.nodes[0]
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def openai_client(node: Process) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{node.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def anthropic_client(node: Process) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=node.url, api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+def post(node: Process, path: str, body: Any) -> httpx2.Response:
+    return httpx2.post(node.url + path, json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+
+
+def chat_text(client: openai.OpenAI, messages: Any) -> str:
+    told = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, extra_body=SAMPLING)
+    return told.choices[0].message.content or ""
+
+
+def test_a_response_says_what_the_chat_completion_says(openai_client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "instructions": "Be brief.", "max_output_tokens": 6}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    text = chat_text(openai_client, messages)
+    told = openai_client.responses.create(**asked, extra_body=SAMPLING)
+    assert told.output_text == text
+    assert (told.status, told.incomplete_details and told.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert told.usage is not None
+    assert told.usage.output_tokens == 6
+    with openai_client.responses.create(**asked, extra_body=SAMPLING, stream=True) as stream:
+        events = list(stream)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert events[-1].type == "response.incomplete"
+    assert openai_client.responses.retrieve(told.id).output_text == text
+
+
+def test_a_conversation_goes_on_where_it_stood(openai_client: openai.OpenAI) -> None:
+    first = openai_client.responses.create(model="tiny", input="hi", max_output_tokens=6, extra_body=SAMPLING)
+    second = openai_client.responses.create(
+        model="tiny", input="and?", previous_response_id=first.id, max_output_tokens=6, extra_body=SAMPLING
+    )
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "and?"},
+    ]
+    assert second.output_text == chat_text(openai_client, messages)
+
+
+def test_a_message_says_what_the_chat_completion_says(
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "messages": [{"role": "user", "content": "hi"}]}
+    text = chat_text(openai_client, asked["messages"])
+    told = anthropic_client.messages.create(**asked, extra_body=SAMPLING)
+    assert [block.text for block in told.content if block.type == "text"] == [text]
+    assert told.stop_reason == "max_tokens"
+    with anthropic_client.messages.stream(**asked, extra_body=SAMPLING) as stream:
+        assert "".join(stream.text_stream) == text
+        last = stream.get_final_message()
+    assert last.usage.output_tokens == 6
+    counted = anthropic_client.messages.count_tokens(model="tiny", messages=asked["messages"])
+    assert counted.input_tokens == last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0)
+    with pytest.raises(anthropic.NotFoundError):
+        anthropic_client.messages.create(**(asked | {"model": "other"}))
+
+
+def test_an_answer_that_the_client_has_begun_is_gone_on_with(
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]
+    told = anthropic_client.messages.create(model="tiny", max_tokens=6, messages=messages, extra_body=SAMPLING)
+    whole = openai_client.completions.create(
+        model="tiny",
+        prompt="<user>hi<assistant>Once",
+        max_tokens=6,
+        extra_body=SAMPLING | {"add_special_tokens": False},
+    )
+    assert [block.text for block in told.content if block.type == "text"] == [whole.choices[0].text]
+
+
+def test_structured_answers_and_tools_come_through_both_dialects(
+    openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
+    told = openai_client.responses.create(model="tiny", input="hi", text=form, extra_body={"seed": 1})
+    assert json.loads(told.output_text)["ok"] in (True, False)
+    tools: Any = [{"type": "function", "name": "say", "parameters": schema, "strict": True}]
+    called = openai_client.responses.create(
+        model="tiny", input="hi", tools=tools, tool_choice="required", max_output_tokens=60, extra_body={"seed": 1}
+    )
+    (call,) = (item for item in called.output if item.type == "function_call")
+    assert call.name == "say"
+    assert json.loads(call.arguments)["ok"] in (True, False)
+    with anthropic_client.messages.stream(
+        model="tiny",
+        max_tokens=60,
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[{"name": "say", "input_schema": schema}],
+        tool_choice={"type": "tool", "name": "say"},
+        extra_body={"seed": 1},
+    ) as stream:
+        last = stream.get_final_message()
+    (block,) = (block for block in last.content if block.type == "tool_use")
+    assert (block.name, last.stop_reason) == ("say", "tool_use")
+    assert block.input["ok"] in (True, False)
+
+
+def test_tokens_go_to_text_and_back(node: Process) -> None:
+    told = post(node, "/tokenize", {"prompt": "hé", "add_special_tokens": False, "return_token_strs": True}).json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert told["max_model_len"] == 1024
+    assert post(node, "/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "hé"}
+    chat = post(node, "/tokenize", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}).json()
+    assert post(node, "/detokenize", {"tokens": chat["tokens"]}).json() == {"prompt": "<user>hi<assistant>"}
+    large = post(node, "/tokenize", {"prompt": "x" * 40_000})
+    assert large.json()["count"] >= 40_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": ["x", "y"]}, 400, "prompt"),
+        ("/tokenize", {"messages": "x"}, 400, "messages"),
+        ("/detokenize", {"tokens": [320]}, 400, "tokens"),
+        ("/detokenize", {"tokens": ["x"]}, 400, "tokens[0]"),
+        ("/v1/responses", {"model": "tiny"}, 400, "input"),
+        ("/v1/responses", {"input": "x"}, 400, "model"),
+        ("/v1/embeddings", {"input": "x"}, 404, None),
+    ],
+)
+def test_what_is_wrong_is_named(node: Process, path: str, body: Any, status: int, param: str | None) -> None:
+    answer = post(node, path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+def test_a_node_is_asked_for_its_key_in_either_header(node: Process) -> None:
+    for headers, status in (({}, 401), ({"x-api-key": KEY}, 200), ({"x-api-key": "other"}, 401)):
+        assert httpx2.post(f"{node.url}/tokenize", json={"prompt": "x"}, headers=headers).status_code == status
+    assert httpx2.get(f"{node.url}/ping").status_code == 200
+    assert httpx2.get(f"{node.url}/openapi.json").json()["info"]["title"] == "kvrelay node"
+    refused = httpx2.post(f"{node.url}/v1/messages", json={})
+    assert refused.json()["error"]["type"] == "authentication_error"

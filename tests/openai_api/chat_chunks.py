@@ -1,0 +1,88 @@
+"""Hand-written answers to chat completions, as nodes send them, and events read back from a dialect's bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+USAGE = {
+    "prompt_tokens": 9,
+    "completion_tokens": 4,
+    "total_tokens": 13,
+    "prompt_tokens_details": {"cached_tokens": 3},
+}
+
+
+def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **choice: Any) -> bytes:
+    """One chunk as an event."""
+    value = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "tiny",
+        "choices": [{"index": 0, "delta": delta or {}, "logprobs": None, "finish_reason": finish, **choice}],
+    }
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def usage_chunk() -> bytes:
+    """The last chunk before [DONE]."""
+    return b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+ROLE = chunk({"role": "assistant", "content": ""})
+
+
+def call(index: int, arguments: str, call_id: str | None = None, name: str | None = None) -> dict[str, Any]:
+    """A delta of a tool call: id and name in its first one."""
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    return {"index": index, "function": function} | ({"id": call_id, "type": "function"} if call_id else {})
+
+
+TEXT = ROLE + chunk({"content": "Hel"}) + chunk({"content": "lo"}) + chunk({}, "stop") + usage_chunk() + DONE
+TOOLS = (
+    ROLE
+    + chunk({"reasoning_content": "Let me "})
+    + chunk({"reasoning_content": "see"})
+    + chunk({"content": "Looking."})
+    + chunk({"tool_calls": [call(0, "", "call_a", "weather")]})
+    + chunk({"tool_calls": [call(0, '{"city": ')]})
+    + chunk({"tool_calls": [call(0, '"Rome"}')]})
+    + chunk({"tool_calls": [call(1, '{"city": "Oslo"}', "call_b", "weather")]})
+    + chunk({}, "tool_calls")
+    + usage_chunk()
+    + DONE
+)
+
+
+def whole(message: dict[str, Any], finish: str = "stop", **choice: Any) -> bytes:
+    """A whole answer."""
+    every = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish, **choice}
+    return json.dumps({"id": "chatcmpl-1", "object": "chat.completion", "choices": [every], "usage": USAGE}).encode()
+
+
+WHOLE_TOOLS = whole(
+    {
+        "content": "Looking.",
+        "reasoning_content": "Let me see",
+        "tool_calls": [
+            {"id": "call_a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+            {"id": "call_b", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+        ],
+    },
+    "tool_calls",
+)
+
+
+def events_of(stream: bytes) -> list[dict[str, Any]]:
+    """The values of a stream whose events all have a name equal to their type; comments are skipped."""
+    events = []
+    for block in stream.decode().split("\n\n"):
+        if not block or block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {value['type']}"
+        events.append(value)
+    return events

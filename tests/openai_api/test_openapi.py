@@ -1,0 +1,86 @@
+"""The OpenAPI document names the routes that are served, and its schemas agree with what is accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+
+from node.app import Node
+from node.app import create_app as create_node
+from node.engine_client import EngineClient
+from openai_api.anthropic_request import decode_messages
+from openai_api.body import decode_chat
+from openai_api.openapi import document
+from openai_api.responses_request import decode_responses
+from router.app import create_app as create_router
+from wire.config import EngineConfig, NodeConfig, RouterConfig
+from wire.errors import RequestError
+
+
+def node_app() -> FastAPI:
+    config = NodeConfig(EngineConfig("nowhere"))
+    return create_node(Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack())
+
+
+@pytest.mark.parametrize("app", [create_router(RouterConfig()), node_app()], ids=["router", "node"])
+def test_the_document_names_every_route_and_no_other(app: FastAPI) -> None:
+    served = {
+        (method.lower(), re.sub(r"\{(\w+)(:path)?\}", "{}", route.path))
+        for route in app.routes
+        if isinstance(route, APIRoute) and not route.path.startswith("/kv/")
+        for method in route.methods
+    }
+    paths = document("x", "1")["paths"]
+    assert {(method, re.sub(r"\{\w+\}", "{}", path)) for path in paths for method in paths[path]} == served
+
+
+def test_the_page_and_the_document_are_served_without_a_key_and_load_nothing_from_elsewhere() -> None:
+    client = TestClient(create_router(RouterConfig(api_key="key")))
+    told = client.get("/openapi.json").json()
+    assert told["openapi"].startswith("3.1")
+    page = client.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"(src|href)=\"(https?:)?//", page.text)
+    assert "import " not in page.text
+
+
+def test_every_reference_leads_somewhere_and_every_schema_is_used() -> None:
+    told = document("x", "1")
+    names: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                names.add(value["$ref"].removeprefix("#/components/schemas/"))
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    walk(told)
+    assert names == set(told["components"]["schemas"])
+    assert "kv_transfer_params" not in told["components"]["schemas"]["ChatRequest"]["properties"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "body", "decode"),
+    [
+        ("ChatRequest", "temperature", b'{"model": "m", "messages": [], "temperature": "x"}', decode_chat),
+        ("ResponsesRequest", "max_output_tokens", b'{"input": "x", "max_output_tokens": 0}', decode_responses),
+        ("ResponsesRequest", "background", b'{"input": "x", "background": true}', decode_responses),
+        ("MessagesRequest", "max_tokens", b'{"model": "m", "messages": [], "max_tokens": 0}', decode_messages),
+    ],
+)
+def test_limits_that_the_document_states_are_checked(schema: str, name: str, body: bytes, decode: Any) -> None:
+    properties = document("x", "1")["components"]["schemas"][schema]["properties"]
+    assert set(properties[name]) - {"anyOf", "default"}
+    with pytest.raises(RequestError) as why:
+        decode(body)
+    assert why.value.param == name

@@ -1,0 +1,207 @@
+"""The answer of a chat completion as the Responses API has it: order of events, items, usage, ends."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from openai_api.dialect import KEEP_ALIVE, Dialect
+from openai_api.response_store import ResponseStore, Stored
+from openai_api.responses_call import speak_responses, stored_items
+from openai_api.sse import error_event
+from tests.openai_api.chat_chunks import DONE, ROLE, TEXT, TOOLS, WHOLE_TOOLS, chunk, events_of, usage_chunk, whole
+from wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded
+
+
+def speak(kept: ResponseStore | None = None, response_id: str = "resp_1", **fields: Any) -> Dialect:
+    """The answer's side of a request."""
+    body = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
+    return speak_responses(body, ResponseStore() if kept is None else kept, response_id, 7)[1]
+
+
+def test_a_text_has_the_events_of_the_api_in_their_order() -> None:
+    events = events_of(speak(stream=True, metadata={"a": "b"}).events(TEXT))
+    assert [event["type"] for event in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event["sequence_number"] for event in events] == list(range(10))
+    assert [event["delta"] for event in events if "delta" in event] == ["Hel", "lo"]
+    assert {event["item_id"] for event in events if "item_id" in event} == {"msg_10"}
+    response = events[-1]["response"]
+    part = {"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}
+    message = {"id": "msg_10", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
+    assert response["output"] == [message]
+    assert (response["id"], response["status"], response["created_at"]) == ("resp_1", "completed", 7)
+    assert response["metadata"] == {"a": "b"}
+    assert response["usage"] == {
+        "input_tokens": 9,
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 13,
+    }
+    assert events[0]["response"]["output"] == []
+    assert events[0]["response"]["usage"] is None
+
+
+def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
+    events = events_of(speak(stream=True).events(TOOLS))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done") * 2,
+        "completed",
+    ]
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "Let me see"}]
+    assert [(item["call_id"], item["name"], item["arguments"]) for item in output[2:]] == [
+        ("call_a", "weather", '{"city": "Rome"}'),
+        ("call_b", "weather", '{"city": "Oslo"}'),
+    ]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == output
+
+
+def test_a_whole_answer_is_the_response_that_its_stream_ends_with() -> None:
+    told = json.loads(speak().whole(WHOLE_TOOLS))
+    assert told == events_of(speak().events(TOOLS))[-1]["response"]
+
+
+@pytest.mark.parametrize("stream", [TEXT, TOOLS])
+def test_a_stream_cut_anywhere_gives_the_same_events(stream: bytes) -> None:
+    once = speak().events(stream)
+    for at in range(len(stream)):
+        dialect = speak()
+        assert dialect.events(stream[:at]) + dialect.events(stream[at:]) == once
+    dialect = speak()
+    assert b"".join(dialect.events(bytes((byte,))) for byte in stream) == once
+
+
+def test_an_answer_cut_by_its_limit_is_incomplete() -> None:
+    stream = ROLE + chunk({"content": "Hel"}) + chunk({}, "length") + usage_chunk() + DONE
+    last = events_of(speak().events(stream))[-1]
+    assert last["type"] == "response.incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["response"]["output"][0]["status"] == "incomplete"
+    told = json.loads(speak().whole(whole({"content": "Hel"}, "length")))
+    assert told == last["response"]
+
+
+def test_an_answer_that_breaks_has_failed_and_nothing_follows() -> None:
+    dialect = speak()
+    stream = dialect.events(ROLE + chunk({"content": "Hel"}) + error_event(Overloaded("full")))
+    events = events_of(stream)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"] == {"code": "rate_limit_exceeded", "message": "full"}
+    assert events[-1]["response"]["output"][0]["status"] == "incomplete"
+    assert dialect.events(TEXT) == b""
+    torn = events_of(speak().events(b"data: {torn\n\n"))
+    assert torn[-1]["response"]["error"]["code"] == "server_error"
+    with pytest.raises(NodeFailed):
+        speak().whole(b"{}")
+
+
+def test_an_answer_without_a_word_is_a_message_without_text() -> None:
+    output = json.loads(speak().whole(whole({"content": ""})))["output"]
+    assert [part["text"] for part in output[0]["content"]] == [""]
+
+
+def test_log_probabilities_go_with_their_text() -> None:
+    one = {"token": "Hel", "logprob": -0.5, "bytes": [72], "top_logprobs": []}
+    dialect = speak(include=["message.output_text.logprobs"])
+    events = events_of(
+        dialect.events(chunk({"content": "Hel"}, logprobs={"content": [one]}) + chunk({}, "stop") + DONE)
+    )
+    (delta,) = (event for event in events if event["type"] == "response.output_text.delta")
+    assert delta["logprobs"] == [one]
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == [one]
+
+
+def test_a_long_wait_begins_the_response_and_then_keeps_it_alive() -> None:
+    dialect = speak()
+    assert [event["type"] for event in events_of(dialect.keep_alive())] == ["response.created", "response.in_progress"]
+    assert dialect.keep_alive() == KEEP_ALIVE
+    assert events_of(dialect.events(TEXT))[0]["type"] == "response.output_item.added"
+
+
+def test_errors_name_the_fields_of_this_api() -> None:
+    error = ErrorBody("too long", "invalid_request_error", "messages", "context_length_exceeded")
+    assert json.loads(speak().error(400, error))["error"]["param"] == "input"
+
+
+def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
+    store = ResponseStore()
+    speak(store, "resp_1", instructions="Be brief.").whole(WHOLE_TOOLS)
+    outputs = [
+        {"type": "function_call_output", "call_id": call_id, "output": "wet"} for call_id in ("call_a", "call_b")
+    ]
+    asked = {"model": "tiny", "previous_response_id": "resp_1", "input": outputs}
+    body, dialect = speak_responses(json.dumps(asked).encode(), store, "resp_2", 8)
+    messages = json.loads(body)["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
+    assert messages[1]["reasoning_content"] == "Let me see"
+    assert [call["id"] for call in messages[1]["tool_calls"]] == ["call_a", "call_b"]
+    dialect.events(TEXT)
+    third = {"model": "tiny", "previous_response_id": "resp_2", "input": "Thanks"}
+    body, _ = speak_responses(json.dumps(third).encode(), store, "resp_3", 9)
+    assert [message["role"] for message in json.loads(body)["messages"]][-2:] == ["assistant", "user"]
+    assert len(json.loads(body)["messages"]) == 6
+    assert json.loads(store.get("resp_2").body)["previous_response_id"] == "resp_1"
+
+
+def test_nothing_is_kept_that_failed_or_that_the_client_does_not_want_kept() -> None:
+    store = ResponseStore()
+    speak(store, store=False).whole(WHOLE_TOOLS)
+    speak(store).events(ROLE + error_event(NodeFailed("it broke")))
+    assert len(store) == 0
+
+
+def test_input_items_come_in_pages() -> None:
+    items = [{"id": f"in_{i}"} for i in range(5)]
+    stored = Stored(b"", msgspec.json.encode(items), ())
+    first = stored_items(stored, 2, "asc", None)
+    assert ([item["id"] for item in first["data"]], first["has_more"]) == (["in_0", "in_1"], True)
+    rest = stored_items(stored, 9, "asc", first["last_id"])
+    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == (["in_2", "in_3", "in_4"], False)
+    assert stored_items(stored, 1, "desc", None)["first_id"] == "in_4"
+
+
+def test_the_store_gives_way_in_number_and_in_bytes_to_what_is_newer_or_asked_for() -> None:
+    store = ResponseStore(max_responses=2, max_bytes=100)
+    for name in "ab":
+        store.put(name, Stored(b"x" * 10, b"", ()))
+    store.get("a")
+    store.put("c", Stored(b"x" * 10, b"", ()))
+    with pytest.raises(NotFound):
+        store.get("b")
+    store.put("d", Stored(b"x" * 30, b"y" * 30, (b"z" * 35,)))
+    with pytest.raises(NotFound):
+        store.get("a")
+    assert (len(store), store.bytes) == (1, 95)
+    store.put("e", Stored(b"x" * 101, b"", ()))
+    with pytest.raises(NotFound) as why:
+        store.get("e", "previous_response_id")
+    assert (why.value.param, why.value.status) == ("previous_response_id", 404)
+    store.delete("d")
+    assert (len(store), store.bytes) == (0, 0)
+    with pytest.raises(NotFound):
+        store.delete("d")

@@ -1,0 +1,130 @@
+"""A request to /v1/responses is the chat completion that it means, or is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from openai_api.response_store import ResponseStore
+from openai_api.responses_call import speak_responses
+from wire.errors import RequestError
+
+
+def chat_of(**fields: Any) -> dict[str, Any]:
+    """The chat body of a request."""
+    body = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
+    value: dict[str, Any] = json.loads(speak_responses(body, ResponseStore(), "resp_1", 7)[0])
+    return value
+
+
+def test_a_text_with_instructions_is_a_system_and_a_user_message() -> None:
+    assert chat_of(instructions="Be brief.", temperature=0, max_output_tokens=5, top_p=0.5, user="me") == {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+        "max_completion_tokens": 5,
+        "temperature": 0,
+        "top_p": 0.5,
+        "user": "me",
+    }
+
+
+def test_items_become_turns_with_their_calls_and_reasoning() -> None:
+    messages = chat_of(
+        instructions="One.",
+        input=[
+            {"role": "developer", "content": "Two."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rome?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Looking.", "annotations": []}]},
+            {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+            {"type": "function_call", "call_id": "b", "name": "weather", "arguments": "[]"},
+            {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+            {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "wet"}]},
+        ],
+    )["messages"]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        for call_id, arguments in (("a", "{}"), ("b", "[]"))
+    ]
+    assert messages == [
+        {"role": "system", "content": "One.\n\nTwo."},
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": "Looking.", "reasoning_content": "Hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "b", "content": "wet"},
+    ]
+
+
+def test_tools_formats_and_streams_have_their_chat_fields() -> None:
+    schema = {"type": "object", "properties": {}}
+    weather = {"type": "function", "name": "weather", "parameters": schema, "strict": True}
+    chat = chat_of(
+        tools=[weather, {"type": "function", "name": "time"}],
+        tool_choice={"type": "function", "name": "weather"},
+        parallel_tool_calls=False,
+        text={"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}},
+        stream=True,
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        reasoning={"effort": "low"},
+        seed=3,
+        ignore_eos=True,
+    )
+    assert chat["tools"] == [
+        {"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}},
+        {"type": "function", "function": {"name": "time"}},
+    ]
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+    assert chat["parallel_tool_calls"] is False
+    assert chat["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
+    assert (chat["stream"], chat["stream_options"]) == (True, {"include_usage": True})
+    assert (chat["logprobs"], chat["top_logprobs"], chat["reasoning_effort"]) == (True, 2, "low")
+    assert (chat["seed"], chat["ignore_eos"]) == (3, True)
+    assert chat_of(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
+
+
+def test_allowed_tools_are_the_only_ones_that_the_model_sees() -> None:
+    tools = [{"type": "function", "name": name} for name in ("a", "b")]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
+    chat = chat_of(tools=tools, tool_choice=choice)
+    assert chat["tools"] == [{"type": "function", "function": {"name": "b"}}]
+    assert chat["tool_choice"] == "required"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"background": True}, "background", "stream"),
+        ({"conversation": "c"}, "conversation", "previous_response_id"),
+        ({"prompt": {"id": "p"}}, "prompt", "instructions"),
+        ({"truncation": "auto"}, "truncation", "shorten"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice", "function"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": 1, "mode": "auto"}}, "tool_choice", "function"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+        ({"input": ""}, "input", "empty"),
+        ({"input": []}, "input", "empty"),
+        ({"input": [{}]}, "input[0]", "type"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "text only"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0].arguments", "missing"),
+        ({"input": [{"role": "user", "content": "x", "id": 3}]}, "input[0].id", "text"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format", "yaml"),
+        ({"temperature": "hot"}, "temperature", "wrong type"),
+        ({"previous_response_id": "resp_0"}, "previous_response_id", "not kept"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_its_field(fields: dict[str, Any], param: str, word: str) -> None:
+    with pytest.raises(RequestError) as why:
+        chat_of(**fields)
+    assert why.value.param is not None
+    assert why.value.param.startswith(param)
+    assert word in why.value.message
+    assert 400 <= why.value.status <= 404

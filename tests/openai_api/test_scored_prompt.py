@@ -1,0 +1,66 @@
+"""Log-probabilities of prompts as answers show them."""
+
+from __future__ import annotations
+
+import pytest
+
+from openai_api.scored_prompt import ScoredPrompt
+from openai_api.tokenizer import Tokenizer
+from openai_api.types import PromptLogprob
+from wire.errors import RequestError
+from wire.outputs import TokenLogprobs
+
+
+def scored(ids: list[int]) -> ScoredPrompt:
+    entries = [
+        TokenLogprobs(token, -3.5, (65, token, 66), (-0.25, -3.5, -float("inf")), rank=2 + place)
+        for place, token in enumerate(ids[1:])
+    ]
+    return ScoredPrompt(ids, entries)
+
+
+def test_each_token_is_told_with_the_likeliest_by_id_and_of_the_first_nothing(bytewise: Tokenizer) -> None:
+    given = scored([72, 105, 65])
+    assert given.listed(bytewise, 0) == [
+        None,
+        {"105": PromptLogprob(-3.5, 2, "i")},
+        {"65": PromptLogprob(-3.5, 3, "A")},
+    ]
+    assert given.listed(bytewise, 3) == [
+        None,
+        {
+            "105": PromptLogprob(-3.5, 2, "i"),
+            "65": PromptLogprob(-0.25, 1, "A"),
+            "66": PromptLogprob(-9999.0, 3, "B"),
+        },
+        {"65": PromptLogprob(-3.5, 3, "A"), "66": PromptLogprob(-9999.0, 3, "B")},
+    ]
+    assert ScoredPrompt([72], []).listed(bytewise, 3) == [None]
+
+
+def test_an_echo_lists_the_prompts_tokens_at_their_places_in_its_text(bytewise: Tokenizer) -> None:
+    ids = list("aé!".encode())
+    lists = scored(ids).echoed(bytewise, 1, "aé!")
+    assert lists.text_offset == [0, 1, 1, 2]
+    assert lists.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert lists.token_logprobs == [None, -3.5, -3.5, -3.5]
+    assert lists.top_logprobs[0] is None
+    assert lists.top_logprobs[3] == {"!": -3.5, "A": -0.25}
+    assert scored(ids).echoed(bytewise, 0, "aé!", as_token_ids=True).tokens[1] == "token_id:195"
+
+
+@pytest.mark.model
+def test_what_the_tokenizer_adds_has_no_place_in_the_text(smollm2: Tokenizer) -> None:
+    special = smollm2.special_id("<|im_start|>")
+    assert special is not None
+    words = smollm2.encode("Hello there", add_special_tokens=False)
+    before = scored([special, *words])
+    assert before.echoed(smollm2, 0, "Hello there").text_offset == [0, 0, 5]
+    assert before.echoed(smollm2, 0, "<|im_start|>Hello there").text_offset == [0, 12, 17]
+    within = [*words, special, words[0]]
+    assert scored(within).echoed(smollm2, 0, smollm2.decode(within)).text_offset == [0, 5, 11, 11]
+
+
+def test_another_number_of_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="of 1 tokens of the prompt were handed over, and it has 3"):
+        ScoredPrompt([1, 2, 3], [TokenLogprobs(2, -1.0)])

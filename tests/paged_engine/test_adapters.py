@@ -1,0 +1,247 @@
+"""LoRA adapters on the CPU: equal to merged weights, in any company; their slots; whose KV is whose."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+from tiny_adapters import make_adapter, merged
+from tiny_models import make_tiny
+
+from paged_engine.adapter_slots import AdapterSlots
+from paged_engine.engine import Engine
+from paged_engine.request import Request
+from wire.config import EngineConfig
+from wire.engine_messages import AdapterFacts, Submit
+from wire.errors import ConfigError
+from wire.sampling import SamplingParams
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM")
+SPELLED = {
+    "Phi3ForCausalLM": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "OPTForCausalLM": ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    make_tiny("LlamaForCausalLM", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(base, tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    one = make_adapter(folder / "one", base, seed=1)
+    return one, make_adapter(folder / "two", base, seed=2, rank=7, targets=("q_proj", "v_proj", "down_proj"))
+
+
+def make(folder: Path, **options) -> Engine:
+    defaults = {"device": "cpu", "kv_cache_memory": 8 << 20, "threads": 1}
+    return Engine(EngineConfig(model=str(folder), **(defaults | options)))
+
+
+def with_two(base: Path, two: tuple[Path, Path], **options) -> Engine:
+    return make(base, lora=(f"one={two[0]}", f"two={two[1]}"), **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 256) for _ in range(length)]
+
+
+def ask(engine: Engine, name: str, tokens: list[int], adapter: str = "", **params) -> Request:
+    defaults = {"max_tokens": 16, "seed": 5, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+    return add(engine, Submit(name, tokens, SamplingParams(**(defaults | params)), adapter=adapter))
+
+
+def add(engine: Engine, submit: Submit) -> Request:
+    req = engine.request(submit, 0.0)
+    engine.scheduler.add(req)
+    return req
+
+
+def drain(engine: Engine) -> None:
+    for _ in range(5000):
+        if not engine.has_work:
+            break
+        engine.step()
+        engine.scheduler.check()
+    assert engine.scheduler.pool.free == engine.scheduler.pool.total
+
+
+def answer(req: Request) -> tuple[list[int], list[float]]:
+    return req.token_ids[req.prompt_tokens :], [each.logprob for each in req.new_logprobs]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_adapter_answers_as_the_merged_model_does(architecture, tmp_path):
+    base = tmp_path / "base"
+    make_tiny(architecture, base)
+    targets = {"targets": SPELLED[architecture]} if architecture in SPELLED else {}
+    adapter = make_adapter(tmp_path / "adapter", base, seed=3, rank=5, alpha=10, **targets)
+    ours, theirs = make(base, lora=(f"a={adapter}",)), make(merged(tmp_path / "merged", base, adapter, 2.0))
+    for length in (1, 17, 90):
+        tokens = prompt(length, seed=length)
+        mine, wanted = ask(ours, "a", tokens, "a"), ask(theirs, "m", tokens)
+        plain = ask(ours, "b", tokens)
+        drain(ours)
+        drain(theirs)
+        assert answer(mine)[0] == answer(wanted)[0]
+        assert answer(mine)[1] == pytest.approx(answer(wanted)[1], abs=2e-3)
+        assert answer(mine)[1] != pytest.approx(answer(plain)[1], abs=2e-2)
+
+
+def test_scales_and_ranks_by_pattern_are_those_of_peft(base, tmp_path):
+    adapter = make_adapter(
+        tmp_path / "a", base, seed=4, rank=4, alpha=6, targets=("q_proj",), use_rslora=True, alpha_pattern={"q_proj": 8}
+    )
+    ours, theirs = make(base, lora=(f"a={adapter}",)), make(merged(tmp_path / "m", base, adapter, 8 / 2))
+    mine, wanted = ask(ours, "a", prompt(40), "a"), ask(theirs, "m", prompt(40))
+    drain(ours)
+    drain(theirs)
+    assert answer(mine)[1] == pytest.approx(answer(wanted)[1], abs=2e-3)
+
+
+def test_a_mixed_batch_gives_each_request_the_bits_that_it_has_alone(base, two):
+    prompts = [prompt(length, seed=length) for length in (3, 40, 90, 128, 33, 2)]
+    names = ("", "one", "two", "one", "", "two")
+
+    def answers(alone: bool) -> list[tuple[list[int], list[float]]]:
+        engine, found = with_two(base, two, prefix_cache=False), []
+        for i, (tokens, name) in enumerate(zip(prompts, names, strict=True)):
+            found.append(ask(engine, f"r{i}", tokens, name, temperature=0.8 * (i % 2)))
+            if alone:
+                drain(engine)
+        drain(engine)
+        return [answer(req) for req in found]
+
+    together = answers(alone=False)
+    assert together == answers(alone=True)
+    base_alone = make(base, lora=(), max_loras=1)
+    plain = ask(base_alone, "r", prompts[0])
+    drain(base_alone)
+    assert answer(plain) == together[0]
+
+
+def test_proposed_and_scored_rows_take_the_adapter_of_their_request(base, two):
+    tokens, names = prompt(5) * 9, ("", "one", "two")
+
+    def answers(alone: bool, **options) -> list[tuple[tuple[list[int], list[float]], list[float]]]:
+        engine, found = with_two(base, two, max_batched_tokens=64, **options), []
+        for name in names:
+            found.append(ask(engine, f"r{name}", tokens, name, max_tokens=60, prompt_logprobs=0))
+            if alone:
+                drain(engine)
+        drain(engine)
+        assert bool(engine.scheduler.speculation.accepted_tokens) == bool(options)
+        return [(answer(req), [each.logprob for each in req.prompt_logprobs]) for req in found]
+
+    told = answers(alone=True)
+    assert answers(alone=False, speculative_tokens=4, ngram_min=1) == told
+    assert len({tuple(scores) for _, scores in told}) == 3
+
+
+def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
+    engine, tokens = with_two(base, two), prompt(70)
+    for name in ("", "one", "two"):
+        fresh = ask(engine, f"{name} first", tokens, name)
+        drain(engine)
+        again = ask(engine, f"{name} again", tokens, name)
+        drain(engine)
+        assert (fresh.cached_tokens, again.cached_tokens) == (0, 64)
+        assert answer(again) == answer(fresh)
+    # A salt that spells an adapter's identity is a salt.
+    assert engine.adapters is not None
+    identity = engine.adapters.named("one").identity
+    salted = Submit("salted", tokens, SamplingParams(1, seed=0), cache_salt=identity)
+    req = add(engine, salted)
+    drain(engine)
+    assert req.cached_tokens == 0
+    # The same name with other content is another adapter.
+    other = make(base, lora=(f"one={two[1]}",))
+    assert other.adapters is not None
+    assert other.adapters.named("one").identity != identity
+
+
+def load(engine: Engine, name: str, path: Path, *, in_place: bool = False) -> AdapterFacts:
+    done = threading.Event()
+    assert engine.adapters is not None
+    reading = engine.adapters.begin(name, str(path), in_place=in_place, done=done.set)
+    assert done.wait(60)
+    return engine.adapters.finish(reading)
+
+
+def test_loaded_and_unloaded_while_requests_run(base, two):
+    engine = make(base, max_loras=1, allow_runtime_lora=True)
+    adapters, live = engine.adapters, engine.scheduler.live
+    assert adapters is not None
+    plain = ask(engine, "plain", prompt(40), max_tokens=60)
+    load(engine, "x", two[0])
+    with pytest.raises(ValueError, match="loaded already"):
+        adapters.begin("x", str(two[0]), in_place=False, done=lambda: None)
+    with pytest.raises(ValueError, match="max_loras is 1"):
+        adapters.begin("y", str(two[1]), in_place=False, done=lambda: None)
+    old = ask(engine, "old", prompt(40), "x")
+    engine.step()
+    load(engine, "x", two[1], in_place=True)
+    new = ask(engine, "new", prompt(40), "x")
+    with pytest.raises(ValueError, match="still run"):
+        adapters.begin("x", str(two[0]), in_place=True, done=lambda: None)
+    adapters.remove_unused(live)
+    assert adapters.slots.ending
+    adapters.slots.retire("x")
+    with pytest.raises(LookupError, match="not loaded"):
+        ask(engine, "late", prompt(4), "x")
+    drain(engine)
+    adapters.remove_unused(live)
+    assert not adapters.slots.ending
+    assert sorted(adapters.slots._free) == [0, 1]
+    assert not any(linear.slots for sites in engine._runner._decoder.sites() for linear in sites.values())
+    reference = with_two(base, two)
+    for req, name in ((old, "one"), (new, "two"), (plain, "")):
+        same = ask(reference, req.request_id, prompt(40), name, max_tokens=req.output_tokens)
+        drain(reference)
+        assert answer(same)[0] == answer(req)[0]
+
+
+def test_a_broken_adapter_gives_its_slot_back(base, two, tmp_path):
+    engine = make(base, allow_runtime_lora=True)
+    with pytest.raises(ConfigError, match="adapter_config"):
+        load(engine, "x", tmp_path / "nothing")
+    assert load(engine, "x", two[0]).rank == 4
+    assert engine.adapters is not None
+    assert [facts.name for facts in engine.adapters.slots.loaded] == ["x"]
+
+
+def test_an_engine_without_slots_refuses_adapters_and_has_plain_layers(base):
+    engine = make(base)
+    assert engine.adapters is None
+    with pytest.raises(LookupError):
+        ask(engine, "r", prompt(4), "x")
+    assert type(engine._runner._decoder.sites()[0]["qkv"]).__name__ == "Linear"
+
+
+def test_slots():
+    slots = AdapterSlots(limit=2, slots=3)
+    first = slots.reserve("a", in_place=False)
+    with pytest.raises(ValueError, match="being loaded"):
+        slots.reserve("a", in_place=True)
+    slots.fill(first, AdapterFacts("a", "1", 4))
+    second = slots.reserve("b", in_place=False)
+    with pytest.raises(ValueError, match="max_loras is 2"):
+        slots.reserve("c", in_place=False)
+    slots.give_up(second)
+    third = slots.reserve("a", in_place=True)
+    slots.fill(third, AdapterFacts("a", "2", 4))
+    assert slots.ending
+    assert slots.named("a").facts.digest == "2"
+    assert slots.free_unused({first}) == []
+    assert slots.free_unused({third}) == [first]
+    slots.retire("a")
+    slots.retire("a")
+    assert slots.free_unused(()) == [third]
+    assert slots.loaded == []

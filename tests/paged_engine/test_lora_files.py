@@ -1,0 +1,148 @@
+"""Adapters on disk: what is read, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_adapters import make_adapter
+from tiny_models import make_tiny
+
+from paged_engine.lora_files import Adapter, read_adapter
+from paged_engine.model_files import read_model_config
+from wire.errors import ConfigError
+
+MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    make_tiny("LlamaForCausalLM", folder)
+    return folder
+
+
+def read(adapter: Path, base: Path, max_rank: int = 16) -> Adapter:
+    return read_adapter(str(adapter), read_model_config(str(base)), max_rank, torch.float32)
+
+
+def rewrite(adapter: Path, **tensors: torch.Tensor) -> None:
+    path = adapter / "adapter_model.safetensors"
+    save_file(load_file(path) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, path)
+
+
+def test_matrices_by_our_names_with_the_scale_in_b(base, tmp_path):
+    folder = make_adapter(tmp_path / "a", base, seed=1, rank=4, alpha=6)
+    adapter = read(folder, base)
+    assert len(adapter.modules) == 3 * 7
+    a, b = adapter.modules["model.layers.2.mlp.down_proj"]
+    stored = load_file(folder / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.2.mlp.down_proj.lora_{}.weight"
+    assert torch.equal(a, stored[key.format("A")])
+    assert torch.equal(b, stored[key.format("B")] * 1.5)
+    assert adapter.rank == 4
+
+
+def test_the_digest_is_of_the_content(base, tmp_path):
+    one = make_adapter(tmp_path / "one", base, seed=1)
+    same = make_adapter(tmp_path / "same", base, seed=1, target_modules="all-linear")
+    other = make_adapter(tmp_path / "other", base, seed=1, alpha=16.0)
+    another = make_adapter(tmp_path / "another", base, seed=2)
+    digests = [read(folder, base).digest for folder in (one, same, other, another)]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "biases"),
+        ({"lora_bias": True}, "biases"),
+        ({"modules_to_save": ["lm_head"]}, "whole modules"),
+        ({"trainable_token_indices": [3]}, "embeddings"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "experts"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"r": 0}, "r must be a positive number"),
+        ({"r": 8}, "says 8"),
+        ({"lora_alpha": None}, "lora_alpha"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(base, tmp_path, fields, words):
+    with pytest.raises(ConfigError, match=words):
+        read(make_adapter(tmp_path / "a", base, seed=1, **fields), base)
+
+
+def test_files_that_are_missing_or_pickled(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
+        read(tmp_path / "none", base)
+    for path in ("~nobody-at-all", "x" * 5000, "a\0b"):
+        with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
+            read(Path(path), base)
+    folder = make_adapter(tmp_path / "a", base, seed=1)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="could run code"):
+        read(folder, base)
+    (folder / "adapter_model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}{}{}{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(folder, base)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
+        read(folder, base)
+
+
+def test_shapes_of_another_model_name_both(base, tmp_path):
+    folder = make_adapter(tmp_path / "a", base, seed=1)
+    rewrite(folder, **{f"{MODULE}.lora_A.weight": torch.zeros(4, 32)})
+    with pytest.raises(ConfigError, match=r"\(4, 32\).*someone/tiny"):
+        read(folder, base)
+
+
+def test_ranks_above_the_limit(base, tmp_path):
+    folder = make_adapter(tmp_path / "a", base, seed=1, rank=8)
+    with pytest.raises(ConfigError, match="rank 8 and max_lora_rank is 4"):
+        read(folder, base, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "embeddings"),
+        (f"{MODULE}.lora_magnitude_vector.weight", "DoRA"),
+        ("base_model.model.lm_head.lora_A.weight", "only lora_A"),
+        (f"{MODULE}.weight", "not a LoRA"),
+    ],
+)
+def test_unknown_tensors(base, tmp_path, name, words):
+    folder = make_adapter(tmp_path / "a", base, seed=1)
+    rewrite(folder, **{name: torch.zeros(4, 64)})
+    with pytest.raises(ConfigError, match=words):
+        read(folder, base)
+
+
+def test_modules_that_take_no_adapter(base, tmp_path):
+    folder = make_adapter(tmp_path / "a", base, seed=1)
+    a, b = torch.zeros(4, 64), torch.zeros(256, 4)
+    rewrite(folder, **{"base_model.model.lm_head.lora_A.weight": a, "base_model.model.lm_head.lora_B.weight": b})
+    with pytest.raises(ConfigError, match="lm_head"):
+        read(folder, base)
+
+
+def test_a_mixtures_experts_are_refused_and_its_attention_is_served(tmp_path):
+    make_tiny("MixtralForCausalLM", tmp_path / "base")
+    experts = make_adapter(tmp_path / "e", tmp_path / "base", seed=1, targets=("w1",))
+    with pytest.raises(ConfigError, match="experts"):
+        read(experts, tmp_path / "base")
+    attention = make_adapter(tmp_path / "a", tmp_path / "base", seed=1, targets=("q_proj", "o_proj"))
+    assert len(read(attention, tmp_path / "base").modules) == 6
+
+
+def test_config_that_is_not_an_object(base, tmp_path):
+    folder = make_adapter(tmp_path / "a", base, seed=1)
+    (folder / "adapter_config.json").write_text(json.dumps([1]))
+    with pytest.raises(ConfigError, match="peft_type"):
+        read(folder, base)

@@ -1,0 +1,109 @@
+"""Adapters at the router: who is asked, which names are known, and how both legs find nodes that have one."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from router_doubles import MODEL, cluster, decode, prefill
+
+from router.pool import HealthReport, Pool
+from wire.config import Role
+from wire.errors import NoNode
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+BODY = {"lora_name": "x", "lora_path": "/adapters/x"}
+
+
+async def test_the_legs_of_an_adapters_request_go_to_nodes_that_have_it() -> None:
+    with_it = [prefill(adapters=["x"]), decode(adapters=["x"])]
+    without = [prefill(), decode()]
+    async with cluster(*with_it, *without) as c:
+        for _ in range(6):
+            await c.text({"model": "x"})
+        assert [len(node.calls) for node in (*with_it, *without)] == [6, 6, 0, 0]
+        assert with_it[1].calls[0].body["model"] == "x"
+        await c.text()
+        async with c.http.get(f"{c.url}/v1/models") as answer:
+            cards = (await answer.json())["data"]
+        assert [(card["id"], card.get("parent")) for card in cards] == [(MODEL, None), ("x", MODEL)]
+        async with c.http.get(f"{c.url}/v1/models/x") as answer:
+            assert (await answer.json())["parent"] == MODEL
+        async with c.post({"model": "y"}) as answer:
+            assert answer.status == 404
+            assert "'x'" in (await answer.json())["error"]["message"]
+
+
+async def test_an_adapter_that_only_one_role_has_is_a_503_with_the_role() -> None:
+    p = prefill(adapters=["x"])
+    async with cluster(p, decode()) as c:
+        async with c.post({"model": "x"}) as answer:
+            assert answer.status == 503
+            assert "no decode node that is up has 'x'" in (await answer.json())["error"]["message"]
+        assert not p.calls
+
+
+async def test_both_requests_go_to_all_nodes_with_the_nodes_key() -> None:
+    nodes = [prefill(), decode(), decode()]
+    async with cluster(*nodes, node_api_key="k") as c:
+        async with c.http.post(c.url + LOAD, json=BODY) as answer:
+            assert answer.status == 200
+            said = await answer.json()
+        assert [(each["role"], each["status"], each["message"]) for each in said["nodes"]] == [
+            ("prefill", 200, "done"),
+            ("decode", 200, "done"),
+            ("decode", 200, "done"),
+        ]
+        for node in nodes:
+            node.adapters = ["x"]
+            ((path, raw, key),) = node.told
+            assert (path, json.loads(raw), key) == (LOAD, BODY, "Bearer k")
+        await c.text({"model": "x"})  # at once, before a health check has said so
+        for node in nodes:
+            node.adapters = []
+        async with c.http.post(c.url + UNLOAD, json={"lora_name": "x"}) as answer:
+            assert answer.status == 200
+        async with c.post({"model": "x"}) as answer:
+            assert answer.status == 404
+
+
+@pytest.mark.parametrize(("statuses", "status"), [((400, 400), 400), ((404, 404), 404), ((200, 400), 502)])
+async def test_what_the_nodes_refuse_is_told_with_all_their_words(statuses: tuple[int, int], status: int) -> None:
+    p, d = prefill(adapter_status=statuses[0]), decode(adapter_status=statuses[1])
+    async with cluster(p, d) as c, c.http.post(c.url + LOAD, json=BODY) as answer:
+        assert answer.status == status
+        message = (await answer.json())["error"]["message"]
+        assert f"decode node {d.url} ({statuses[1]}): it will not" in message
+        assert f"prefill node {p.url}" in message
+
+
+async def test_a_body_without_a_name_and_a_client_without_a_key_are_refused_at_the_door() -> None:
+    p = prefill()
+    async with cluster(p, decode(), api_key="key") as c:
+        async with c.http.post(c.url + LOAD, json=BODY) as answer:
+            assert answer.status == 401
+        headers = {"authorization": "Bearer key"}
+        async with c.http.post(c.url + LOAD, json={"lora_path": "/x"}, headers=headers) as answer:
+            assert answer.status == 400
+        assert not p.told
+
+
+def test_an_older_health_report_does_not_undo_what_a_node_has_just_said() -> None:
+    pool = Pool(["http://p"], [], random.Random(1))
+    (node,) = pool.nodes
+
+    def report(*adapters: str, started: float) -> None:
+        health = HealthReport(Role.PREFILL, "m", generation="g", adapters=list(adapters))
+        pool.report(node, health, started=started, now=started + 0.5)
+
+    report("a", started=1.0)
+    pool.note_adapter(node, "b", loaded=True, now=2.2)
+    report("a", started=2.0)
+    assert node.adapters == {"a", "b"}
+    report("b", started=3.0)
+    assert node.adapters == {"b"}
+    pool.note_adapter(node, "b", loaded=False, now=4.0)
+    assert pool.adapters() == {}
+    with pytest.raises(NoNode, match="no prefill node that is up has 'b'"), pool.lease(Role.PREFILL, (), 1, "b"):
+        pass

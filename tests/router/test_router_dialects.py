@@ -1,0 +1,254 @@
+"""The router in other dialects: official clients, fail-over under them, keys, shapes of errors, kept responses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+
+from tests.openai_api.chat_chunks import DONE, ROLE, WHOLE_TOOLS, call, chunk, usage_chunk
+from tests.router.router_doubles import (
+    MODEL,
+    Call,
+    Cluster,
+    broken,
+    cluster,
+    decode,
+    decode_ok,
+    prefill,
+    prefill_ok,
+    refuse,
+)
+from wire.frames import Frame, FrameKind
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+async def prefill_first(asked: Call) -> None:
+    """The role chunk with token 11, then the hand-over."""
+    payload = ROLE + chunk({"content": "Looking"}) if asked.streams else b""
+    await asked.send(Frame(FrameKind.TOKENS, payload, [11], 1))
+    await asked.hand_over()
+
+
+async def decode_tools(asked: Call) -> None:
+    """The rest of an answer with a tool call, cut in the middle of an event."""
+    if not asked.streams:
+        await asked.send(Frame(FrameKind.END, WHOLE_TOOLS))
+        return
+    rest = (
+        chunk({"content": "."})
+        + chunk({"tool_calls": [call(0, '{"city": ', "call_a", "weather")]})
+        + chunk({"tool_calls": [call(0, '"Rome"}')]})
+        + chunk({}, "tool_calls")
+        + usage_chunk()
+        + DONE
+    )
+    await asked.send(Frame(FrameKind.TOKENS, rest[:100], [12], 2))
+    await asked.send(Frame(FrameKind.END, rest[100:], [13], 3))
+
+
+def openai_client(started: Cluster, **fields: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{started.url}/v1", api_key="key", max_retries=0, timeout=10, **fields)
+
+
+def anthropic_client(started: Cluster, **fields: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=started.url, api_key="key", max_retries=0, timeout=10, **fields)
+
+
+async def test_the_openai_client_gets_a_response_whole_and_streamed() -> None:
+    p, d = prefill(prefill_first), decode(decode_tools)
+    async with cluster(p, d, api_key="key") as started, openai_client(started) as client:
+        tools: Any = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}]
+        asked: dict[str, Any] = {"model": MODEL, "input": "Rome?", "instructions": "Be brief.", "tools": tools}
+        told = await client.responses.create(**asked)
+        assert told.output_text == "Looking."
+        assert [item.type for item in told.output] == ["reasoning", "message", "function_call", "function_call"]
+        assert told.usage is not None
+        assert told.usage.input_tokens_details.cached_tokens == 3
+        assert p.calls[0].body["messages"][0] == {"role": "system", "content": "Be brief."}
+        assert p.calls[0].body["tools"][0]["function"]["name"] == "weather"
+        async with client.responses.stream(**asked) as stream:
+            kinds = [event.type async for event in stream]
+            last = await stream.get_final_response()
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == "response.completed"
+        assert last.output_text == "Looking."
+        calls = [item for item in last.output if item.type == "function_call"]
+        assert [(item.name, item.arguments) for item in calls] == [("weather", '{"city": "Rome"}')]
+        assert (last.status, last.tools[0].type) == ("completed", "function")
+
+
+async def test_a_conversation_goes_on_from_a_kept_response() -> None:
+    p, d = prefill(prefill_first), decode(decode_tools)
+    async with cluster(p, d) as started, openai_client(started) as client:
+        first = await client.responses.create(model=MODEL, input="Rome?")
+        output: Any = [{"type": "function_call_output", "call_id": "call_a", "output": "sunny"}]
+        second = await client.responses.create(model=MODEL, input=output, previous_response_id=first.id)
+        roles = [message["role"] for message in p.calls[-1].body["messages"]]
+        assert roles == ["user", "assistant", "tool"]
+        assert (await client.responses.retrieve(second.id)).previous_response_id == first.id
+        items = await client.responses.input_items.list(second.id)
+        assert [item.type for item in items.data] == ["function_call_output"]
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError) as why:
+            await client.responses.retrieve(first.id)
+        assert why.value.body == {
+            "message": why.value.body["message"],  # type: ignore[index]
+            "type": "not_found_error",
+            "param": None,
+            "code": "response_not_found",
+        }
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(model=MODEL, input="x", previous_response_id=first.id)
+        # What a kept response was made of does not need the ones before it.
+        await client.responses.create(model=MODEL, input="Thanks", previous_response_id=second.id)
+        assert len(p.calls[-1].body["messages"]) == 5
+
+
+async def test_the_anthropic_client_gets_a_message_whole_and_streamed() -> None:
+    p, d = prefill(prefill_first), decode(decode_tools)
+    async with cluster(p, d, api_key="key") as started, anthropic_client(started) as client:
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": "Rome?"}],
+            "tools": [{"name": "weather", "input_schema": WEATHER}],
+        }
+        told = await client.messages.create(**asked)
+        assert [block.type for block in told.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert (told.stop_reason, told.usage.cache_read_input_tokens) == ("tool_use", 3)
+        assert told._request_id
+        async with client.messages.stream(**asked) as stream:
+            assert [text async for text in stream.text_stream] == ["Looking", "."]
+            last = await stream.get_final_message()
+        assert last.content[1].type == "tool_use"
+        assert last.content[1].input == {"city": "Rome"}
+        assert last.usage.input_tokens == 6
+
+
+async def test_errors_reach_the_anthropic_client_as_its_own() -> None:
+    p, d = prefill(refuse(400, "too long")), decode()
+    async with cluster(p, d, api_key="key") as started, anthropic_client(started) as client:
+        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(**asked)
+        assert refused.value.body == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": "too long"},
+        }
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            await client.messages.create(**(asked | {"model": "other"}))
+        assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        stranger = anthropic.AsyncAnthropic(base_url=started.url, api_key="wrong", max_retries=0)
+        with pytest.raises(anthropic.AuthenticationError):
+            await stranger.messages.create(**asked)
+        await stranger.close()
+        async with started.http.get(started.url + "/v1/messages", headers={"x-api-key": "key"}) as answer:
+            assert answer.status == 405
+            assert (await answer.json())["type"] == "error"
+
+
+async def test_an_answer_that_breaks_ends_with_the_error_event_of_its_dialect() -> None:
+    p, d = prefill(prefill_first), decode(broken(500))
+    async with cluster(p, d) as started:
+        asked = {"model": MODEL, "stream": True, "input": "hi"}
+        async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
+            text = await answer.text()
+        assert text.rstrip().splitlines()[-2] == "event: response.failed"
+        assert "no decode node could serve" in text
+        async with cluster(prefill(prefill_first), decode(broken(500))) as again:
+            asked = {"model": MODEL, "stream": True, "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+            async with again.http.post(again.url + "/v1/messages", json=asked) as answer:
+                text = await answer.text()
+        assert text.rstrip().splitlines()[-2] == "event: error"
+
+
+async def test_a_decode_node_that_dies_is_replaced_under_a_response_as_under_a_chat() -> None:
+    async def dies(asked: Call) -> None:
+        await asked.send(Frame(FrameKind.TOKENS, chunk({"content": "!"}), [12], 2))
+        asked.cut()
+
+    first = decode(dies)
+    async with cluster(prefill(prefill_first), first, decode(decode_tools, generation="g2")) as started:
+        for _ in range(4):
+            asked = {"model": MODEL, "stream": True, "input": "hi", "seed": 1}
+            async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
+                text = await answer.text()
+            assert "event: response.completed" in text
+            if first.calls:
+                break
+        assert first.calls
+
+
+async def test_requests_are_counted_under_the_clients_own_path() -> None:
+    async with cluster(prefill(prefill_ok), decode(decode_ok)) as started:
+        async with started.http.post(started.url + "/v1/responses", json={"model": MODEL, "input": "hi"}) as answer:
+            assert answer.status == 200
+        async with started.http.post(started.url + "/v1/responses", json={"model": MODEL}) as answer:
+            assert (await answer.json())["error"]["param"] == "input"
+        names = {"path": "/v1/responses"}
+        async with asyncio.timeout(5):
+            while started.metric("kvrelay_router_requests_total", **names, status="200") < 1:
+                await asyncio.sleep(0.005)
+        assert started.metric("kvrelay_router_requests_total", **names, status="400") == 1
+
+
+async def test_a_client_that_leaves_a_response_stops_its_nodes() -> None:
+    async def waits(asked: Call) -> web.StreamResponse | None:
+        await asked.send(Frame(FrameKind.TOKENS, chunk({"content": "!"}), [12], 2))
+        await asyncio.sleep(30)
+        return None
+
+    d = decode(waits)
+    async with cluster(prefill(prefill_first), d) as started:
+        asked = {"model": MODEL, "stream": True, "input": "hi"}
+        async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
+            await answer.content.readany()
+        async with asyncio.timeout(5):
+            await d.aborted.wait()
+
+
+async def test_tokenization_is_any_nodes_work() -> None:
+    async with cluster(prefill(), decode()) as started:
+        async with started.http.post(started.url + "/tokenize", json={"prompt": "hi"}) as answer:
+            assert (answer.status, (await answer.json())["tokens"]) == (200, [1, 2, 3])
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        async with started.http.post(started.url + "/v1/messages/count_tokens", json=asked) as answer:
+            assert await answer.json() == {"input_tokens": 3}
+        async with started.http.post(started.url + "/detokenize", json={"tokens": [-1]}) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "tokens")
+
+
+async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None:
+    async with cluster(prefill(), decode(), api_key="key") as started:
+        async with started.http.get(started.url + "/version") as answer:
+            assert list(await answer.json()) == ["version"]
+        for method in ("GET", "POST"):
+            async with started.http.request(method, started.url + "/ping") as answer:
+                assert answer.status == 200
+        for path in ("/v1/embeddings", "/v1/nothing", "/v1/responses/x/cancel"):
+            async with started.http.post(started.url + path, headers={"authorization": "Bearer key"}) as answer:
+                assert answer.status == 404
+                assert (await answer.json())["error"]["type"] == "not_found_error"
+        async with started.http.get(started.url + "/v1/chat/completions", headers={"x-api-key": "key"}) as answer:
+            assert (answer.status, answer.headers["allow"]) == (405, "POST")
+            assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
+        async with started.http.post(started.url + "/tokenize", json={"prompt": "hi"}) as answer:
+            assert answer.status == 401
+    async with cluster(prefill(), ready=False) as started, started.http.get(started.url + "/ping") as answer:
+        assert answer.status == 503
+
+
+async def test_plain_chat_completions_stay_a_move_of_bytes() -> None:
+    odd = b"data:   {not json at all}\n\n" + DONE
+
+    async def ends(asked: Call) -> None:
+        await asked.send(Frame(FrameKind.END, odd, [12], 2))
+
+    async with cluster(prefill(prefill_first), decode(ends)) as started:
+        assert (await started.text({"stream": True})).encode() == ROLE + chunk({"content": "Looking"}) + odd
