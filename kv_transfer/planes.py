@@ -18,6 +18,7 @@ as long. Both are told in the log.
 
 from __future__ import annotations
 
+import collections
 import logging
 import queue
 import threading
@@ -136,7 +137,10 @@ class PlaneThread:
     def __init__(self, plane: DataPlane, desk: PlaneDesk) -> None:
         self._plane = plane
         self._desk = desk
-        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # No SimpleQueue: its get() with a timeout never returns if the thread was kept from running for just so long in
+        # the middle of it (CPython 3.10 to 3.12), and the reads in flight would stay unseen until the next job.
+        self._todo: collections.deque[Callable[[], None]] = collections.deque()
+        self._woken = threading.Event()
         self._running: list[_Running] = []
         self._closing = False
         self._interval_s = POLL_MIN_S
@@ -153,23 +157,23 @@ class PlaneThread:
 
     def add_peer(self, peer: PeerKey, source: Source) -> None:
         """`joined` follows."""
-        self._todo.put(partial(self._add_peer, peer, source))
+        self._do(partial(self._add_peer, peer, source))
 
     def read(self, read: Read) -> None:
         """`read_ended`, or `read_failed` until it is not in flight, follows."""
-        self._todo.put(partial(self._post, read))
+        self._do(partial(self._post, read))
 
     def peer_gone(self, peer: PeerKey) -> None:
         """The peer's process is gone for certain."""
-        self._todo.put(partial(self._plane.peer_gone, peer.generation))
+        self._do(partial(self._plane.peer_gone, peer.generation))
 
     def drop_peer(self, peer: PeerKey) -> None:
         """No read from this peer is in flight, and none will be asked for before the next `add_peer`."""
-        self._todo.put(partial(self._plane.drop_peer, peer.generation))
+        self._do(partial(self._plane.drop_peer, peer.generation))
 
     def nudge(self) -> None:
         """Somebody may be about to read from here: leave the long sleep."""
-        self._todo.put(_nothing)
+        self._woken.set()
 
     def stop(self) -> None:
         """Begin to end; `close` waits for it."""
@@ -198,12 +202,15 @@ class PlaneThread:
         finally:
             self._plane.close()
 
+    def _do(self, job: Callable[[], None]) -> None:
+        self._todo.append(job)
+        self._woken.set()
+
     def _turn(self) -> None:
-        try:
-            job = self._todo.get(timeout=self._wait_s())
-            job()
-        except queue.Empty:
-            pass
+        if not self._todo and self._woken.wait(self._wait_s()):
+            self._woken.clear()
+        if self._todo:
+            self._todo.popleft()()
         self._plane.progress()
         self._poll()
 
@@ -260,7 +267,3 @@ class PlaneThread:
 
 def _named(read: Read) -> str:
     return f"a READ of {len(read.local_blocks)} blocks from {read.peer.host}:{read.peer.port}"
-
-
-def _nothing() -> None:
-    pass

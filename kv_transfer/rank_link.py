@@ -68,7 +68,7 @@ class RankLink:
         self._told_serving = False
         self._closing = False
         self._todo: collections.deque[tuple[int, ToRank]] = collections.deque()
-        self._opened: queue.SimpleQueue[Opened] = queue.SimpleQueue()
+        self._opened: queue.Queue[Opened] = queue.Queue()
         self._names: dict[bytes, int] = {}  # of connections
         self._ranks: dict[int, bytes] = {}
         self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

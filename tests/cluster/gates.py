@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import socket
 import threading
@@ -108,7 +109,9 @@ def can_cut() -> bool:
 def cut_connections(pid: int, port: int) -> int:
     """Shut each connection that this process has to a port of the loopback; how many there were."""
     inodes = set()
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+    # zmq's connections are of IPv6 sockets, also where their addresses are of IPv4.
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    for line in itertools.chain(*tables):
         fields = line.split()
         if int(fields[2].rpartition(":")[2], 16) == port and fields[3] == "01":
             inodes.add(f"socket:[{fields[9]}]")

@@ -65,8 +65,8 @@ class SimulatedPlaneThread(PlaneThread):
             return
         self._turn_at = float("inf")
         with self._node.at_work():
-            while not self._todo.empty():
-                self._todo.get()()
+            while self._todo:
+                self._todo.popleft()()
             self._poll()
 
 

@@ -41,6 +41,7 @@ class _Engine(Engine):
 
     def __init__(self) -> None:
         self.max_model_len = 99
+        self.adapters = None
         self.model = SimpleNamespace(vocab_size=300, eos_token_ids=())  # type: ignore[assignment]
         self.pool = SimpleNamespace(block_tokens=16)  # type: ignore[assignment]
         self.scheduler = Scheduler(
@@ -55,6 +56,7 @@ class Process(EngineProcess):
         self.fake = FakeConnector()
         self.connector = cast(Connector, self.fake)
         self._updates = []
+        self._adapters = SimpleNamespace(unlike=lambda request: None)  # type: ignore[assignment]
         self.engine = _Engine()
 
     def submit(self, request_id: str, fetch: KvTransferParams | None = TICKET) -> list[RequestUpdate]:
