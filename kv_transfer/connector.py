@@ -142,7 +142,12 @@ class Connector(Protocol):
         """Host and port of the control channel that peers dial."""
 
     def offer(
-        self, request_id: str, block_ids: Sequence[int], num_tokens: int, ready: int | None = None
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        ready: int | None = None,
+        adapter: tuple[str, str] = ("", ""),
     ) -> KvTransferParams:
         """Source: lease these blocks to whoever comes with the returned params. One Released follows.
 

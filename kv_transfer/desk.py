@@ -108,7 +108,12 @@ class Desk:
         return self._control.address
 
     def offer(
-        self, request_id: str, block_ids: Sequence[int], num_tokens: int, ready: int | None = None
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        ready: int | None = None,
+        adapter: tuple[str, str] = ("", ""),
     ) -> KvTransferParams:
         """Source: see Connector. Raises ValueError for a request that is offered already, or too long an id."""
         if len(request_id) > MAX_ID_CHARS:
@@ -131,6 +136,8 @@ class Desk:
             lease_epoch=lease.epoch,
             num_tokens=num_tokens,
             growing=ready is not None,
+            adapter=adapter[0],
+            adapter_digest=adapter[1],
         )
         secret, now = self._config.cluster_secret, time.time()
         if ready is not None:

@@ -59,7 +59,7 @@ def refusal(ticket: KvTransferParams, secret: str, now: float) -> str | None:
 
 
 def _signature(ticket: KvTransferParams, secret: str) -> str:
-    """Over all that leads a reader to a node, or to blocks there. In hexadecimal."""
+    """Over all that leads a reader to a node, or to blocks there, and what has made their KV. In hexadecimal."""
     # A JSON list, in this order: no two tickets have the same bytes.
     claim = msgspec.json.encode(
         [
@@ -73,6 +73,8 @@ def _signature(ticket: KvTransferParams, secret: str) -> str:
             ticket.growing,
             ticket.remote_block_ids,
             ticket.num_tokens,
+            ticket.adapter,
+            ticket.adapter_digest,
             ticket.expires_at,
         ]
     )

@@ -10,8 +10,6 @@ import os
 import queue
 from collections.abc import Callable, Collection
 
-import msgspec
-
 from paged_engine.adapters import Reading, slots_in_use
 from paged_engine.engine import Engine
 from paged_engine.request import Request
@@ -24,9 +22,8 @@ from wire.engine_messages import (
     UnloadAdapter,
 )
 from wire.errors import ConfigError
-from wire.transfer import KvTransferParams
 
-__all__ = ["AdapterLoads"]
+__all__ = ["AdapterLoads", "content"]
 
 
 class AdapterLoads:
@@ -93,24 +90,20 @@ class AdapterLoads:
 
     def unlike(self, request: Request) -> str | None:
         """Why KV that was made elsewhere is not what this node would compute for the request; None if it is."""
-        fetch, (name, digest) = request.fetch, _content(request)
+        fetch, (name, digest) = request.fetch, content(request)
         if fetch is None or (fetch.adapter, fetch.adapter_digest) == (name, digest):
             return None
         self.unlike_kv += 1
         theirs, ours = _worded(fetch.adapter, fetch.adapter_digest), _worded(name, digest)
         return f"the KV was made with {theirs} and is asked for with {ours}; load the same adapters on all nodes"
 
-    def named_on(self, ticket: KvTransferParams, request: Request) -> KvTransferParams:
-        """The ticket of a request, with what has made its KV."""
-        name, digest = _content(request)
-        return msgspec.structs.replace(ticket, adapter=name, adapter_digest=digest) if name else ticket
-
     def _refuse(self, ask: LoadAdapter, reason: str) -> None:
         # Not Path.is_dir, which raises on names that are too long.
         self._send(AdapterRefused(ask.load_id, reason, missing=not os.path.isdir(ask.path)))
 
 
-def _content(request: Request) -> tuple[str, str]:
+def content(request: Request) -> tuple[str, str]:
+    """Name and digest of the adapter that makes a request's KV; empty without one."""
     return ("", "") if request.adapter is None else (request.adapter.facts.name, request.adapter.facts.digest)
 
 

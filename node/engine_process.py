@@ -19,7 +19,7 @@ import zmq
 
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
-from node.adapter_loads import AdapterLoads
+from node.adapter_loads import AdapterLoads, content
 from node.compiling import Compiling
 from node.engine_stats import stats_of
 from node.last_words import leave, sentence
@@ -221,9 +221,12 @@ class EngineProcess:
 
     def _take_compiled(self) -> None:
         for request, error in self._compiling.ready(time.monotonic()):
-            if error is None and request.guide is not None and not request.guide.over:
-                self.engine.scheduler.add(request)
-                continue
+            try:
+                if error is None and request.guide is not None and not request.guide.over:
+                    self.engine.scheduler.add(request)
+                    continue
+            except ValueError as why:
+                error = str(why)
             # Its grammar has ended with what was generated elsewhere, or cannot be followed.
             request.finish = Finish.STOP if error is None else Finish.ERROR
             self._updates.append(self._update(request, error=error))
@@ -297,8 +300,8 @@ class EngineProcess:
 
     def offer(self, request: Request) -> None:
         """See Handover. The ticket goes out at once, not after the step: a decode node makes room meanwhile."""
-        ticket = self.connector.offer(request.request_id, request.blocks, request.prompt_tokens, ready=0)
-        ticket = self._adapters.named_on(ticket, request)
+        prompt, made_with = request.prompt_tokens, content(request)
+        ticket = self.connector.offer(request.request_id, request.blocks, prompt, ready=0, adapter=made_with)
         update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=request.cached_tokens or 0)
         self._send(StepOutputs([update], self.engine.scheduler.load()))
 
@@ -345,8 +348,7 @@ class EngineProcess:
         ticket = self.connector.complete(request_id, Completion(request.new_tokens, request.new_logprobs))
         if ticket is None:  # its lease was ended while it grew
             scheduler.kept.released(request_id)
-            return None
-        return self._adapters.named_on(ticket, request)
+        return ticket
 
     # --- what goes out -------------------------------------------------------------------------------------------
 

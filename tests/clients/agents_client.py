@@ -29,7 +29,7 @@ async def main() -> None:
         model_settings=ModelSettings(tool_choice="required", temperature=0, max_tokens=40),
     )
     result = await Runner.run(agent, "What is 2 + 3?", max_turns=3)
-    streamed = Runner.run_streamed(agent.clone(tools=[], model_settings=ModelSettings(max_tokens=8)), "Say hello.")
+    streamed = Runner.run_streamed(agent.clone(tools=[], model_settings=ModelSettings(temperature=0)), "Say hello.")
     kinds = [event.data.type async for event in streamed.stream_events() if event.type == "raw_response_event"]
     print(json.dumps({"asked": asked, "said": result.final_output, "kinds": kinds, "hello": streamed.final_output}))
 

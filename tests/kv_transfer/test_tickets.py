@@ -25,13 +25,15 @@ SIGNED = {
     "remote_block_ids": st.none() | st.lists(st.lists(st.integers(0, 2**63 - 1), max_size=5), max_size=3),
     "num_tokens": st.integers(0, 2**63 - 1),
     "growing": st.booleans(),
+    "adapter": st.text(max_size=5),
+    "adapter_digest": st.text(max_size=5),
 }
 SEAL = {"expires_at", "signature"}
 # What nodes and router write into a ticket on its way. It leads nowhere: they could post it as a prompt as well.
 FREE = {
     "do_remote_decode", "do_remote_prefill", "client_max_tokens", "created", "prompt_token_ids", "generated",
     "generated_logprobs", "sent_text", "seed", "cached_tokens", "pipelined", "part", "first_index",
-    "finish", "other_choices", "prompt_logprobs", "adapter", "adapter_digest",
+    "finish", "other_choices", "prompt_logprobs",
 }  # fmt: skip
 TICKETS = st.builds(KvTransferParams, **SIGNED)
 

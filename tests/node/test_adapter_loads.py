@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from node.adapter_calls import load_adapter, unload_adapter
-from node.adapter_loads import AdapterLoads
+from node.adapter_loads import AdapterLoads, content
 from paged_engine.adapter_slots import Loaded
 from paged_engine.request import Request
 from wire.config import EngineConfig, NodeConfig
@@ -107,8 +107,8 @@ def test_kv_is_taken_of_the_same_name_and_content_alone():
     assert "'b'" in (loads.unlike(asked(FACTS, "b", FACTS.digest)) or "")
     assert loads.unlike(asked(None, "a", FACTS.digest)) is not None
     assert loads.unlike_kv == 5
-    ticket = loads.named_on(KvTransferParams(), asked(FACTS, "", ""))
-    assert (ticket.adapter, ticket.adapter_digest) == ("a", FACTS.digest)
+    assert content(asked(FACTS, "", "")) == ("a", FACTS.digest)
+    assert content(asked(None, "", "")) == ("", "")
 
 
 def test_a_node_that_fails_rather_than_recomputes_says_why():
