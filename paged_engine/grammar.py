@@ -19,6 +19,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from paged_engine.closed_schema import closed
 from paged_engine.guide import Guide, RowMasks, Words, words_for
 from paged_engine.request import Request
 from wire.errors import RequestError
@@ -198,7 +199,8 @@ class _Vocabulary:
 
 def _json_rule(schema: Any, whitespace: str | None) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace}} | schema
+        guidance = {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace}
+        schema = {"x-guidance": guidance} | closed(schema)
     elif schema is True:
         return _json_rule({}, whitespace)
     return f"%json {json.dumps(schema)}"
