@@ -385,8 +385,8 @@ def test_c23_c24_a_long_prefix_is_computed_once(client: OpenAI) -> None:
 
 def test_c25_a_long_answer_streams_to_its_end(client: OpenAI) -> None:
     essay = [*BASEBALL[:3], {"role": "user", "content": "Write an essay about the importance of higher education."}]
-    chunks = [chunk.choices[0] for chunk in chat(client, essay, stream=True, temperature=0.5, seed=2, max_tokens=120)]
-    whole = chat(client, essay, temperature=0.5, seed=2, max_tokens=120)
+    chunks = [chunk.choices[0] for chunk in chat(client, essay, stream=True, temperature=0.5, seed=2, max_tokens=60)]
+    whole = chat(client, essay, temperature=0.5, seed=2, max_tokens=60)
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert sum(chunk.finish_reason is not None for chunk in chunks) == 1
 
