@@ -28,7 +28,7 @@ from node.joined_frames import joined_frames
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
-from node.serving import Call, Serving
+from node.serving import INLINE_BODY_BYTES, Call, Serving
 from openai_api.join import joined_end
 from openai_api.leg import Leg
 from openai_api.routes import add_routes, shown
@@ -51,8 +51,6 @@ __all__ = ["Node", "create_app", "frames_of", "legs_of"]
 
 log = logging.getLogger("kvrelay.node")
 
-# Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
-INLINE_BODY_BYTES = 16 << 10
 MAX_QUEUED = 1024
 # The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0

@@ -15,14 +15,11 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
-from node.serving import Serving
+from node.serving import INLINE_BODY_BYTES, Serving
 from openai_api.dialect import Dialect, Speak
 from wire.errors import EngineDead, ErrorBody, NodeFailed
 
 __all__ = ["Directly"]
-
-# Tokenizing takes about 1 us per byte.
-_INLINE_BODY_BYTES = 16 << 10
 
 
 class _Refusal(msgspec.Struct):
@@ -74,7 +71,7 @@ class Directly:
         serving = self._ready()
         body = translate(await self._read(request))
         work = serving.tokenized if path == "/tokenize" else serving.detokenized
-        told = await asyncio.to_thread(work, body) if len(body) > _INLINE_BODY_BYTES else work(body)
+        told = await asyncio.to_thread(work, body) if len(body) > INLINE_BODY_BYTES else work(body)
         return msgspec.json.encode(told)
 
 

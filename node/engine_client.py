@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import zmq
@@ -50,6 +50,8 @@ from wire.outputs import Load
 __all__ = ["EngineClient"]
 
 log = logging.getLogger("kvrelay.node")
+
+T = TypeVar("T")
 
 STOP_DEADLINE_S = 5.0
 _ROOT = Path(__file__).resolve().parent.parent
@@ -186,33 +188,30 @@ class EngineClient:
         self, probe: OfferProbe | FetchProbe, deadline_s: float
     ) -> ProbeOffered | ProbeFetched | ProbeRefused:
         """What the engine process says to a probe. Raises EngineDead, DeadlineExceeded."""
-        if self.ended.is_set():
-            raise EngineDead(self.why_ended())
-        answer: asyncio.Future[ProbeOffered | ProbeFetched | ProbeRefused] = asyncio.get_running_loop().create_future()
-        self._probes[probe.probe_id] = answer
-        try:
-            self._send(probe)
-            async with asyncio.timeout(deadline_s):
-                return await answer
-        except TimeoutError as why:
-            raise DeadlineExceeded(f"the engine process did not answer a probe within {deadline_s:g} s") from why
-        finally:
-            del self._probes[probe.probe_id]
+        late = f"the engine process did not answer a probe within {deadline_s:g} s"
+        return await self._answered(self._probes, probe.probe_id, probe, deadline_s, late)
 
     async def load_adapter(self, load: LoadAdapter, deadline_s: float) -> AdapterLoaded | AdapterRefused:
         """What the engine process says to it. Raises EngineDead, DeadlineExceeded."""
+        late = f"adapter {load.name!r} was not read within {deadline_s:g} s"
+        return await self._answered(self._loads, load.load_id, load, deadline_s, late)
+
+    async def _answered(
+        self, waiting: dict[str, asyncio.Future[T]], key: str, asked: ToEngine, deadline_s: float, late: str
+    ) -> T:
+        """Send what the engine process answers once; `waiting` is where its answer is looked for, by `key`."""
         if self.ended.is_set():
-            raise EngineDead(self.failure or "the engine process of this node has ended")
-        answer: asyncio.Future[AdapterLoaded | AdapterRefused] = asyncio.get_running_loop().create_future()
-        self._loads[load.load_id] = answer
+            raise EngineDead(self.why_ended())
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        waiting[key] = answer
         try:
-            self._send(load)
+            self._send(asked)
             async with asyncio.timeout(deadline_s):
                 return await answer
         except TimeoutError as why:
-            raise DeadlineExceeded(f"adapter {load.name!r} was not read within {deadline_s:g} s") from why
+            raise DeadlineExceeded(late) from why
         finally:
-            del self._loads[load.load_id]
+            del waiting[key]
 
     def unload_adapter(self, unload: UnloadAdapter) -> None:
         """No request that is submitted from now on has this adapter."""

@@ -41,7 +41,10 @@ from wire.errors import NotFound, RequestError
 from wire.sampling import Constraint
 from wire.transfer import KvTransferParams
 
-__all__ = ["Call", "Serving"]
+__all__ = ["INLINE_BODY_BYTES", "Call", "Serving"]
+
+# Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
+INLINE_BODY_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)

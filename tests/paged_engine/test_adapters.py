@@ -7,13 +7,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from test_engine import drain, make
 from tiny_adapters import make_adapter, merged
 from tiny_models import make_tiny
 
 from paged_engine.adapter_slots import AdapterSlots
 from paged_engine.engine import Engine
 from paged_engine.request import Request
-from wire.config import EngineConfig
 from wire.engine_messages import AdapterFacts, Submit
 from wire.errors import ConfigError
 from wire.sampling import SamplingParams
@@ -39,11 +39,6 @@ def two(base, tmp_path_factory) -> tuple[Path, Path]:
     return one, make_adapter(folder / "two", base, seed=2, rank=7, targets=("q_proj", "v_proj", "down_proj"))
 
 
-def make(folder: Path, **options) -> Engine:
-    defaults = {"device": "cpu", "kv_cache_memory": 8 << 20, "threads": 1}
-    return Engine(EngineConfig(model=str(folder), **(defaults | options)))
-
-
 def with_two(base: Path, two: tuple[Path, Path], **options) -> Engine:
     return make(base, lora=(f"one={two[0]}", f"two={two[1]}"), **options)
 
@@ -62,15 +57,6 @@ def add(engine: Engine, submit: Submit) -> Request:
     req = engine.request(submit, 0.0)
     engine.scheduler.add(req)
     return req
-
-
-def drain(engine: Engine) -> None:
-    for _ in range(5000):
-        if not engine.has_work:
-            break
-        engine.step()
-        engine.scheduler.check()
-    assert engine.scheduler.pool.free == engine.scheduler.pool.total
 
 
 def answer(req: Request) -> tuple[list[int], list[float]]:
