@@ -16,7 +16,8 @@ phase() {
     if [ "$status" != 5 ] && [ "$status" -gt "$worst" ]; then worst=$status; fi
 }
 
-phase shared -n 2 --dist worksteal "$@"
+# By files, because tests of a file share what is slow to make; in the order of their names, so that short ones are last.
+phase shared -n 2 --dist loadfile --no-loadscope-reorder "$@"
 if [ "$worst" -lt 2 ]; then phase alone "$@"; fi # 2: interrupted, or pytest was called wrongly
 if [ "$selected" = 0 ]; then exit 5; fi
 exit "$worst"
