@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from router.balance import NodeView, choose
+from router.policies.least_queue import least_queue
+from router.policies.policy import Ask, NodeView, Policy
 from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load
@@ -96,6 +97,7 @@ class Pool:
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.nodes = [Node(url, role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)]
         self._rng = rng
+        self._policy: Policy = least_queue
 
     def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
         """The nodes of a role that take legs now, for this model or adapter."""
@@ -120,13 +122,13 @@ class Pool:
         return [node for node in known if node.up] or known
 
     @contextmanager
-    def lease(self, role: Role, exclude: Collection[Node], tokens: int, model: str = "") -> Iterator[Lease]:
-        """A place on the node of least depth that serves `model`, for the length of the block. Raises NoNode."""
-        nodes = {node.url: node for node in self.up(role, exclude, model)}
-        chosen = choose([node.view() for node in nodes.values()], self._rng)
-        if chosen is None:
-            raise self._no_node(role, model)
-        lease = Lease(nodes[chosen.url], tokens)
+    def lease(self, ask: Ask, exclude: Collection[Node] = ()) -> Iterator[Lease]:
+        """A place on the node that the policy chooses, for the length of the block. Raises NoNode."""
+        nodes = {node.url: node for node in self.up(ask.role, exclude, ask.model)}
+        if not nodes:
+            raise self._no_node(ask.role, ask.model)
+        chosen = self._policy(ask, [node.view() for node in nodes.values()], self._rng)
+        lease = Lease(nodes[chosen.url], ask.tokens)
         lease.node.leases.add(lease)
         try:
             yield lease
