@@ -18,6 +18,7 @@ from router.chores import Chores
 from router.job import Job, decode_body, prefill_body
 from router.legs import LegFailed, Legs, Refused
 from router.metrics import Metrics
+from router.policies.policy import Ask
 from router.pool import Lease, Node, Pool
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
@@ -141,7 +142,7 @@ class Walk:
         body = prefill_body(self.job)
         tried: list[Node] = []
         while True:
-            with self._pool.lease(Role.PREFILL, tried, self.job.prompt_tokens, self.job.model) as lease:
+            with self._pool.lease(Ask(Role.PREFILL, self.job.model, self.job.prompt_tokens), tried) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
@@ -170,7 +171,7 @@ class Walk:
         while True:
             params = self.progress.decode_params()
             tokens = self.progress.tokens_to_compute(params)
-            with self._pool.lease(Role.DECODE, tried, tokens, self.job.model) as lease:
+            with self._pool.lease(Ask(Role.DECODE, self.job.model, tokens), tried) as lease:
                 self.decode_node = lease.node
                 try:
                     await self._leg(lease, decode_body(self.job, params), Place.behind(params))

@@ -62,7 +62,19 @@ def test_a_package_imports_only_what_it_may(package: str, repository: Path) -> N
 
 def test_the_rule_names_every_packaged_folder(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(project["tool"]["setuptools"]["packages"]) == set(MAY_IMPORT)
+    packages = set(project["tool"]["setuptools"]["packages"])
+    assert {name.partition(".")[0] for name in packages} == set(MAY_IMPORT)
+    within = {folder.parent for name in MAY_IMPORT for folder in (repository / name).glob("*/*.py")}
+    assert {str(folder.relative_to(repository)).replace("/", ".") for folder in within} == packages - set(MAY_IMPORT)
+
+
+def test_policies_are_pure(repository: Path) -> None:
+    """No socket, no clock, no random source of their own: what a policy needs is an argument."""
+    impure = {"asyncio", "aiohttp", "socket", "time", "zmq", "secrets", "os", "logging"}
+    files = sorted((repository / "router" / "policies").glob("*.py"))
+    assert not [
+        f"{file.name}:{line} imports {name}" for file in files for line, name in imports(file) if name in impure
+    ]
 
 
 def test_every_package_but_kernels_is_a_regular_one(repository: Path) -> None:

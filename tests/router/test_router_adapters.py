@@ -8,6 +8,7 @@ import random
 import pytest
 from router_doubles import MODEL, cluster, decode, prefill
 
+from router.policies.policy import Ask
 from router.pool import HealthReport, Pool
 from wire.config import Role
 from wire.errors import NoNode
@@ -105,5 +106,5 @@ def test_an_older_health_report_does_not_undo_what_a_node_has_just_said() -> Non
     assert node.adapters == {"b"}
     pool.note_adapter(node, "b", loaded=False, now=4.0)
     assert pool.adapters() == {}
-    with pytest.raises(NoNode, match="no prefill node that is up has 'b'"), pool.lease(Role.PREFILL, (), 1, "b"):
+    with pytest.raises(NoNode, match="no prefill node that is up has 'b'"), pool.lease(Ask(Role.PREFILL, "b", 1)):
         pass

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from router.policies.policy import Ask
 from router.pool import LOST_AFTER_MISSES, HealthReport, Node, Pool
 from wire.config import Role
 from wire.errors import NoNode
@@ -34,28 +35,28 @@ def test_nodes_are_down_until_a_health_check_succeeds() -> None:
 
 
 def test_leases_spread_over_nodes_and_are_given_back(pool: Pool) -> None:
-    with pool.lease(Role.PREFILL, (), 10) as first, pool.lease(Role.PREFILL, (), 10) as second:
+    with pool.lease(Ask(Role.PREFILL, tokens=10), ()) as first, pool.lease(Ask(Role.PREFILL, tokens=10), ()) as second:
         assert first.node is not second.node
     assert all(not node.leases for node in pool.nodes)
 
 
 def test_a_lease_is_given_back_when_its_block_raises(pool: Pool) -> None:
-    with pytest.raises(KeyError), pool.lease(Role.DECODE, (), 0) as lease:
+    with pytest.raises(KeyError), pool.lease(Ask(Role.DECODE, tokens=0), ()) as lease:
         raise KeyError
     assert not lease.node.leases
 
 
 def test_an_excluded_node_is_not_leased(pool: Pool) -> None:
-    with pytest.raises(NoNode), pool.lease(Role.DECODE, pool.up(Role.DECODE), 0):
+    with pytest.raises(NoNode), pool.lease(Ask(Role.DECODE, tokens=0), pool.up(Role.DECODE)):
         pass
 
 
 def test_reported_load_of_others_counts_and_our_own_is_not_counted_twice(pool: Pool) -> None:
     node = pool.nodes[0]
-    with pool.lease(Role.PREFILL, [pool.nodes[1]], 100):
+    with pool.lease(Ask(Role.PREFILL, tokens=100), [pool.nodes[1]]):
         node.note_load(Load(running=3, waiting=1, waiting_tokens=150))
-        assert (node.view().requests, node.view().tokens) == (4, 150)
-    assert (node.view().requests, node.view().tokens) == (3, 50)
+        assert (node.requests, node.tokens) == (4, 150)
+    assert (node.requests, node.tokens) == (3, 50)
 
 
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
@@ -94,7 +95,7 @@ def test_when_no_other_node_is_up_a_node_may_bring_another_model(pool: Pool) -> 
 
 def cut_count(pool: Pool, node: Node) -> tuple[list[str], "object"]:
     cuts: list[str] = []
-    context = pool.lease(node.role, [other for other in pool.nodes if other is not node], 0)
+    context = pool.lease(Ask(node.role, tokens=0), [other for other in pool.nodes if other is not node])
     lease = context.__enter__()
     lease.cut = lambda: cuts.append("cut")
     return cuts, context
