@@ -163,7 +163,7 @@ class Pool:
         node = self._policy(ask, nodes, self._rng)
         self._turns += 1
         node.turn = self._turns
-        lease = Lease(node, ask.uncached(node), ask.kv_tokens)
+        lease = Lease(node, ask.uncached(node), ask.kv_needed(node))
         node.take(lease)
         try:
             yield lease
