@@ -31,10 +31,11 @@ from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.chores import Chores
 from router.handoff import Walk
 from router.health import watch_nodes
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job, parts_of
+from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.metrics import Metrics
+from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response
@@ -57,7 +58,8 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
-        self.pool = Pool(config.prefill, config.decode, rng)
+        policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
+        self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.metrics = Metrics(self.pool)
         self.chores = Chores()
         self.started = int(time.time())
@@ -83,7 +85,8 @@ class Router:
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
-            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
+            session = request.headers.get(SESSION_HEADER, "")
+            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53), session)
             self.check_served(job.model)
             parts = parts_of(job)
         except KvrelayError as why:

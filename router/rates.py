@@ -39,6 +39,7 @@ class Curve:
     """
 
     __slots__ = ("_bits", "_heights", "_knots", "_parent", "_prior", "_sums", "_weights", "measured")
+    _knots: list[float]
 
     def __init__(self, fixed_ms: float, ms_each: float, bits: int, parent: Curve | None = None) -> None:
         self._prior = fixed_ms, ms_each
@@ -123,6 +124,10 @@ class NodeRates:
     """Of one node; or of a fleet, which learns from all of its nodes."""
 
     __slots__ = ("_aged_at_s", "_fleet", "_output", "_peers", "_prefill", "_step", "_transfer", "_wait_ratio")
+    _prefill: Curve
+    _step: Curve
+    _transfer: Curve
+    _output: float
 
     def __init__(self, fleet: NodeRates | None = None) -> None:
         self._fleet = fleet

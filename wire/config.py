@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from wire.errors import ConfigError
 
 __all__ = [
+    "POLICY_NAMES",
     "REASONING_PARSERS",
     "TOOL_CALL_PARSERS",
     "EngineConfig",
@@ -22,6 +23,8 @@ __all__ = [
     "is_loopback",
 ]
 
+# How a router may choose nodes (router/policies/).
+POLICY_NAMES = ("cost", "least_queue", "power_of_two", "prefix", "random", "round_robin", "session")
 MIN_SECRET_CHARS = 16
 MAX_LORA_RANK = 512
 # Each proposal costs a row of a step, whether it comes true or not.
@@ -383,6 +386,10 @@ class RouterConfig:
     """A health check must be answered within this time."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
+    prefill_policy: str = "cost"
+    """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
+    decode_policy: str = "cost"
+    """How a decode node is chosen: one of the same."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
@@ -397,6 +404,9 @@ class RouterConfig:
             "health_deadline_s",
             "attempts",
         )
+        for role in ("prefill", "decode"):
+            name = getattr(self, f"{role}_policy")
+            _require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
         for url in (*self.prefill, *self.decode):
             _require(
                 url.startswith(("http://", "https://")), f"node address {url!r} must start with http:// or https://"

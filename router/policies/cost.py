@@ -31,8 +31,14 @@ def cost(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
 def prefill_ms(ask: Ask, node: NodeView) -> float:
     """Until the KV of the prompt is on a decode node, if this node computes it."""
     rates = node.rates
-    computed = rates.queue_ms(node.tokens) + rates.prefill_ms(ask.uncached(node))
-    return computed + rates.transfer_ms("", ask.tokens) + _room_ms(ask.kv_needed(node), node, ask)
+    # A request that is there costs a little even if it says nothing of its tokens.
+    queue = rates.queue_ms(node.tokens) + node.requests * rates.prefill_ms(1)
+    return (
+        queue
+        + rates.prefill_ms(ask.uncached(node))
+        + rates.transfer_ms("", ask.tokens)
+        + _room_ms(ask.kv_needed(node), node, ask)
+    )
 
 
 def decode_ms(ask: Ask, node: NodeView) -> float:

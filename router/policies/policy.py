@@ -26,7 +26,7 @@ class Ask:
     tokens: int = 0
     """To compute before the leg can answer, if the node has nothing of them."""
     kv_tokens: int = 0
-    """Whose KV the node must have room for when the leg begins, if they are more than `tokens`: it fetches the others."""
+    """Whose KV the node must have room for when the leg begins, if more than `tokens`: it fetches the others."""
     output_tokens: int = 0
     """The most that the leg may generate; 0: nobody has said."""
     priority: int = 0
