@@ -30,7 +30,7 @@ from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_route
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.chores import Chores
 from router.handoff import Walk
-from router.health import watch_nodes
+from router.health import watching
 from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
@@ -68,12 +68,10 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
-        watch = asyncio.create_task(watch_nodes(self.pool, legs, self.config.health_interval_s))
         try:
-            yield
+            async with watching(self.pool, legs, self.config.health_interval_s):
+                yield
         finally:
-            watch.cancel()
-            await asyncio.wait((watch,))
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
 
