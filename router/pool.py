@@ -82,9 +82,9 @@ class Node:
     foreign_tokens: int = 0
     leases: set[Lease] = field(default_factory=set)
 
-    def serves(self, model: str) -> bool:
-        """Whether requests for this model or adapter can run here; empty stands for whatever is served."""
-        return not model or model == self.model or model in self.adapters
+    def serves(self, base: str, name: str) -> bool:
+        """Whether requests for `name`, the model `base` or an adapter of it, can run here."""
+        return self.model == base and (name == base or name in self.adapters)
 
     def view(self) -> NodeView:
         """The node's queue depth: our own legs, exact, plus what others were seen to have there."""
@@ -199,8 +199,22 @@ class Pool:
                 left(node)
 
     def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
-        """The nodes of a role that take legs now, for this model or adapter."""
-        return [n for n in self.nodes if n.role == role and n.up and n not in exclude and n.serves(model)]
+        """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served."""
+        base = self.base_of(model)
+        return [
+            node
+            for node in self.nodes
+            if node.role == role and node.up and node not in exclude and (not model or node.serves(base, model))
+        ]
+
+    def base_of(self, name: str) -> str:
+        """The model that a name stands for: itself, or that of an adapter; empty if no node has reported either.
+
+        An adapter's name that nodes of several models have means one of them only, so that both legs agree.
+        """
+        if not name or any(node.model == name for node in self.nodes):
+            return name
+        return min((node.model for node in self._holders() if name in node.adapters), default="")
 
     def require_ready(self, model: str = "") -> None:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
@@ -209,16 +223,20 @@ class Pool:
                 raise self._no_node(role, model)
 
     def models(self) -> dict[str, int]:
-        """Served model names and their longest context in tokens; of nodes that are down only if none is up."""
-        return {node.model: node.max_model_len for node in self._known()}
+        """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take."""
+        known: dict[str, int] = {}
+        for node in self.nodes:
+            if node.model:
+                known[node.model] = min(node.max_model_len, known.get(node.model, node.max_model_len))
+        return known
 
     def adapters(self) -> dict[str, str]:
         """Names of adapters that a node has, and the model that each is for."""
-        return {name: node.model for node in self._known() for name in sorted(node.adapters)}
+        return {name: self.base_of(name) for node in self._holders() for name in node.adapters}
 
-    def _known(self) -> list[Node]:
-        known = [node for node in self.nodes if node.model]
-        return [node for node in known if node.up] or known
+    def _holders(self) -> list[Node]:
+        """Whose word on adapters counts: that of nodes that are down only if none is up."""
+        return [node for node in self.nodes if node.up] or self.nodes
 
     @contextmanager
     def lease(self, ask: Ask, exclude: Collection[Node] = ()) -> Iterator[Lease]:
@@ -283,10 +301,6 @@ class Pool:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
             )
-        others = {other.model for other in self.nodes if other is not node and other.up}
-        if others and report.model not in others:
-            names = ", ".join(sorted(others))
-            return f"it serves model {report.model!r} and the other nodes serve {names!r}; one cluster serves one model"
         return None
 
     def _take_down(self, node: Node, why: str, now: float) -> None:
@@ -305,9 +319,9 @@ class Pool:
                 cut()
 
     def _no_node(self, role: Role, model: str = "") -> NoNode:
-        listed = sum(node.role == role for node in self.nodes)
         if model and self.up(role):
             return NoNode(
                 f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"
             )
+        listed = sum(node.role == role for node in self.nodes)
         return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")

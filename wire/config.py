@@ -378,6 +378,8 @@ class RouterConfig:
     """Base URLs of prefill nodes, for example http://127.0.0.1:8100."""
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
+    alias: tuple[str, ...] = ()
+    """A further name for a model or an adapter, name=model: clients may ask for either. Give it again for more."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -416,5 +418,19 @@ class RouterConfig:
             _require(
                 is_base_url(url), f"node address {url!r} must start with http:// or https://, and name a host and port"
             )
+        names = list(self.aliases)
+        _require(
+            len(names) == len(self.alias), f"alias gives a name twice: {', '.join(self.alias)}; give each name once"
+        )
+        chained = sorted(name for name in names if self.aliases[name] in names)
+        _require(not chained, f"alias {', '.join(chained)} stands for an alias; name the model itself")
         both = sorted({url.rstrip("/") for url in self.prefill} & {url.rstrip("/") for url in self.decode})
         _require(not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role")
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of `alias`, and what each stands for. Raises ConfigError for one that is not name=model."""
+        pairs = [text.partition("=") for text in self.alias]
+        for name, equals, model in pairs:
+            _require(bool(name and equals and model), f"alias {name + equals + model!r} must be name=model")
+        return {name: model for name, _, model in pairs}
