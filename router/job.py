@@ -20,6 +20,7 @@ __all__ = [
     "SESSION_HEADER",
     "Job",
     "decode_body",
+    "for_model",
     "parse_job",
     "parts_of",
     "prefill_body",
@@ -130,6 +131,13 @@ def parts_of(job: Job) -> list[Job]:
         )
         for at, prompt in enumerate(prompts)
     ]
+
+
+def for_model(job: Job, model: str) -> Job:
+    """The job under the name by which its nodes know the model or adapter."""
+    if model == job.model:
+        return job
+    return replace(job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))})
 
 
 def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int, session: str = "") -> Job:

@@ -9,6 +9,8 @@ Outliers move an estimate by a bounded factor.
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["Curve", "NodeRates"]
 
 _KEPT = 0.9  # of the weight of older measurements, with each new one: about ten of them count
@@ -18,6 +20,7 @@ _PRIOR_WEIGHT = 1.0
 # A measurement beyond this factor of a settled estimate counts as one at it: a pause of a node is no news of its speed,
 # and a true change gets through with a few measurements.
 _MOST_OFF = 4.0
+_MOST_OFF_LOG = math.log(_MOST_OFF)
 _SETTLED = 2.5
 _CLASSES = 12
 _MOST_PEERS = 256
@@ -123,18 +126,18 @@ class Curve:
 class NodeRates:
     """Of one node; or of a fleet, which learns from all of its nodes."""
 
-    __slots__ = ("_aged_at_s", "_fleet", "_output", "_peers", "_prefill", "_step", "_transfer", "_wait_ratio")
+    __slots__ = ("_aged_at_s", "_output", "_peers", "_prefill", "_step", "_transfer", "_wait_ratio", "fleet")
     _prefill: Curve
     _step: Curve
     _transfer: Curve
     _output: float
 
     def __init__(self, fleet: NodeRates | None = None) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._prefill = Curve(*_PREFILL_MS, 2, None if fleet is None else fleet._prefill)
         self._step = Curve(*_STEP_MS, 1, None if fleet is None else fleet._step)
         self._transfer = Curve(*_TRANSFER_MS, 2, None if fleet is None else fleet._transfer)
-        self._peers: dict[str, tuple[float, float]] = {}  # by how much each is off: sum of ratios, weight
+        self._peers: dict[str, tuple[float, float]] = {}  # logarithms of how far each is off, and their weight
         self._wait_ratio = 1.0
         self._output = _OUTPUT_TOKENS
         self._aged_at_s: float | None = None
@@ -156,11 +159,11 @@ class NodeRates:
     def transfer_ms(self, peer: str, tokens: float) -> float:
         """What a request waits for the KV of so many tokens from `peer` beside its prefill; from any, if empty."""
         total, weight = self._peers.get(peer, (0.0, 0.0))
-        return self._transfer.at(tokens) * (total + _PRIOR_WEIGHT) / (weight + _PRIOR_WEIGHT)
+        return self._transfer.at(tokens) * math.exp(total / (weight + _PRIOR_WEIGHT))
 
     def output_tokens(self, limit: int = 0) -> float:
         """How long an answer will probably be that may have `limit` tokens (0: any number). Equal in a fleet."""
-        usual = self._output if self._fleet is None else self._fleet._output
+        usual = self._output if self.fleet is None else self.fleet._output
         return min(usual, limit) if limit else usual
 
     # --- measurements --------------------------------------------------------------------------------------------
@@ -168,8 +171,8 @@ class NodeRates:
     def prefilled(self, tokens: int, ms: float) -> None:
         """So many tokens of a prompt were computed in this time."""
         self._prefill.measure(tokens, ms)
-        if self._fleet is not None:
-            self._fleet.prefilled(tokens, ms)
+        if self.fleet is not None:
+            self.fleet.prefilled(tokens, ms)
 
     def waited(self, expected_ms: float, ms: float) -> None:
         """A prompt waited so long for its turn, when queue_ms() had said how long."""
@@ -180,28 +183,27 @@ class NodeRates:
     def stepped(self, running: float, ms: float) -> None:
         """Decode steps took this time each, with so many running requests on average."""
         self._step.measure(running, ms)
-        if self._fleet is not None:
-            self._fleet.stepped(running, ms)
+        if self.fleet is not None:
+            self.fleet.stepped(running, ms)
 
     def fetched(self, peer: str, tokens: int, ms: float) -> None:
         """A request waited so long for KV of so many tokens from `peer`; empty: this node was the one read from."""
         if peer and tokens > 0 and ms > 0:
             total, weight = self._peers.pop(peer, (0.0, 0.0))
-            off = ms / self._transfer.at(tokens)
-            known = (total + _PRIOR_WEIGHT) / (weight + _PRIOR_WEIGHT)
-            off = min(max(off, known / _MOST_OFF), known * _MOST_OFF)
+            off, known = math.log(ms / self._transfer.at(tokens)), total / (weight + _PRIOR_WEIGHT)
+            off = min(max(off, known - _MOST_OFF_LOG), known + _MOST_OFF_LOG)
             if len(self._peers) >= _MOST_PEERS:
                 del self._peers[next(iter(self._peers))]
             self._peers[peer] = total * _KEPT + off, weight * _KEPT + 1.0
         self._transfer.measure(tokens, ms)
-        if self._fleet is not None:
-            self._fleet.fetched("", tokens, ms)
+        if self.fleet is not None:
+            self.fleet.fetched("", tokens, ms)
 
     def generated(self, tokens: int) -> None:
         """An answer ended with so many tokens."""
         self._output = self._output * (0.5 + _KEPT / 2) + tokens * (0.5 - _KEPT / 2)
-        if self._fleet is not None:
-            self._fleet.generated(tokens)
+        if self.fleet is not None:
+            self.fleet.generated(tokens)
 
     def age(self, now: float) -> None:
         """Time has passed, by any one monotonic clock in seconds; call it as often as you like."""
