@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
-from kvrelay.plan import API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
+from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
 from wire.config import NodeConfig, RanksConfig, Role, RouterConfig, TransferConfig
@@ -236,7 +236,7 @@ _add(
     RouterConfig,
     _serving_router,
     (),
-    {"api_key": API_KEY, "node_api_key": NODE_API_KEY},
+    {"api_key": API_KEY, "node_api_key": NODE_API_KEY, "admin_key": ADMIN_KEY},
 )
 
 _add(

@@ -388,6 +388,8 @@ class RouterConfig:
     """If set, clients must send `Authorization: Bearer <api_key>`."""
     node_api_key: str = ""
     """Sent to the nodes."""
+    admin_key: str = ""
+    """What /admin routes want as `Authorization: Bearer <admin_key>`; without one they answer this machine only."""
     max_body_bytes: int = 16 << 20
     """Longest request body."""
     request_deadline_s: float = 600.0
