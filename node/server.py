@@ -15,10 +15,12 @@ from fastapi import FastAPI
 from node.app import Node, create_app
 from node.drain import DRAIN_DEADLINE_S, Drain
 from node.engine_client import EngineClient
+from node.heartbeat import Announcer
 from node.loading import serving_of
 from node.metrics import NodeMetrics
 from wire.config import NodeConfig
-from wire.errors import KvrelayError
+from wire.errors import EngineDead, KvrelayError
+from wire.heartbeat import Heartbeat, NodeState
 
 __all__ = ["run"]
 
@@ -58,7 +60,13 @@ def run(config: NodeConfig) -> int:
 async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[None]:
     """The server listens while the model loads; /health tells the two apart."""
     await node.engine.start()
-    tasks = [asyncio.create_task(_load(node, server.give_up)), asyncio.create_task(server.drained())]
+    announcer = Announcer(node.config.router, node.config.api_key, lambda: _facts(node))
+    node.drain.changed = announcer.changed
+    tasks = [
+        asyncio.create_task(_load(node, server.give_up, announcer.changed)),
+        asyncio.create_task(server.drained()),
+        asyncio.create_task(announcer.run()),
+    ]
     try:
         yield
     finally:
@@ -98,8 +106,22 @@ class _Server(uvicorn.Server):
         super().handle_exit(self._told, None)
 
 
-async def _load(node: Node, give_up: Callable[[], None]) -> None:
-    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another."""
+def _facts(node: Node) -> Heartbeat | None:
+    """What routers are told of it."""
+    try:
+        serving = node.ready()
+    except EngineDead:
+        return None
+    state = NodeState.DRAINING if node.drain.begun else NodeState.OK
+    return Heartbeat(
+        node.config.url, node.config.role, serving.model_name, serving.info.generation, node.engine.load, 0.0, state
+    )
+
+
+async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], None]) -> None:
+    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another.
+
+    `changed`: it is ready now."""
     config = node.config
     try:
         serving = await serving_of(config, node.engine)
@@ -113,6 +135,7 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         lambda: node.engine.stats, model_name=name, role=config.role, max_loras=config.engine.adapter_slots
     )
     node.serving = serving
+    changed()
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,

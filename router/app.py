@@ -33,6 +33,7 @@ from router.admin import add_admin_routes
 from router.chores import Chores
 from router.handoff import Walk
 from router.health import watching
+from router.heartbeats import hearing
 from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
@@ -75,7 +76,11 @@ class Router:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
         try:
-            async with watching(self.pool, legs, self.config.health_interval_s):
+            config = self.config
+            async with (
+                watching(self.pool, legs, config.health_interval_s),
+                hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+            ):
                 yield
         finally:
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)

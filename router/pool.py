@@ -119,6 +119,7 @@ class Pool:
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with legs that have not ended."""
         self.members = Members()
+        self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
         self._policy: Policy = least_queue
@@ -158,12 +159,11 @@ class Pool:
 
     def find(self, url: str) -> Node | None:
         """The wanted node at this address."""
-        return next((node for node in self.nodes if node.url == url.rstrip("/")), None)
+        return self._by_url.get(url.rstrip("/"))
 
     def _change(self, change: Change, now: float) -> None:
         for url in change.left:
-            node = self.find(url)
-            assert node is not None
+            node = self._by_url.pop(url)
             self.nodes = [each for each in self.nodes if each is not node]
             self.leaving = [*self.leaving, node]
             node.wanted = False
@@ -180,10 +180,10 @@ class Pool:
         if back is not None:
             self.leaving = [each for each in self.leaving if each is not back]
             back.wanted, back.reason, back.blamed_at = True, _NEW, now
-            self.nodes = [*self.nodes, back]
+            self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
             return
         node = Node(spec.url, spec.role, model=spec.model)
-        self.nodes = [*self.nodes, node]
+        self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
         for joined, _ in self._followers:
             joined(node)
 
