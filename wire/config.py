@@ -354,7 +354,7 @@ class NodeConfig:
     api_key: str = ""
     """If set, /v1 and /kv routes want `Authorization: Bearer <api_key>`."""
     max_body_bytes: int = 16 << 20
-    """Longest request body."""
+    """Longest request body. What a leg is handed over beside it does not count."""
     request_deadline_s: float = 600.0
     """A request may take this long."""
     start_deadline_s: float = 600.0
