@@ -22,6 +22,7 @@ import msgspec
 from wire.outputs import Load
 
 START_DEADLINE_S = 90.0
+EMBEDDED_KEY = "token-abc123"  # wants the router of the cluster that modules share (conftest.py)
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
