@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
+
+from wire.outputs import Load
 
 START_DEADLINE_S = 90.0
+EMBEDDED_KEY = "token-abc123"  # wants the router of the cluster that modules share (conftest.py)
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,8 +95,8 @@ class Process:
         """Free and total KV blocks."""
         report = self.health()
         assert report is not None, f"{self.role} on port {self.port} is not healthy: {self.tail()}"
-        free, total = report["load"][3:5]
-        return free, total
+        load = msgspec.convert(report["load"], Load)
+        return load.free_blocks, load.total_blocks
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
