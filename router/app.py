@@ -34,12 +34,13 @@ from router.chores import Chores
 from router.handoff import Walk
 from router.health import watching
 from router.heartbeats import hearing
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, for_model, parse_job, parts_of
+from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
 from router.pairs import Pairs
+from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response
@@ -47,7 +48,7 @@ from router.reply import Reply
 from router.state import health_of
 from router.timeline import Timeline
 from router.warm_up import warming
-from wire.config import RouterConfig
+from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NotFound, RequestError, Unauthorized
 
 __all__ = ["Router", "create_app"]
@@ -66,7 +67,8 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
-        self.pool = Pool(config.prefill, config.decode, rng)
+        policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
+        self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool)
@@ -96,7 +98,8 @@ class Router:
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
-            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
+            session = request.headers.get(SESSION_HEADER, "")
+            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53), session)
             job = for_model(job, self.models.named(job.model))
             parts = parts_of(job)
         except KvrelayError as why:

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
 from router.members import Change, Members, NodeSpec, Source
-from router.policies.least_queue import least_queue
+from router.policies.cost import cost
 from router.policies.policy import Ask, NodeView, Policy
+from router.rates import NodeRates
 from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load
@@ -62,6 +64,10 @@ class Lease:
     tokens: int
     kv_tokens: int = 0
     """Of KV that the node has yet to make room for."""
+    company: int = 0
+    """Requests that were there before it."""
+    expected_queue_ms: float = 0.0
+    """How long it was expected to wait for its turn."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
 
@@ -126,10 +132,11 @@ class Node(NodeView):
 
     def answered(self, lease: Lease) -> None:
         """The leg tells of its first token: nothing is to be computed, and its KV is in what the node reports."""
-        self.own_tokens -= lease.tokens
-        self.own_kv_tokens -= lease.kv_tokens
-        lease.tokens = lease.kv_tokens = 0
-        self._sum_up()
+        if lease.tokens or lease.kv_tokens:
+            self.own_tokens -= lease.tokens
+            self.own_kv_tokens -= lease.kv_tokens
+            lease.tokens = lease.kv_tokens = 0
+            self._sum_up()
 
     def _sum_up(self) -> None:
         """Our own legs, exact, plus what others were seen to have there."""
@@ -142,8 +149,17 @@ class Node(NodeView):
 class Pool:
     """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], rng: random.Random) -> None:
-        """`prefill` and `decode` are the static list of nodes. Raises RequestError for an address that is none."""
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        rng: random.Random,
+        policies: Mapping[Role, Policy] = MappingProxyType({}),
+    ) -> None:
+        """`prefill` and `decode` are the static list of nodes, `policies` by role: cost where none is named.
+
+        Raises RequestError for an address that is none.
+        """
         self.nodes: list[Node] = []
         """A new list with every change, so that who goes through one may wait meanwhile."""
         self.leaving: list[Node] = []
@@ -152,8 +168,9 @@ class Pool:
         self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
-        self._policy: Policy = least_queue
+        self._policies = policies
         self._turns = 0
+        self._fleets: dict[tuple[Role, str], NodeRates] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
 
@@ -286,10 +303,16 @@ class Pool:
         nodes = self.up(ask.role, exclude, ask.model)
         if not nodes:
             raise self._no_node(ask.role, ask.model)
-        node = self._policy(ask, nodes, self._rng)
+        node = self._policies.get(ask.role, cost)(ask, nodes, self._rng)
         self._turns += 1
         node.turn = self._turns
-        lease = Lease(node, ask.uncached(node), ask.kv_tokens)
+        lease = Lease(
+            node,
+            ask.uncached(node),
+            ask.kv_needed(node),
+            company=node.requests,
+            expected_queue_ms=node.rates.queue_ms(node.tokens),
+        )
         node.take(lease)
         try:
             yield lease
@@ -316,6 +339,10 @@ class Pool:
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
+            fleet = self._fleets.setdefault((node.role, report.model), NodeRates())
+            if node.rates.fleet is not fleet:
+                node.rates = NodeRates(fleet)
+            node.rates.age(now)
             node.model, node.max_model_len = report.model, report.max_model_len
             if started >= node.adapters_at:
                 node.adapters = frozenset(report.adapters)

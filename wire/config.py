@@ -13,6 +13,7 @@ from wire.errors import ConfigError
 
 __all__ = [
     "MAX_URL_CHARS",
+    "POLICY_NAMES",
     "REASONING_PARSERS",
     "TOOL_CALL_PARSERS",
     "EngineConfig",
@@ -25,6 +26,8 @@ __all__ = [
     "is_loopback",
 ]
 
+# How a router may choose nodes (router/policies/).
+POLICY_NAMES = ("cost", "least_queue", "power_of_two", "prefix", "random", "round_robin", "session")
 MIN_SECRET_CHARS = 16
 MAX_LORA_RANK = 512
 MAX_URL_CHARS = 512
@@ -428,6 +431,10 @@ class RouterConfig:
     """A health check must be answered within this time."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
+    prefill_policy: str = "cost"
+    """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
+    decode_policy: str = "cost"
+    """How a decode node is chosen: one of the same."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
@@ -442,6 +449,9 @@ class RouterConfig:
             "health_deadline_s",
             "attempts",
         )
+        for role in ("prefill", "decode"):
+            name = getattr(self, f"{role}_policy")
+            _require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
         for url in (*self.prefill, *self.decode):
             _require(
                 is_base_url(url), f"node address {url!r} must start with http:// or https://, and name a host and port"
