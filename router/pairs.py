@@ -44,82 +44,85 @@ class Outcome:
     never: bool = False
 
 
-@dataclass(slots=True)
-class _Known:
-    outcome: Outcome | None = None
-    """None while it is under way."""
-    again_at: float = float("inf")
-
-
 class Pairs:
     """See the module. Nodes without a generation are no pairs: nobody knows when they begin anew."""
 
     def __init__(self) -> None:
-        self._known: dict[_Key, _Known] = {}
+        self._under_way: set[_Key] = set()
+        self._outcomes: dict[_Key, Outcome] = {}
+        self._again: dict[_Key, float] = {}
+        """When what has failed is tried again."""
+        self._partners: Counter[str] = Counter()
+        """By URL, in how many of `_under_way` and `_outcomes` a node is."""
+        self._here: set[tuple[str, str]] = set()
 
     def due(self, prefill: Sequence[Node], decode: Sequence[Node], now: float) -> list[Meeting]:
         """Meetings to begin now, of nodes that are up. They are under way until `ended`."""
         here = {(node.url, node.generation) for node in (*prefill, *decode)}
-        self._known = {
-            key: known for key, known in self._known.items() if known.outcome is None or {key[:2], key[2:]} <= here
-        }
-        busy, partners = set[str](), Counter[str]()
-        for key, known in self._known.items():
-            if known.outcome is None:
-                busy |= {key[0], key[2]}
-            if known.again_at > now:
-                partners.update((key[0], key[2]))
+        if here != self._here:
+            self._here = here
+            for key in [key for key in self._outcomes if not {key[:2], key[2:]} <= here]:
+                self._forget(key)
+        for key in [key for key, again_at in self._again.items() if again_at <= now]:
+            self._forget(key)
+        busy = {url for key in self._under_way for url in (key[0], key[2])}
+        sources = Counter(node.model for node in prefill if node.generation)
         begun: list[Meeting] = []
-        running = sum(known.outcome is None for known in self._known.values())
-        for reader in _in_turn(decode, partners):
-            if running + len(begun) >= AT_ONCE:
+        for reader in self._in_turn(decode):
+            if len(self._under_way) >= AT_ONCE:
                 break
-            if reader.url in busy or partners[reader.url] >= PARTNERS:
+            if reader.url in busy or self._partners[reader.url] >= min(PARTNERS, sources[reader.model]):
                 continue
-            source = self._source_for(reader, prefill, busy, partners, now)
+            source = self._source_for(reader, prefill, busy)
             if source is not None:
-                key = (source.url, source.generation, reader.url, reader.generation)
-                self._known[key] = _Known()
+                key = _key(source, reader)
+                self._under_way.add(key)
+                self._partners.update((source.url, reader.url))
                 busy |= {source.url, reader.url}
-                partners.update((source.url, reader.url))
                 begun.append(Meeting(source, reader, key))
         return begun
 
     def ended(self, meeting: Meeting, outcome: Outcome, now: float) -> None:
         """It is over."""
-        retry_s = _BUSY_RETRY_S if outcome.busy else _RETRY_S
-        again_at = now + retry_s if outcome.why and not outcome.never else float("inf")
-        self._known[meeting.key] = _Known(outcome, again_at)
+        self._under_way.discard(meeting.key)
+        self._outcomes[meeting.key] = outcome
+        if outcome.why and not outcome.never:
+            self._again[meeting.key] = now + (_BUSY_RETRY_S if outcome.busy else _RETRY_S)
+        if not {meeting.key[:2], meeting.key[2:]} <= self._here:
+            self._forget(meeting.key)
 
     def met(self, prefill: Node, decode: Node) -> bool:
         """Whether KV has gone from one to the other."""
-        known = self._known.get((prefill.url, prefill.generation, decode.url, decode.generation))
-        return known is not None and known.outcome is not None and not known.outcome.why
+        outcome = self._outcomes.get(_key(prefill, decode))
+        return outcome is not None and not outcome.why
 
     def failed(self) -> list[tuple[str, str, str]]:
-        """Addresses of pairs whose meeting failed, and why; not of those that cannot be asked."""
-        known = ((key, each.outcome) for key, each in self._known.items() if each.outcome is not None)
-        return [(key[0], key[2], how.why) for key, how in known if how.why and not (how.busy or how.never)]
+        """Addresses of pairs whose meeting failed, and why; not of those that were busy or cannot be asked."""
+        return [
+            (key[0], key[2], how.why) for key, how in self._outcomes.items() if how.why and not (how.busy or how.never)
+        ]
 
     def count(self) -> int:
         """How many have met."""
-        return sum(known.outcome is not None and not known.outcome.why for known in self._known.values())
+        return sum(not outcome.why for outcome in self._outcomes.values())
 
-    def _source_for(
-        self, reader: Node, prefill: Sequence[Node], busy: set[str], partners: Counter[str], now: float
-    ) -> Node | None:
+    def _source_for(self, reader: Node, prefill: Sequence[Node], busy: set[str]) -> Node | None:
         fit = [
             node
             for node in prefill
-            if node.url not in busy and node.model == reader.model and partners[node.url] < PARTNERS
+            if node.url not in busy and node.model == reader.model and self._partners[node.url] < PARTNERS
         ]
-        for source in _in_turn(fit, partners):
-            known = self._known.get((source.url, source.generation, reader.url, reader.generation))
-            if known is None or known.again_at <= now:
-                return source
-        return None
+        return next((node for node in self._in_turn(fit) if _key(node, reader) not in self._outcomes), None)
+
+    def _in_turn(self, nodes: Sequence[Node]) -> list[Node]:
+        known = [node for node in nodes if node.generation]
+        return sorted(known, key=lambda node: (self._partners[node.url], -node.requests, node.url))
+
+    def _forget(self, key: _Key) -> None:
+        del self._outcomes[key]
+        self._again.pop(key, None)
+        self._partners.subtract((key[0], key[2]))
 
 
-def _in_turn(nodes: Sequence[Node], partners: Counter[str]) -> list[Node]:
-    known = [node for node in nodes if node.generation]
-    return sorted(known, key=lambda node: (partners[node.url], -node.requests, node.url))
+def _key(prefill: Node, decode: Node) -> _Key:
+    return prefill.url, prefill.generation, decode.url, decode.generation

@@ -14,6 +14,8 @@ import httpx2
 import pytest
 from real_cluster import START_DEADLINE_S, Cluster, Process, free_port, tiny_model, wait_until
 
+from kvrelay import cli
+
 pytestmark = pytest.mark.cluster
 
 STREAMS, TOKENS = 8, 200
@@ -84,8 +86,10 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
     generations = {node["url"]: node["generation"] for node in health(cluster)["nodes"]}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         streams = [asyncio.create_task(_stream(session, cluster.url, at, stop)) for at in range(STREAMS)]
-        for pair in zip(cluster.of("prefill"), cluster.of("decode"), strict=True):
-            await asyncio.to_thread(_restart, cluster, pair, generations)
+        by_router, by_node = ["--router", cluster.url, "--admin-key", "operator"], ["--node-api-key", "nodes"]
+        (p, q), (d, e) = cluster.of("prefill"), cluster.of("decode")
+        for drained, how, other in ((p, by_router, d), (e, by_node, q)):
+            await asyncio.to_thread(_restart, cluster, drained, how, other, generations)
             assert not any(stream.done() for stream in streams)
         stop.set()
         counts = await asyncio.gather(*streams)
@@ -100,12 +104,12 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
     cluster.all_blocks_free(within_s=4)
 
 
-def _restart(cluster: Cluster, pair: tuple[Process, Process], generations: dict[str, str]) -> None:
-    first = pair[0]
-    headers = {"authorization": "Bearer operator"}
-    answer = httpx2.post(f"{cluster.url}/admin/drain", json={"url": first.url}, headers=headers, timeout=5)
-    assert answer.json()["node_told"] is True
-    wait_until(lambda: _idle(first), 30, "the drained node is idle")
+def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process, was: dict[str, str]) -> None:
+    """Restart two nodes, one of them drained before it is told to end."""
+    assert cli.run(["drain", drained.url, *how, "--wait", "60"]) == 0
+    answer = httpx2.get(f"{drained.url}/health", timeout=5)
+    assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+    pair = (drained, other)
     for node in pair:
         node.kill(signal.SIGTERM)
     for node in pair:
@@ -119,15 +123,8 @@ def _restart(cluster: Cluster, pair: tuple[Process, Process], generations: dict[
     def back() -> bool:
         seen = {node["url"]: node for node in health(cluster)["nodes"]}
         return all(
-            node.url in seen and seen[node.url]["up"] and seen[node.url]["generation"] != generations[node.url]
+            node.url in seen and seen[node.url]["up"] and seen[node.url]["generation"] != was[node.url]
             for node in fresh
         )
 
     wait_until(back, START_DEADLINE_S, "the router uses the restarted nodes")
-
-
-def _idle(node: Process) -> bool:
-    answer = httpx2.get(f"{node.url}/health", timeout=5)
-    told = answer.json()
-    assert (answer.status_code, told["status"]) == (503, "draining")
-    return told["requests"] == told["held_blocks"] == 0
