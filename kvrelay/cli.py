@@ -72,6 +72,8 @@ def _serving_router(values: dict[str, object]) -> int:
             "announce themselves"
         )
     check_port(config.host, config.port)
+    if config.heartbeat_port:
+        check_port(config.host, config.heartbeat_port)
     _log_to_stderr()
     from router.server import run as run_router
 
