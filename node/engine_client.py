@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,6 +26,7 @@ from wire.engine_messages import (
     Abort,
     AdapterLoaded,
     AdapterRefused,
+    CacheChanges,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -108,6 +109,8 @@ class EngineClient:
         self.stats = EngineStats(Load())
         self.load = Load()
         self.heard_at = time.monotonic()
+        self.on_changes: Callable[[CacheChanges], None] | None = None
+        """Told what the prefix cache holds. To be set before the first request."""
         self.ended = asyncio.Event()
         self._ready = asyncio.Event()
         self._failed = asyncio.Event()
@@ -270,6 +273,9 @@ class EngineClient:
                             self._send(Release(update.request_id))  # its client left while the last step ran
                 case EngineStats() as stats:
                     self.stats, self.load = stats, stats.load
+                case CacheChanges() as changes:
+                    if self.on_changes is not None:
+                        self.on_changes(changes)
                 case ProbeOffered() | ProbeFetched() | ProbeRefused() as answer:
                     asked = self._probes.get(answer.probe_id)
                     if asked is not None and not asked.done():

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from node.app import Node, create_app
 from node.engine_client import EngineClient
+from node.kv_events import KvEvents
 from node.loading import serving_of
 from node.metrics import NodeMetrics
 from wire.config import NodeConfig
@@ -56,6 +57,8 @@ async def _lifespan(_: FastAPI, node: Node, give_up: Callable[[], None]) -> Asyn
     finally:
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
+        if node.kv_events is not None:
+            await node.kv_events.close()
         await node.engine.stop()
 
 
@@ -64,6 +67,9 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
     config = node.config
     try:
         serving = await serving_of(config, node.engine)
+        if config.kv_events and config.engine.prefix_cache:
+            node.kv_events = KvEvents(config, serving.info, serving.model_name)
+            node.engine.on_changes = node.kv_events.tell
     except Exception as why:
         node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
         log.error("the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError))

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from openai_api.body import check_choices
+from router.prefix_index import Prefix
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 
-__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "parse_job", "parts_of", "prefill_body"]
+__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "parse_job", "parts_of", "prefill_body", "prefix_of"]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -26,6 +27,23 @@ _MAX_INT = 2**63 - 1
 _HANDOVER_FIELDS = {"kv_transfer_params"} | {
     name for name in KvTransferParams.__struct_fields__ if name.startswith(("remote_", "do_remote_"))
 }
+
+# What beside the prompt itself decides its tokens, or the name of their KV.
+_CONTEXT_FIELDS = (
+    "model",
+    "cache_salt",
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "suffix",
+)
 
 _T = TypeVar("_T")
 
@@ -152,6 +170,12 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
     )
+
+
+def prefix_of(job: Job) -> Prefix:
+    """By what the prefix index knows the prompt of this job."""
+    context = hash((job.path, *(bytes(job.fields.get(name, b"")) for name in _CONTEXT_FIELDS)))
+    return Prefix.of(context, bytes(job.fields.get(job.prompt_field, b"")))
 
 
 def prefill_body(job: Job) -> bytes:
