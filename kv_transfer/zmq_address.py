@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import zmq
 
@@ -17,7 +18,7 @@ def tcp(host: str, port: int | str) -> str:
 
 
 def listen(
-    listener: zmq.Socket[bytes], host: str, port: int = 0, called: tuple[str, str] = ("kv_host", "kv_port")
+    listener: zmq.Socket[Any], host: str, port: int = 0, called: tuple[str, str] = ("kv_host", "kv_port")
 ) -> int:
     """Listen at this address of this machine; returns the port, which is a free one for 0. Raises ConfigError.
 

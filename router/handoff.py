@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.chores import Chores
-from router.job import Job, decode_body, prefill_body
+from router.job import Job, decode_body, prefill_body, prefix_of
 from router.legs import LegFailed, Legs, Refused
 from router.metrics import Metrics
 from router.policies.policy import Ask
@@ -51,6 +51,7 @@ class Walk:
         self.job = job
         self.reply = reply or Reply()
         self.progress = Progress(job)
+        self._prefix = prefix_of(job)
         self.timeline = timeline
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
@@ -142,7 +143,8 @@ class Walk:
         body = prefill_body(self.job)
         tried: list[Node] = []
         while True:
-            with self._pool.lease(Ask(Role.PREFILL, self.job.model, self.job.prompt_tokens), tried) as lease:
+            ask = Ask(Role.PREFILL, self.job.model, self.job.prompt_tokens, prefix=self._prefix)
+            with self._pool.lease(ask, tried) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
@@ -171,7 +173,8 @@ class Walk:
         while True:
             params = self.progress.decode_params()
             tokens = self.progress.tokens_to_compute(params)
-            with self._pool.lease(Ask(Role.DECODE, self.job.model, tokens), tried) as lease:
+            ask = Ask(Role.DECODE, self.job.model, tokens, prefix=self._prefix)
+            with self._pool.lease(ask, tried) as lease:
                 self.decode_node = lease.node
                 try:
                     await self._leg(lease, decode_body(self.job, params), Place.behind(params))
@@ -201,6 +204,8 @@ class Walk:
                     self.reply.put(self._timed(frame, now))
                 if frame.token_ids and not frame.choice:
                     self.timeline.told(place.at[0], now, decoding)
+                if frame.kind is FrameKind.TICKET and not decoding:
+                    self._learn(frame, lease)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
             await self.reply.room()
@@ -209,6 +214,15 @@ class Walk:
         if decoding and ended is FrameKind.HANDOVER:
             raise LegFailed("the node handed a decode leg over")
         return ended
+
+    def _learn(self, frame: Frame, lease: Lease) -> None:
+        """A prefill node has tokenized the prompt, and looked it up in its prefix cache."""
+        if frame.params is None:
+            return
+        self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
+        if frame.blocks is not None:
+            self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
+            self._pool.prefixes.learn(self._prefix)
 
     def _timed(self, frame: Frame, now: float) -> bytes:
         """A frame's bytes for the client, at the end of the answer with the stages if it asked for them."""

@@ -1,8 +1,8 @@
 """Listens to the nodes' KV events and tells the prefix index: a ZMQ socket per node, on the router's event loop.
 
 PUB/SUB may lose anything at any time. A missing number is asked for again; that nothing is missing at the end is seen
-from the health report, which says what number comes next. While a node's events are not to be had the index goes by what
-was sent there. Nothing here delays a request.
+from the health report, which says what number comes next. While a node's events are not to be had, the index goes by
+what was sent there. Nothing here delays a request.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import zmq
 import zmq.asyncio
 
 from router.event_stream import EventStream
-from router.metrics import Metrics
 from router.prefix_index import PrefixIndex
+from router.prefix_metrics import PrefixMetrics
 from wire.errors import NodeFailed
 from wire.kv_events import (
     END,
@@ -50,11 +50,11 @@ _log = logging.getLogger("kvrelay.router")
 class KvEvents:
     """All nodes that are listened to, by URL. Call it on the event loop; `close` it."""
 
-    def __init__(self, index: PrefixIndex, metrics: Metrics) -> None:
+    def __init__(self, index: PrefixIndex, metrics: PrefixMetrics) -> None:
         self._index = index
         self._metrics = metrics
         self._sources: dict[str, _Source] = {}
-        metrics.watch_index(index, lambda: sum(not index.trusts(url) for url in self._sources))
+        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
 
     def heard(self, url: str, generation: str, report: KvEventsReport | None) -> None:
         """A node's health report came. From the first one on its events are listened to, as long as it tells any."""
@@ -63,9 +63,7 @@ class KvEvents:
             return
         host = urlsplit(url).hostname or ""
         host = f"[{host}]" if ":" in host else host
-        self.follow(
-            url, generation, f"tcp://{host}:{report.port}", f"tcp://{host}:{report.replay_port}", rebuilds=True
-        )
+        self.follow(url, generation, f"tcp://{host}:{report.port}", f"tcp://{host}:{report.replay_port}", rebuilds=True)
         self._sources[url].should_have(report.next_number)
 
     def follow(self, url: str, generation: str, events: str, replays: str, *, rebuilds: bool) -> None:
@@ -78,9 +76,7 @@ class KvEvents:
             source = None
         if source is None:
             stream = EventStream(rebuilds=rebuilds)
-            self._sources[url] = _Source(
-                url, (generation, events, replays), stream, self._index, self._metrics
-            )
+            self._sources[url] = _Source(url, (generation, events, replays), stream, self._index, self._metrics)
 
     def leave(self, url: str) -> None:
         """The node is gone, or another process now: what was known of it is forgotten."""
@@ -100,7 +96,7 @@ class _Source:
     """One node's events: its socket, and the replay that is under way."""
 
     def __init__(
-        self, url: str, told_at: tuple[str, str, str], stream: EventStream, index: PrefixIndex, metrics: Metrics
+        self, url: str, told_at: tuple[str, str, str], stream: EventStream, index: PrefixIndex, metrics: PrefixMetrics
     ) -> None:
         self.told_at = told_at
         self._url = url
@@ -132,6 +128,7 @@ class _Source:
 
     def should_have(self, next_number: int) -> None:
         """The node has told all batches before this one; those of the report before must have come by now."""
+        self._read()
         if self._stream.next_number < self._expected:
             self._catch_up()
         self._expected = next_number
@@ -148,8 +145,7 @@ class _Source:
             self._take(frames[1:])
         else:
             self._loop.call_soon(self._read)
-        if self._stream.gap and self._replay is None:
-            self._metrics.kv_event_gaps.inc()
+        if self._stream.gap:
             self._catch_up()
 
     def _take(self, frames: Sequence[bytes]) -> None:
@@ -168,7 +164,7 @@ class _Source:
         for batch in batches:
             blocks = 0
             if is_snapshot(batch):
-                self._metrics.kv_event_snapshots.inc()
+                self._metrics.snapshots.inc()
             for event in batch.events:
                 match event:
                     case AllBlocksCleared():
@@ -179,7 +175,7 @@ class _Source:
                     case BlockRemoved() if _counts(event):
                         self._index.removed(self._url, keys_of(event.block_hashes))
                         blocks += len(event.block_hashes)
-            self._metrics.kv_events.inc(blocks)
+            self._metrics.event_blocks.inc(blocks)
 
     def _forget(self) -> None:
         trusted = self._index.trusts(self._url)
@@ -190,6 +186,8 @@ class _Source:
     def _catch_up(self) -> None:
         """Begin a replay, unless one is under way or has just failed."""
         if self._replay is None and time.monotonic() >= self._retry_at:
+            if self._stream.complete:
+                self._metrics.gaps.inc()
             self._replay = asyncio.create_task(self._replayed())
 
     async def _replayed(self) -> None:
@@ -207,7 +205,7 @@ class _Source:
         except (zmq.ZMQError, NodeFailed) as error:
             why = f"the replay failed: {error}"
         self._replay = None
-        self._metrics.kv_event_replays.labels("failed" if why else "ok").inc()
+        self._metrics.replays.labels("failed" if why else "ok").inc()
         if why:
             _log.warning("node %s: KV events: %s; choosing by what was sent there", self._url, why)
             self._retry_at = time.monotonic() + RETRY_S

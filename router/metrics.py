@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from openai_api.stages import STAGES
 from router.pool import Node, Pool
-from router.prefix_index import PrefixIndex
+from router.prefix_metrics import PrefixMetrics
 from router.timeline import Timeline
 
 __all__ = ["Metrics"]
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
-_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 
 
@@ -64,55 +62,19 @@ class Metrics:
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
-        self._add_prefix_metrics()
+        self.prefix = PrefixMetrics(registry, pool.prefixes)
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
-        for node in pool.nodes:
+
+        def joined(node: Node) -> None:
             node_up.labels(node.url, node.role).set_function(partial(_up, node))
             depth.labels(node.url, node.role).set_function(partial(_depth, node))
 
-    def _add_prefix_metrics(self) -> None:
-        registry = self.registry
-        self.kv_events = Counter(
-            "kvrelay_router_kv_event_blocks", "Blocks that KV events told of.", registry=registry
-        )
-        self.kv_event_gaps = Counter("kvrelay_router_kv_event_gaps", "Lost KV events were noticed.", registry=registry)
-        self.kv_event_replays = Counter(
-            "kvrelay_router_kv_event_replays", "KV events were asked for again.", ["outcome"], registry=registry
-        )
-        self.kv_event_snapshots = Counter(
-            "kvrelay_router_kv_event_snapshots",
-            "A node told all that it holds, because it did not keep the events that were lost.",
-            registry=registry,
-        )
-        self.cached_tokens = Counter(
-            "kvrelay_router_cached_prompt_tokens",
-            "Tokens of prompts in prefill nodes' prefix caches: estimated at the choice, and then reported.",
-            ["by"],
-            registry=registry,
-        )
-        self.cached_tokens_error = Histogram(
-            "kvrelay_router_cached_prompt_tokens_error",
-            "Difference of the two, one observation per prefill leg.",
-            buckets=_TOKENS,
-            registry=registry,
-        )
+        def left(node: Node) -> None:
+            node_up.remove(node.url, node.role)
+            depth.remove(node.url, node.role)
 
-    def watch_index(self, index: PrefixIndex, doubted: Callable[[], int]) -> None:
-        """Show the size of the prefix index, and how many nodes' KV events it has to do without."""
-        for name, about, size in (
-            ("prefix_texts", "Branches of prompts that the prefix index knows.", lambda: len(index.texts)),
-            ("prefix_text_bytes", "Memory that these take, about.", lambda: index.texts.size_bytes),
-            ("prefix_blocks", "Blocks of KV that nodes are known to hold.", lambda: len(index.blocks)),
-            ("kv_event_doubted_nodes", "Nodes whose KV events are not to be had, or not in order.", doubted),
-        ):
-            Gauge(f"kvrelay_router_{name}", about, registry=self.registry).set_function(size)
-
-    def cached(self, estimated: int, reported: int) -> None:
-        """A prefill node has said how much of a prompt its prefix cache held."""
-        self.cached_tokens.labels("estimate").inc(estimated)
-        self.cached_tokens.labels("report").inc(reported)
-        self.cached_tokens_error.observe(abs(estimated - reported))
+        pool.follow(joined, left)
 
     def finished(self, path: str, status: int, timeline: Timeline | None = None, tokens: int = 0) -> None:
         """Count one finished request; without a timeline it was refused at the door."""
@@ -140,4 +102,4 @@ def _up(node: Node) -> float:
 
 
 def _depth(node: Node) -> float:
-    return node.view().depth
+    return node.depth

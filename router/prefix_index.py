@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from router.held_blocks import HeldBlocks
 from router.text_tree import CHUNK_BYTES, Step, TextTree
@@ -57,15 +57,12 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Cached(Mapping[str, int]):
-    """Tokens of one prompt that each node is believed to have, by URL. Lazy: nodes that nobody asks for cost nothing."""
+    """Tokens of one prompt that each node is believed to have, by URL. Nodes that nobody asks for cost nothing."""
 
     prompt_tokens: int
     """Of the whole prompt; an estimate until it is tokenized."""
     _numbers: Mapping[str, int]
-    _trusted: int
-    _held: list[Step] = field(default_factory=list)
-    _sent: list[Step] = field(default_factory=list)
-    _going: list[Step] = field(default_factory=list)
+    _steps: tuple[list[Step], ...]
 
     def __getitem__(self, url: str) -> int:
         tokens = self._tokens(self._numbers[url])
@@ -85,21 +82,21 @@ class Cached(Mapping[str, int]):
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        return bool(self._held or self._sent)
+        return any(self._steps)
 
     def _tokens(self, number: int) -> int:
-        if self._trusted >> number & 1:
-            tokens = max(_deepest(self._held, number), _deepest(self._going, number))
-        else:
-            tokens = _deepest(self._sent, number)
-        return min(tokens, self.prompt_tokens)
+        deepest = 0
+        for steps in self._steps:
+            for depth, marks in reversed(steps):
+                if marks >> number & 1:
+                    deepest = max(deepest, depth)
+                    break
+        return min(deepest, self.prompt_tokens)
 
 
-def _deepest(steps: list[Step], number: int) -> int:
-    for depth, marks in reversed(steps):
-        if marks >> number & 1:
-            return depth
-    return 0
+def _in_tokens(steps: list[Step], chunk_tokens: float, marks: int) -> list[Step]:
+    """For these nodes only. The first chunk has no bytes."""
+    return [(int((depth - 1) * chunk_tokens), marks & those) for depth, those in steps if depth > 1 and marks & those]
 
 
 class PrefixIndex:
@@ -113,6 +110,7 @@ class PrefixIndex:
         self._free: list[int] = []
         self._gone = 0
         self._clearing = 0
+        self._known = 0
         self._trusted = 0
         self._block_tokens = 0
         self._tokens_per_byte = _TOKENS_PER_BYTE
@@ -131,18 +129,23 @@ class PrefixIndex:
             tokens = len(keys) * block_tokens + int(max(0, unknown_bytes) * per_byte)
         held = self.blocks.steps(keys, self._trusted) if self._trusted else []
         sent, going = self.texts.steps(path)
+        chunk_tokens = CHUNK_BYTES * per_byte
         return Cached(
             tokens,
             self._numbers,
-            self._trusted,
-            [(count * block_tokens, marks) for count, marks in held],
-            [(int((depth - 1) * CHUNK_BYTES * per_byte), marks) for depth, marks in sent],
-            [(int((depth - 1) * CHUNK_BYTES * per_byte), marks) for depth, marks in going],
+            (
+                [(count * block_tokens, marks) for count, marks in held],
+                _in_tokens(sent, chunk_tokens, self._known & ~self._trusted),
+                _in_tokens(going, chunk_tokens, self._trusted),
+            ),
         )
 
     @contextmanager
-    def under_way(self, prefix: Prefix, url: str) -> Iterator[None]:
-        """A leg with this prompt runs on a node for the length of the block."""
+    def under_way(self, prefix: object, url: str) -> Iterator[None]:
+        """A leg with this prompt runs on a node for the length of the block; nothing happens if it is no Prefix."""
+        if not isinstance(prefix, Prefix):
+            yield
+            return
         number = self._number(url)
         self.texts.send(prefix.chunks, number)
         try:
@@ -189,7 +192,8 @@ class PrefixIndex:
         """A node has nothing (it was restarted), or is gone."""
         number = self._numbers.pop(url, None)
         if number is not None:
-            self._trusted &= ~(1 << number)
+            self._known &= ~(1 << number)
+            self._trusted &= self._known
             self._gone |= 1 << number
             self._recycle()
 
@@ -202,6 +206,7 @@ class PrefixIndex:
                 self._free.append(self._next)
                 self._next += 1
             number = self._numbers[url] = self._free.pop()
+            self._known |= 1 << number
         return number
 
     def _recycle(self) -> None:

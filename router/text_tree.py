@@ -3,8 +3,8 @@
 A text is a sequence of chunks, each a number (router/prefix_index.py makes them). An edge holds a run of chunks that no
 text has left yet, so a prompt that shares its beginning with others costs one edge and 8 bytes per chunk of its own. Of
 each edge the tree knows the *marks* (a bit per node) of those that were sent a text through it and, once a node has
-said how it calls the blocks of such a text, the keys of the blocks that end in the edge. Where a block ends in a text is
-known where two texts part, and in between it is taken to be proportional.
+said how it calls the blocks of such a text, the keys of the blocks that end in the edge. Where a block ends is known
+where two texts part, and in between it is taken to be proportional.
 
 Bounded: the texts that were asked for longest ago go first.
 """
@@ -65,7 +65,7 @@ class TextTree:
     # --- asking --------------------------------------------------------------------------------------------------
 
     def path(self, chunks: array[int]) -> list[tuple[Edge, int]]:
-        """The edges that a text goes through, each with how many of its chunks it shares; the last one maybe not all."""
+        """The edges that a text goes through, each with how many of its chunks it shares: all, but for the last one."""
         at, edge = 0, self._root
         path: list[tuple[Edge, int]] = []
         while at < len(chunks):
@@ -159,12 +159,13 @@ class TextTree:
         if path and path[-1][1] < len(edges[-1].chunks):
             edges[-1] = self._split(edges[-1], path[-1][1])
         depth = sum(shared for _, shared in path)
-        if depth < len(chunks):
-            parent = edges[-1] if edges else self._root
-            leaf = Edge(parent, chunks[depth:])
-            parent.children[chunks[depth]] = leaf
-            self._count(leaf)
-            edges.append(leaf)
+        # The first chunk has no bytes, so no blocks: an edge of its own.
+        for begin, end in ((0, 1), (max(1, depth), len(chunks))):
+            if depth <= begin < end:
+                parent = edges[-1] if edges else self._root
+                edges.append(Edge(parent, chunks[begin:end]))
+                parent.children[chunks[begin]] = edges[-1]
+                self._count(edges[-1])
         for edge in reversed(edges):
             self._edges[edge] = None
             self._edges.move_to_end(edge)
@@ -212,7 +213,8 @@ class TextTree:
     def _evict(self) -> None:
         while self.size_bytes > self._limit_bytes and self._edges:
             edge, _ = self._edges.popitem(last=False)
-            assert edge.parent is not None and not edge.children
+            assert edge.parent is not None
+            assert not edge.children
             del edge.parent.children[edge.chunks[0]]
             self._count(edge, -1)
 
@@ -226,7 +228,8 @@ class TextTree:
             seen += 1
             size += EDGE_BYTES + _NUMBER_BYTES * (len(edge.chunks) + len(edge.keys))
             assert len(edge.chunks) > 0
-            assert edge.parent is not None and edge.parent.children[edge.chunks[0]] is edge
+            assert edge.parent is not None
+            assert edge.parent.children[edge.chunks[0]] is edge
             assert edge.parent is self._root or order[edge.parent] > order[edge]
             assert edge.parent is self._root or edge.sent & ~edge.parent.sent == 0
             below += edge.children.values()
