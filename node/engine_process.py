@@ -34,6 +34,7 @@ from paged_engine.step_plan import Fetch
 from wire.config import NodeConfig
 from wire.engine_messages import (
     Abort,
+    AskStats,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -81,6 +82,7 @@ class EngineProcess:
         self._stopping = False
         self._stats_due = self._pulse_due = 0.0
         self._reported: EngineStats | None = None
+        self._asked = 0
 
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
@@ -188,6 +190,8 @@ class EngineProcess:
                     self._probes.fetch(ask)
                 case LoadAdapter() | UnloadAdapter() as ask:
                     self._adapters.hear(ask)
+                case AskStats(number):
+                    self._asked, self._stats_due = number, 0.0
                 case Shutdown():
                     self._stopping = True
 
@@ -364,7 +368,7 @@ class EngineProcess:
         self._cache.turn(now, idle=not self.engine.has_work)
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = stats_of(self.engine, self.connector, self._adapters)
+            stats = stats_of(self.engine, self.connector, self._adapters, self._asked)
             if stats != self._reported or now >= self._pulse_due:
                 self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)

@@ -18,6 +18,7 @@ from wire.transfer import KvTransferParams
 __all__ = [
     "CHAT_PATH",
     "COMPLETIONS_PATH",
+    "SESSION_HEADER",
     "Job",
     "decode_body",
     "for_model",
@@ -29,6 +30,7 @@ __all__ = [
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+SESSION_HEADER = "x-session-id"
 
 _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
@@ -77,6 +79,9 @@ class _Asked(msgspec.Struct):
     echo: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    priority: int | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
     stream_options: _StreamOptions | None = None
 
 
@@ -108,6 +113,9 @@ class Job:
     part: bool = False
     """One prompt of several: its answer is joined with theirs (router/joined_walk.py)."""
     first_index: int = 0
+    priority: int = 0
+    session: str = ""
+    """What the requests of one conversation, or else of one user, have in common."""
 
     @property
     def prompt_field(self) -> str:
@@ -151,8 +159,11 @@ def for_model(job: Job, model: str) -> Job:
     return replace(job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))})
 
 
-def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int) -> Job:
-    """Read a client's body. `drawn_seed` is taken if the client gave none. Raises RequestError."""
+def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int, session: str = "") -> Job:
+    """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its headers name.
+
+    Raises RequestError.
+    """
     fields = _decode(body, dict[str, msgspec.Raw])
     for name in sorted(_HANDOVER_FIELDS & fields.keys()):
         if bytes(fields[name]).strip() != b"null":
@@ -186,6 +197,8 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         prompt_only=prompt_only,
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
+        priority=asked.priority or 0,
+        session=session or asked.prompt_cache_key or asked.user or "",
     )
 
 

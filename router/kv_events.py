@@ -175,6 +175,7 @@ class _Source:
                     case BlockRemoved() if _counts(event):
                         self._index.removed(self._url, keys_of(event.block_hashes))
                         blocks += len(event.block_hashes)
+            self._metrics.batches.inc()
             self._metrics.event_blocks.inc(blocks)
 
     def _forget(self) -> None:

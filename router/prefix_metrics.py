@@ -15,8 +15,11 @@ class PrefixMetrics:
     """A wrong index is seen by `cached_tokens`: what was estimated at a choice, and what the node then reported."""
 
     def __init__(self, registry: CollectorRegistry, index: PrefixIndex) -> None:
+        self.batches = Counter(
+            "kvrelay_router_kv_event_batches", "Batches of KV events that were taken.", registry=registry
+        )
         self.event_blocks = Counter(
-            "kvrelay_router_kv_event_blocks", "Blocks that KV events have told of.", registry=registry
+            "kvrelay_router_kv_event_blocks", "Blocks that these told of, stored or removed.", registry=registry
         )
         self.gaps = Counter("kvrelay_router_kv_event_gaps", "KV events were seen to be lost.", registry=registry)
         self.replays = Counter(
