@@ -36,6 +36,7 @@ from router.health import watching
 from router.heartbeats import hearing
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
+from router.kv_events import KvEvents
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
@@ -81,15 +82,17 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
         try:
             config = self.config
             async with (
-                watching(self.pool, legs, config.health_interval_s),
+                watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 warming(self.pool, self.pairs, legs, lambda how: self.metrics.meetings.labels(how).inc()),
             ):
                 yield
         finally:
+            await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from openai_api.stages import STAGES
 from router.pool import Node, Pool
+from router.prefix_metrics import PrefixMetrics
 from router.timeline import Timeline
 
 __all__ = ["Metrics"]
@@ -67,6 +68,7 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
+        self.prefix = PrefixMetrics(registry, pool.prefixes)
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
 
