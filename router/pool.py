@@ -300,7 +300,7 @@ class Pool:
             ask.uncached(node),
             ask.kv_needed(node),
             company=node.requests,
-            expected_queue_ms=node.rates.queue_ms(node.tokens),
+            expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests),
         )
         node.take(lease)
         try:

@@ -31,14 +31,8 @@ def cost(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
 def prefill_ms(ask: Ask, node: NodeView) -> float:
     """Until the KV of the prompt is on a decode node, if this node computes it."""
     rates = node.rates
-    # A request that is there costs a little even if it says nothing of its tokens.
-    queue = rates.queue_ms(node.tokens) + node.requests * rates.prefill_ms(1)
-    return (
-        queue
-        + rates.prefill_ms(ask.uncached(node))
-        + rates.transfer_ms("", ask.tokens)
-        + _room_ms(ask.kv_needed(node), node, ask)
-    )
+    total = rates.queue_ms(node.tokens, node.requests) + rates.prefill_ms(ask.uncached(node))
+    return total + rates.transfer_ms("", ask.tokens) + _room_ms(ask.kv_needed(node), node, ask)
 
 
 def decode_ms(ask: Ask, node: NodeView) -> float:
@@ -48,7 +42,7 @@ def decode_ms(ask: Ask, node: NodeView) -> float:
     uncached = ask.uncached(node)
     if uncached:
         # The others' steps carry its chunks meanwhile.
-        total += rates.queue_ms(node.tokens) + rates.prefill_ms(uncached) * (1 + running)
+        total += rates.queue_ms(node.tokens, 0) + rates.prefill_ms(uncached) * (1 + running)
     fetched = ask.kv_tokens - max(ask.tokens, ask.cached.get(node.url, 0))
     if fetched > 0:
         total += rates.transfer_ms(ask.peer, fetched)
@@ -66,7 +60,7 @@ def _room_ms(tokens: float, node: NodeView, ask: Ask) -> float:
         return 0.0
     rates = node.rates
     if ask.role is Role.PREFILL:
-        lifetime_ms = rates.queue_ms(max(node.tokens, tokens))
+        lifetime_ms = rates.queue_ms(max(node.tokens, tokens), node.requests)
     else:
         lifetime_ms = rates.output_tokens() * rates.step_ms(max(1, node.requests))
     return lifetime_ms * short / max(1.0, tokens, node.context_tokens)
