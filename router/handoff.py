@@ -238,9 +238,12 @@ class Walk:
         return with_stages(frame.payload, {name: took * 1e3 for name, took in self.timeline.stages_s(now).items()})
 
     def _blame(self, node: Node, why: LegFailed, tried: list[Node]) -> None:
+        tried.append(node)
+        if why.draining:
+            self._pool.drains(node, time.monotonic())
+            return
         _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, node.role, node.url, why.detail)
         self._pool.blame(node, f"a leg broke on it: {why.detail}", time.monotonic())
-        tried.append(node)
 
     def _require_another(self, role: Role, tried: list[Node], why: LegFailed) -> None:
         """Count a fail-over, or raise what the client is told when there is nowhere left to go."""

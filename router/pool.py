@@ -32,12 +32,13 @@ __all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
 LOST_AFTER_MISSES = 3
 
 _NEW = "not checked yet"
+_DRAINING = "draining"
 
 _log = logging.getLogger("kvrelay.router")
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """The 200 answer of a node's GET /health."""
+    """A node's answer to GET /health."""
 
     role: Role
     model: str
@@ -47,6 +48,12 @@ class HealthReport(msgspec.Struct, frozen=True):
     generation: str = ""
     load: Load = Load()
     adapters: list[str] = []
+    held_blocks: int = 0
+
+    @property
+    def draining(self) -> bool:
+        """It takes nothing new and ends what it has: a 503 with a report."""
+        return self.status == _DRAINING
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +89,10 @@ class Node(NodeView):
     max_model_len: int = 0
     engine_id: str = ""
     generation: str = ""
+    drain_asked: bool = False
+    """An operator drains it through this router: until it is asked to end that, or another process stands there."""
+    held_blocks: int = 0
+    """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
     misses: int = 0
     blamed_at: float = float("-inf")
     load: Load = field(default_factory=Load)
@@ -154,6 +165,7 @@ class Pool:
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with legs that have not ended."""
         self.members = Members()
+        self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
         self._policies = policies
@@ -195,12 +207,11 @@ class Pool:
 
     def find(self, url: str) -> Node | None:
         """The wanted node at this address."""
-        return next((node for node in self.nodes if node.url == url.rstrip("/")), None)
+        return self._by_url.get(url.rstrip("/"))
 
     def _change(self, change: Change, now: float) -> None:
         for url in change.left:
-            node = self.find(url)
-            assert node is not None
+            node = self._by_url.pop(url)
             self.nodes = [each for each in self.nodes if each is not node]
             self.leaving = [*self.leaving, node]
             node.wanted = False
@@ -217,10 +228,10 @@ class Pool:
         if back is not None:
             self.leaving = [each for each in self.leaving if each is not back]
             back.wanted, back.reason, back.blamed_at = True, _NEW, now
-            self.nodes = [*self.nodes, back]
+            self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
             return
         node = Node(spec.url, role=spec.role, model=spec.model)
-        self.nodes = [*self.nodes, node]
+        self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
         for joined, _ in self._followers:
             joined(node)
 
@@ -319,8 +330,10 @@ class Pool:
         """A health check that was started at `started` succeeded."""
         if node.generation and report.generation != node.generation:
             self._cut(node)
+            node.drain_asked = False
         node.misses = 0
         node.generation, node.engine_id = report.generation, report.engine_id
+        node.held_blocks = report.held_blocks
         node.note_load(report.load)
         why = self._misfit(node, report)
         if why is not None:
@@ -342,6 +355,20 @@ class Pool:
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
         node.adapters_at = now
 
+    def drains(self, node: Node, now: float) -> None:
+        """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
+        node.blamed_at = now
+        self._take_down(node, "it is draining", now)
+
+    def drain(self, node: Node, now: float) -> None:
+        """An operator wants it to take no new legs; those that it has go on."""
+        node.drain_asked = True
+        self.drains(node, now)
+
+    def undrain(self, node: Node, now: float) -> None:
+        """It takes legs again when its next health check says that it does."""
+        node.drain_asked, node.blamed_at = False, now
+
     def unready(self, node: Node, why: str, now: float) -> None:
         """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
         node.misses = 0
@@ -357,6 +384,8 @@ class Pool:
     def _misfit(self, node: Node, report: HealthReport) -> str | None:
         if not node.wanted:
             return "it was removed"
+        if report.draining or node.drain_asked:
+            return "it is draining"
         if report.role != node.role:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
