@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
 from router.pool import Node, Pool
@@ -61,6 +64,7 @@ class Metrics:
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
+        registry.register(_Choices(pool))
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
 
@@ -93,6 +97,21 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+class _Choices(Collector):
+    """What the pool counts of its choices."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter."""
+        says = "Nodes chosen. prefix: best, none had more of the prompt; less, another one had; none, nobody had any."
+        choices = CounterMetricFamily("kvrelay_router_choices", says, labels=["leg", "policy", "prefix"])
+        for (role, affinity), count in self._pool.choices.items():
+            choices.add_metric([role.value, self._pool.policies[role], affinity], count)
+        yield choices
 
 
 def _up(node: Node) -> float:

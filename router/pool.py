@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from types import MappingProxyType
 import msgspec
 
 from router.members import Change, Members, NodeSpec, Source
-from router.policies.cost import cost
-from router.policies.policy import Ask, NodeView, Policy
+from router.policies.by_name import POLICIES
+from router.policies.policy import Ask, NodeView
 from router.rates import NodeRates
 from wire.config import Role
 from wire.errors import NoNode
@@ -154,9 +155,9 @@ class Pool:
         prefill: Sequence[str],
         decode: Sequence[str],
         rng: random.Random,
-        policies: Mapping[Role, Policy] = MappingProxyType({}),
+        policies: Mapping[Role, str] = MappingProxyType({}),
     ) -> None:
-        """`prefill` and `decode` are the static list of nodes, `policies` by role: cost where none is named.
+        """`prefill` and `decode` are the static list of nodes, `policies` their names by role: cost where none is.
 
         Raises RequestError for an address that is none.
         """
@@ -168,7 +169,9 @@ class Pool:
         self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
-        self._policies = policies
+        self.policies = {role: policies.get(role, "cost") for role in (Role.PREFILL, Role.DECODE)}
+        self.choices: Counter[tuple[Role, str]] = Counter()
+        """How often nodes of a role were chosen, by Ask.affinity."""
         self._turns = 0
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
@@ -303,7 +306,8 @@ class Pool:
         nodes = self.up(ask.role, exclude, ask.model)
         if not nodes:
             raise self._no_node(ask.role, ask.model)
-        node = self._policies.get(ask.role, cost)(ask, nodes, self._rng)
+        node = POLICIES[self.policies[ask.role]](ask, nodes, self._rng)
+        self.choices[ask.role, ask.affinity(node)] += 1
         self._turns += 1
         node.turn = self._turns
         lease = Lease(

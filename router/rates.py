@@ -17,7 +17,9 @@ __all__ = ["Curve", "NodeRates"]
 _KEPT = 0.9  # of the weight of older measurements, with each new one: about ten of them count
 _HALF_LIFE_S = 60.0
 _AGEING_INTERVAL_S = 5.0
-_PRIOR_WEIGHT = 1.0
+# A node's first measurement counts as much as its fleet's; a fleet's counts more than the prior.
+_FLEET_WEIGHT = 1.0
+_PRIOR_WEIGHT = 0.1
 # A measurement beyond this factor of a settled estimate counts as one at it: a pause of a node is no news of its speed,
 # and a true change gets through with a few measurements.
 _MOST_OFF = 4.0
@@ -111,10 +113,11 @@ class Curve:
         if not weight:
             return theirs
         expected = sum(count * ratio for count, ratio in zip(self._weights, theirs, strict=True))
-        typical = _PRIOR_WEIGHT * expected / weight
+        trust = _PRIOR_WEIGHT if self._parent is None else _FLEET_WEIGHT
+        typical = trust * expected / weight
         off = (sum(self._sums) + typical) / (expected + typical)
         return [
-            (total + _PRIOR_WEIGHT * off * ratio) / (count + _PRIOR_WEIGHT)
+            (total + trust * off * ratio) / (count + trust)
             for total, count, ratio in zip(self._sums, self._weights, theirs, strict=True)
         ]
 
@@ -169,7 +172,7 @@ class NodeRates:
     def transfer_ms(self, peer: str, tokens: float) -> float:
         """What a request waits for the KV of so many tokens from `peer` beside its prefill; from any, if empty."""
         total, weight = self._peers.get(peer, (0.0, 0.0))
-        return self._transfer.at(tokens) * math.exp(total / (weight + _PRIOR_WEIGHT))
+        return self._transfer.at(tokens) * math.exp(total / (weight + _FLEET_WEIGHT))
 
     def output_tokens(self, limit: int = 0) -> float:
         """How long an answer will probably be that may have `limit` tokens (0: any number). Equal in a fleet."""
@@ -200,7 +203,7 @@ class NodeRates:
         """A request waited so long for KV of so many tokens from `peer`; empty: this node was the one read from."""
         if peer and tokens > 0 and ms > 0:
             total, weight = self._peers.pop(peer, (0.0, 0.0))
-            off, known = math.log(ms / self._transfer.at(tokens)), total / (weight + _PRIOR_WEIGHT)
+            off, known = math.log(ms / self._transfer.at(tokens)), total / (weight + _FLEET_WEIGHT)
             off = min(max(off, known - _MOST_OFF_LOG), known + _MOST_OFF_LOG)
             if len(self._peers) >= _MOST_PEERS:
                 del self._peers[next(iter(self._peers))]

@@ -11,21 +11,30 @@ import random
 from collections.abc import Sequence
 
 from router.policies.candidates import looked_at
+from router.policies.least_queue import least_queue
 from router.policies.policy import Ask, N, NodeView
 from wire.config import Role
 
 __all__ = ["cost", "decode_ms", "prefill_ms"]
 
+# Rates are not known more exactly; without it, whichever of two equal nodes was measured first would get all.
+_AS_GOOD = 1.05
+
 
 def cost(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
-    """The cheapest, ties broken by `rng`."""
+    """The cheapest. Of those that are as good within what is known, one that has most of the prompt, then one with the
+    least depth, then any."""
     few = looked_at(ask, nodes, rng)
     if len(few) == 1:
         return few[0]
     each_ms = decode_ms if ask.role is Role.DECODE else prefill_ms
     costs = [each_ms(ask, node) for node in few]
-    least = min(costs)
-    return few[rng.choice([at for at, ms in enumerate(costs) if ms == least])]
+    most_ms = min(costs) * _AS_GOOD
+    good = [node for node, ms in zip(few, costs, strict=True) if ms <= most_ms]
+    if ask.cached:
+        longest = max(ask.cached.get(node.url, 0) for node in good)
+        good = [node for node in good if ask.cached.get(node.url, 0) == longest]
+    return good[0] if len(good) == 1 else least_queue(ask, good, rng)
 
 
 def prefill_ms(ask: Ask, node: NodeView) -> float:

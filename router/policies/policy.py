@@ -44,6 +44,12 @@ class Ask:
         """Tokens that this node would have to compute."""
         return max(0, self.tokens - self.cached.get(node.url, 0)) if self.cached else self.tokens
 
+    def affinity(self, node: NodeView) -> str:
+        """How a choice of this node looks: "best", none has more of the prompt; "less", another one has; or "none"."""
+        if not self.cached:
+            return "none"
+        return "best" if self.cached.get(node.url, 0) >= max(self.cached.values()) else "less"
+
     def kv_needed(self, node: NodeView) -> int:
         """Tokens whose KV finds no place there yet."""
         return max(0, max(self.tokens, self.kv_tokens) - self.cached.get(node.url, 0))

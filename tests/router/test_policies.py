@@ -147,7 +147,7 @@ def test_affinity_overloads_no_node_while_others_idle(name: str, nodes: int) -> 
     views = spread(name, nodes, 200, ask)
     if name == "cost":  # what the next one would wait is the same everywhere
         waits_ms = [prefill_ms(ask, view) for view in views]
-        assert max(waits_ms) - min(waits_ms) <= 2 * NodeRates().prefill_ms(ask.tokens)
+        assert max(waits_ms) <= 1.05 * min(waits_ms) + 2 * NodeRates().prefill_ms(ask.tokens)
         return
     depths = [view.depth for view in views]
     assert max(depths) <= most_depth(views) + 4
