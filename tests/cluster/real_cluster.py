@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
+
+from wire.outputs import Load
 
 START_DEADLINE_S = 90.0
 
@@ -91,8 +94,8 @@ class Process:
         """Free and total KV blocks."""
         report = self.health()
         assert report is not None, f"{self.role} on port {self.port} is not healthy: {self.tail()}"
-        *_, free, total = report["load"]
-        return free, total
+        load = msgspec.convert(report["load"], Load)
+        return load.free_blocks, load.total_blocks
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
