@@ -236,7 +236,7 @@ def test_cached_tokens_are_weighed_against_the_queue_in_milliseconds() -> None:
     assert cost(ask, [here, there], rng) is here
     here.requests, here.tokens = 3, 2_000
     assert cost(ask, [here, there], rng) is here
-    here.tokens = 5_000
+    here.tokens = 12_000
     assert cost(ask, [here, there], rng) is there
 
 
