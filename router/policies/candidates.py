@@ -31,11 +31,11 @@ def looked_at(ask: Ask, nodes: Sequence[N], rng: random.Random) -> Sequence[N]:
 
 
 def _holders(ask: Ask, nodes: Sequence[N], rng: random.Random) -> list[int]:
-    cached = ask.cached
-    least = min(nlargest(_HOLDERS, cached.values()))
-    holders = [at for at, node in enumerate(nodes) if cached.get(node.url, 0) >= least]
+    tokens = [ask.cached.get(node.url, 0) for node in nodes]
+    least = max(1, min(nlargest(_HOLDERS, tokens)))
+    holders = [at for at, each in enumerate(tokens) if each >= least]
     if len(holders) <= _HOLDERS:
         return holders
     # Many may have the same: a system prompt is everywhere. Then any of them will do.
-    more = [at for at in holders if cached[nodes[at].url] > least]
-    return more + rng.sample([at for at in holders if cached[nodes[at].url] == least], _HOLDERS - len(more))
+    more = [at for at in holders if tokens[at] > least]
+    return more + rng.sample([at for at in holders if tokens[at] == least], _HOLDERS - len(more))

@@ -1,8 +1,8 @@
 """The node where the request costs the least time, in expected milliseconds, from rates measured online.
 
-A prefill node costs its queue, the prefill of what it has not cached (twice), and the transfer of the KV. A decode node costs
-what it must compute and fetch, the steps after admission (its own and what it adds to those of the others), and, where
-KV room does not suffice, the wait until others have ended.
+A prefill node costs its queue, the prefill of what it has not cached (twice, see below), and the transfer of the KV. A
+decode node costs what it must compute and fetch, the steps after admission (its own and what it adds to those of the
+others), and, where KV room does not suffice, the wait until others have ended.
 """
 
 from __future__ import annotations

@@ -42,13 +42,7 @@ class Ask:
 
     def uncached(self, node: NodeView) -> int:
         """Tokens that this node would have to compute."""
-        return max(0, self.tokens - self.cached.get(node.url, 0)) if self.cached else self.tokens
-
-    def affinity(self, node: NodeView) -> str:
-        """How a choice of this node looks: "best", none has more of the prompt; "less", another one has; or "none"."""
-        if not self.cached:
-            return "none"
-        return "best" if self.cached.get(node.url, 0) >= max(self.cached.values()) else "less"
+        return max(0, self.tokens - self.cached.get(node.url, 0))
 
     def kv_needed(self, node: NodeView) -> int:
         """Tokens whose KV finds no place there yet."""

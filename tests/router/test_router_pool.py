@@ -167,7 +167,7 @@ def test_a_role_has_the_policy_that_is_named_and_choices_are_counted() -> None:
         with pool.lease(Ask(Role.PREFILL, tokens=10, cached={"http://p0": 5})) as lease:
             chosen.append(lease.node.url[-2:])
     assert chosen == ["p0", "p1", "p0", "p1"]
-    assert pool.choices == {(Role.PREFILL, "best"): 2, (Role.PREFILL, "less"): 2}
+    assert pool.choices == {(Role.PREFILL, True): 2, (Role.PREFILL, False): 2}
 
 
 def test_a_node_that_joins_is_as_fast_as_its_fleet_until_it_is_measured(pool: Pool) -> None:
