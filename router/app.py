@@ -40,6 +40,7 @@ from router.kv_events import KvEvents
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
+from router.pairs import Pairs
 from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
@@ -47,6 +48,7 @@ from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.state import health_of
 from router.timeline import Timeline
+from router.warm_up import warming
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
@@ -70,6 +72,7 @@ class Router:
         policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
+        self.pairs = Pairs()
         self.metrics = Metrics(self.pool)
         self.chores = Chores()
         self._legs: Legs | None = None
@@ -85,6 +88,7 @@ class Router:
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                warming(self.pool, self.pairs, legs, lambda how: self.metrics.meetings.labels(how).inc()),
             ):
                 yield
         finally:
@@ -148,7 +152,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, len(self._live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:

@@ -62,6 +62,12 @@ class Metrics:
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
+        self.meetings = Counter(
+            "kvrelay_router_meetings",
+            "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
+            ["outcome"],
+            registry=registry,
+        )
         self.prefix = PrefixMetrics(registry, pool.prefixes)
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
