@@ -7,14 +7,17 @@ from typing import Any
 import msgspec
 
 from router.models import Models
+from router.pairs import Pairs
 from router.pool import Node, Pool
 from wire.config import Role
 
 __all__ = ["health_of", "node_of"]
 
+_MOST_SHOWN = 20
+
 
 def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
-    """One node: what it is, who names it, and what runs there."""
+    """One node: what it is, who names it, what runs there, and whether it is known what it holds (`kv_events`)."""
     return {
         "url": node.url,
         "role": node.role,
@@ -27,12 +30,13 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
         "sources": pool.members.sources(node.url) if node.wanted else [],
         "legs": len(node.leases),
         "held_blocks": node.held_blocks,
+        "kv_events": pool.prefixes.trusts(node.url),
         "queue_depth": round(node.depth, 3),
         "load": msgspec.structs.asdict(node.load),
     }
 
 
-def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
+def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
     """Whether requests for any model can be served now; and the state of every model and node."""
     counts = {
         role.value: {"up": len(pool.up(role)), "listed": sum(node.role == role for node in pool.nodes)}
@@ -42,4 +46,8 @@ def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bo
     ready = any(by_model.values())
     nodes = [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
     status = "ok" if ready else "unavailable"
-    return ready, {"status": status, **counts, "models": by_model, "requests": requests, "nodes": nodes}
+    failed = [
+        {"prefill": prefill, "decode": decode, "reason": why} for prefill, decode, why in pairs.failed()[:_MOST_SHOWN]
+    ]
+    met = {"met": pairs.count(), "failed": failed}
+    return ready, {"status": status, **counts, "models": by_model, "pairs": met, "requests": requests, "nodes": nodes}
