@@ -6,7 +6,7 @@ import msgspec
 
 from wire.outputs import Finish, Load, TokenLogprobs
 from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from wire.transfer import KvFacts, KvTransferParams
 
 __all__ = [
     "PROBE_PREFIX",
@@ -25,6 +25,7 @@ __all__ = [
     "ProbeOffered",
     "ProbeRefused",
     "Release",
+    "Renew",
     "RequestUpdate",
     "Shutdown",
     "StepOutputs",
@@ -76,6 +77,13 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    """Somebody waits for room elsewhere and will fetch the KV held under this id: its lease begins anew. Unknown ids
+    are ignored."""
+
+    request_id: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the engine process after the current step."""
 
@@ -118,7 +126,7 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter
+ToEngine = Submit | Abort | Release | Renew | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):
@@ -198,6 +206,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     transfer_port: int
     load_s: float
     adapters: list[AdapterFacts] = []
+    kv: KvFacts | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):

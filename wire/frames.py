@@ -59,6 +59,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
     usage: tuple[int, int, int] | None = None
     """In END frames: tokens of the prompt, generated ones, and those of the prompt that a prefix cache held."""
+    kv_error: str = ""
+    """Of a decode leg whose KV did not come, once: the name of the cause in wire/errors.py."""
 
 
 _encoder = msgspec.msgpack.Encoder()
