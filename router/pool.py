@@ -47,15 +47,16 @@ class Lease:
 
     node: Node
     tokens: int
+    kv_tokens: int = 0
+    """Of KV that the node has yet to make room for."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
 
 
-@dataclass(eq=False, slots=True)
-class Node:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Node(NodeView):
     """One node as the router knows it. `foreign_*` is the reported load that is not our own legs."""
 
-    url: str
     role: Role
     up: bool = False
     since: float = 0.0
@@ -73,21 +74,50 @@ class Node:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     leases: set[Lease] = field(default_factory=set)
+    own_tokens: int = 0
+    own_kv_tokens: int = 0
+    """Sums over the leases."""
 
     def serves(self, model: str) -> bool:
         """Whether requests for this model or adapter can run here; empty stands for whatever is served."""
         return not model or model == self.model or model in self.adapters
 
-    def view(self) -> NodeView:
-        """The node's queue depth: our own legs, exact, plus what others were seen to have there."""
-        tokens = sum(lease.tokens for lease in self.leases)
-        return NodeView(self.url, len(self.leases) + self.foreign_requests, tokens + self.foreign_tokens)
-
     def note_load(self, load: Load) -> None:
         """Take over a reported load. What we sent ourselves is in it and is not counted twice."""
         self.load = load
         self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
-        self.foreign_tokens = max(0, load.waiting_tokens - sum(lease.tokens for lease in self.leases))
+        self.foreign_tokens = max(0, load.waiting_tokens - self.own_tokens)
+        self.context_tokens = load.context_tokens
+        self._sum_up()
+
+    def take(self, lease: Lease) -> None:
+        """Count a leg of ours, from now on."""
+        self.leases.add(lease)
+        self.own_tokens += lease.tokens
+        self.own_kv_tokens += lease.kv_tokens
+        self._sum_up()
+
+    def give_back(self, lease: Lease) -> None:
+        """It has ended."""
+        if lease in self.leases:
+            self.leases.discard(lease)
+            self.own_tokens -= lease.tokens
+            self.own_kv_tokens -= lease.kv_tokens
+            self._sum_up()
+
+    def answered(self, lease: Lease) -> None:
+        """The leg tells of its first token: nothing is to be computed, and its KV is in what the node reports."""
+        self.own_tokens -= lease.tokens
+        self.own_kv_tokens -= lease.kv_tokens
+        lease.tokens = lease.kv_tokens = 0
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Our own legs, exact, plus what others were seen to have there."""
+        self.requests = len(self.leases) + self.foreign_requests
+        self.tokens = self.own_tokens + self.foreign_tokens
+        if self.load.block_tokens:
+            self.kv_room = self.load.free_blocks * self.load.block_tokens - self.own_kv_tokens
 
 
 class Pool:
@@ -95,9 +125,12 @@ class Pool:
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], rng: random.Random) -> None:
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
-        self.nodes = [Node(url, role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self.nodes = [
+            Node(url, role=role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)
+        ]
         self._rng = rng
         self._policy: Policy = least_queue
+        self._turns = 0
 
     def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
         """The nodes of a role that take legs now, for this model or adapter."""
@@ -124,16 +157,18 @@ class Pool:
     @contextmanager
     def lease(self, ask: Ask, exclude: Collection[Node] = ()) -> Iterator[Lease]:
         """A place on the node that the policy chooses, for the length of the block. Raises NoNode."""
-        nodes = {node.url: node for node in self.up(ask.role, exclude, ask.model)}
+        nodes = self.up(ask.role, exclude, ask.model)
         if not nodes:
             raise self._no_node(ask.role, ask.model)
-        chosen = self._policy(ask, [node.view() for node in nodes.values()], self._rng)
-        lease = Lease(nodes[chosen.url], ask.tokens)
-        lease.node.leases.add(lease)
+        node = self._policy(ask, nodes, self._rng)
+        self._turns += 1
+        node.turn = self._turns
+        lease = Lease(node, ask.uncached(node), ask.kv_tokens)
+        node.take(lease)
         try:
             yield lease
         finally:
-            lease.node.leases.discard(lease)
+            node.give_back(lease)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
