@@ -28,8 +28,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
+from router.binding import Binding
 from router.chores import Chores
-from router.handoff import Walk
+from router.doors import Doors
+from router.handoff import Means, Walk
 from router.health import watch_nodes
 from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job, parts_of
 from router.joined_walk import JoinedWalk
@@ -39,6 +41,7 @@ from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response
 from router.reply import Reply
+from router.retries import RetryBudget
 from router.timeline import Timeline
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NoNode, NotFound, RequestError, Unauthorized
@@ -58,16 +61,29 @@ class Router:
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
         self.pool = Pool(config.prefill, config.decode, rng)
-        self.metrics = Metrics(self.pool)
+        self.doors = Doors(self.pool, rng)
+        self.metrics = Metrics(self.pool, self.doors)
         self.chores = Chores()
         self.started = int(time.time())
         self._legs: Legs | None = None
+        self._means: Means | None = None
         self._live: set[str] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        self._means = Means(
+            self.pool,
+            self.doors,
+            Binding(self.pool, self.doors, legs, self.chores, self.metrics),
+            legs,
+            self.chores,
+            self.metrics,
+            RetryBudget(),
+            self.config.attempts,
+            self.config.request_deadline_s,
+        )
         watch = asyncio.create_task(watch_nodes(self.pool, legs, self.config.health_interval_s))
         try:
             yield
@@ -100,11 +116,8 @@ class Router:
             headers["traceparent"] = request.headers["traceparent"]
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            assert self._legs is not None
-            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
-            return Walk(
-                part, headers, its, self.pool, self._legs, self.chores, self.metrics, attempts, deadline_s, reply
-            )
+            assert self._means is not None
+            return Walk(part, headers, its, self._means, reply)
 
         several = len(parts) > 1
         walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
@@ -144,6 +157,7 @@ class Router:
                 "legs": len(node.leases),
                 "queue_depth": round(node.depth, 3),
                 "load": msgspec.structs.asdict(node.load),
+                "breakers": {leg: standing.breaker.facts(now) for leg, standing in node.standing.items()},
             }
             for node in self.pool.nodes
         ]

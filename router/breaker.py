@@ -135,6 +135,15 @@ class Breaker:
             self.ejections += 1
             self._open(now, why, "outlier", EJECTED_S, EJECTED_CAP_S)
 
+    def facts(self, now: float) -> dict[str, str | float | int]:
+        """For whoever looks at the router's health."""
+        return {
+            "state": self.state(now),
+            "reason": self.why,
+            "opens_in_s": round(self.opens_in(now), 3),
+            "ejections": self.ejections,
+        }
+
     def check(self) -> None:
         """Assert the invariants."""
         assert self._probing >= 0

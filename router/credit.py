@@ -20,7 +20,7 @@ class Reservation:
 
     __slots__ = ("blocks", "held")
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int = 0) -> None:
         self.blocks = blocks
         self.held = 0
 

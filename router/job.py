@@ -43,6 +43,7 @@ class _Asked(msgspec.Struct):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     seed: int | None = None
+    priority: int | None = None
     include_metrics: bool | None = None
     n: int | None = None
     best_of: int | None = None
@@ -77,6 +78,8 @@ class Job:
     repeats_prompt: bool
     """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
+    priority: int = 0
+    """A lower one is served first."""
     part: bool = False
     """One prompt of several: its answer is joined with theirs (router/joined_walk.py)."""
     first_index: int = 0
@@ -151,6 +154,7 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         prompt_only=prompt_only,
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
+        priority=asked.priority or 0,
     )
 
 

@@ -60,7 +60,9 @@ def outliers(samples: Mapping[str, Samples], out: Collection[str], now: float) -
     """Which of the nodes to take out now, each with a clause that says why; `out` are those that are out already.
 
     The worst comes first if not all of them may be taken out."""
-    recent = {node: legs for node, each in samples.items() if node not in out if len(legs := each.recent(now)) >= ENOUGH}
+    recent = {
+        node: legs for node, each in samples.items() if node not in out if len(legs := each.recent(now)) >= ENOUGH
+    }
     room = min(len(samples) - 1, max(1, math.floor(MOST * len(samples)))) - len(out)
     found: list[tuple[float, str, str]] = []
     for node, legs in recent.items():

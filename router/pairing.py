@@ -1,5 +1,5 @@
-"""Which prefill node's KV which decode node can take: what both report of themselves, and what lately went wrong between
-them. Pure: `now` is an argument.
+"""Which prefill node's KV which decode node can take: what both report of themselves, and what lately went wrong
+between them. Pure: `now` is an argument.
 
 A node that reports nothing of its KV (another project's) can talk with all: its own handshake will tell. Which of the
 nodes that can talk is best is a question of cost (router/policies/).
@@ -13,7 +13,7 @@ from ipaddress import ip_address
 
 from wire.transfer import KvFacts
 
-__all__ = ["AVOID_S", "PAIR_FAULTS", "FailedPairs", "unlike"]
+__all__ = ["AVOID_S", "PAIR_FAULTS", "FailedPairs", "Kinds", "unlike"]
 
 _SAME_HOST_PLANE = "direct"
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
@@ -50,6 +50,21 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
+class Kinds:
+    """All that nodes have said of their KV. As long as any two of them can talk, no choice needs to look."""
+
+    def __init__(self) -> None:
+        self.mixed = False
+        self._met: set[KvFacts] = set()
+
+    def meet(self, facts: KvFacts | None) -> None:
+        """A node says this of itself."""
+        if facts is None or facts in self._met:
+            return
+        self._met.add(facts)
+        self.mixed = self.mixed or any(unlike(facts, met) or unlike(met, facts) for met in self._met)
+
+
 @dataclass(slots=True)
 class _Fault:
     times: int
@@ -63,12 +78,17 @@ class FailedPairs:
     def __init__(self) -> None:
         self._faults: dict[tuple[str, str], _Fault] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._faults)
+
     def failed(self, prefill: str, decode: str, cause: str, now: float) -> None:
         """The decode node says that the KV of the prefill node did not come. Nodes are named by generation or URL."""
         if cause not in PAIR_FAULTS:
             return
         times = 1 + (known.times if (known := self._faults.get((prefill, decode))) else 0)
-        self._faults[prefill, decode] = _Fault(times, now + min(AVOID_CAP_S, AVOID_S * 2.0 ** min(times - 1, 32)), cause)
+        self._faults[prefill, decode] = _Fault(
+            times, now + min(AVOID_CAP_S, AVOID_S * 2.0 ** min(times - 1, 32)), cause
+        )
         if len(self._faults) > 10_000:  # nodes that are long gone
             self._faults = {pair: fault for pair, fault in self._faults.items() if fault.until > now}
 

@@ -15,11 +15,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from router.credit import Credit, ExpectedOutput, Reservation, blocks_of
+from router.pairing import Kinds
 from router.policies.least_queue import least_queue
 from router.policies.policy import Ask, NodeView, Policy
+from router.standing import Standing
 from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load
+from wire.transfer import KvFacts
 
 __all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
 
@@ -39,6 +43,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     generation: str = ""
     load: Load = Load()
     adapters: list[str] = []
+    kv: KvFacts | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +53,8 @@ class Lease:
     node: Node
     tokens: int
     kv_tokens: int = 0
-    """Of KV that the node has yet to make room for."""
+    """Of KV that the node is likely to need for it in all."""
+    room: Reservation = field(default_factory=Reservation)
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
 
@@ -75,8 +81,11 @@ class Node(NodeView):
     foreign_tokens: int = 0
     leases: set[Lease] = field(default_factory=set)
     own_tokens: int = 0
-    own_kv_tokens: int = 0
-    """Sums over the leases."""
+    """Sum over the leases."""
+    credit: Credit = field(default_factory=Credit)
+    kv: KvFacts | None = None
+    standing: dict[Role, Standing] = field(default_factory=dict)
+    """By kind of leg; kept by router/doors.py."""
 
     def serves(self, model: str) -> bool:
         """Whether requests for this model or adapter can run here; empty stands for whatever is served."""
@@ -88,13 +97,15 @@ class Node(NodeView):
         self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
         self.foreign_tokens = max(0, load.waiting_tokens - self.own_tokens)
         self.context_tokens = load.context_tokens
+        self.credit.reported()
         self._sum_up()
 
     def take(self, lease: Lease) -> None:
         """Count a leg of ours, from now on."""
         self.leases.add(lease)
         self.own_tokens += lease.tokens
-        self.own_kv_tokens += lease.kv_tokens
+        if self.load.block_tokens:
+            lease.room = self.credit.reserve(blocks_of(lease.kv_tokens, self.load.block_tokens))
         self._sum_up()
 
     def give_back(self, lease: Lease) -> None:
@@ -102,22 +113,35 @@ class Node(NodeView):
         if lease in self.leases:
             self.leases.discard(lease)
             self.own_tokens -= lease.tokens
-            self.own_kv_tokens -= lease.kv_tokens
+            self.credit.give_back(lease.room)
             self._sum_up()
 
-    def answered(self, lease: Lease) -> None:
-        """The leg tells of its first token: nothing is to be computed, and its KV is in what the node reports."""
+    def answered(self, lease: Lease, kv_tokens: int) -> None:
+        """The leg tells of its first token: nothing is to be computed, and the node has KV of so many tokens for it."""
         self.own_tokens -= lease.tokens
-        self.own_kv_tokens -= lease.kv_tokens
-        lease.tokens = lease.kv_tokens = 0
+        lease.tokens = 0
+        self.grown(lease, kv_tokens)
         self._sum_up()
+
+    def grown(self, lease: Lease, kv_tokens: int) -> None:
+        """The leg has KV of so many tokens by now."""
+        if self.load.block_tokens:
+            self.credit.holds(lease.room, blocks_of(kv_tokens, self.load.block_tokens))
+
+    def has_room(self, kv_tokens: int) -> bool:
+        """Whether KV of so many tokens finds room beside what its legs are reckoned to need. An idle node has what it
+        has, and one that says nothing of its KV is asked."""
+        if not self.load.block_tokens or not self.requests:
+            return True
+        wanted = min(blocks_of(kv_tokens, self.load.block_tokens), self.load.total_blocks)
+        return self.credit.left(self.load.free_blocks) >= wanted
 
     def _sum_up(self) -> None:
         """Our own legs, exact, plus what others were seen to have there."""
         self.requests = len(self.leases) + self.foreign_requests
         self.tokens = self.own_tokens + self.foreign_tokens
         if self.load.block_tokens:
-            self.kv_room = self.load.free_blocks * self.load.block_tokens - self.own_kv_tokens
+            self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_tokens
 
 
 class Pool:
@@ -131,6 +155,8 @@ class Pool:
         self._rng = rng
         self._policy: Policy = least_queue
         self._turns = 0
+        self.kinds = Kinds()
+        self.expected_output = ExpectedOutput()
 
     def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
         """The nodes of a role that take legs now, for this model or adapter."""
@@ -140,7 +166,7 @@ class Pool:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
         for role in (Role.PREFILL, Role.DECODE):
             if not self.up(role, model=model):
-                raise self._no_node(role, model)
+                raise self.no_node(role, model)
 
     def models(self) -> dict[str, int]:
         """Served model names and their longest context in tokens; of nodes that are down only if none is up."""
@@ -155,20 +181,35 @@ class Pool:
         return [node for node in known if node.up] or known
 
     @contextmanager
-    def lease(self, ask: Ask, exclude: Collection[Node] = ()) -> Iterator[Lease]:
-        """A place on the node that the policy chooses, for the length of the block. Raises NoNode."""
-        nodes = self.up(ask.role, exclude, ask.model)
+    def lease(self, ask: Ask, exclude: Collection[Node] = (), among: Sequence[Node] | None = None) -> Iterator[Lease]:
+        """A place on the node that the policy chooses, of all or `among` these, for the length of the block.
+
+        Raises NoNode."""
+        nodes = self.up(ask.role, exclude, ask.model) if among is None else among
         if not nodes:
-            raise self._no_node(ask.role, ask.model)
-        node = self._policy(ask, nodes, self._rng)
-        self._turns += 1
-        node.turn = self._turns
-        lease = Lease(node, ask.uncached(node), ask.kv_tokens)
-        node.take(lease)
+            raise self.no_node(ask.role, ask.model)
+        lease = self.hold(ask, nodes)
         try:
             yield lease
         finally:
-            node.give_back(lease)
+            self.give_back(lease)
+
+    def hold(self, ask: Ask, nodes: Sequence[Node]) -> Lease:
+        """A place on one of these, until it is given back."""
+        node = self._policy(ask, nodes, self._rng)
+        self._turns += 1
+        node.turn = self._turns
+        lease = Lease(node, ask.uncached(node), self.kv_tokens(ask))
+        node.take(lease)
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        """The leg has ended; twice is as once."""
+        lease.node.give_back(lease)
+
+    def kv_tokens(self, ask: Ask) -> int:
+        """Of KV that a leg is likely to need in all."""
+        return ask.kv_tokens + (self.expected_output.tokens(ask.output_tokens) if ask.role is Role.DECODE else 0)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
@@ -187,6 +228,9 @@ class Pool:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
             node.model, node.max_model_len = report.model, report.max_model_len
+            if report.kv != node.kv:
+                node.kv = report.kv
+                self.kinds.meet(report.kv)
             if started >= node.adapters_at:
                 node.adapters = frozenset(report.adapters)
             if not node.up:
@@ -236,7 +280,8 @@ class Pool:
             if cut is not None:
                 cut()
 
-    def _no_node(self, role: Role, model: str = "") -> NoNode:
+    def no_node(self, role: Role, model: str = "") -> NoNode:
+        """Why no leg of this role can be sent."""
         listed = sum(node.role == role for node in self.nodes)
         if model and self.up(role):
             return NoNode(
