@@ -19,7 +19,7 @@ from router.legs import Legs
 from router.metrics import Metrics
 from router.policies.policy import Ask
 from router.pool import Lease, Node, Pool
-from router.room import RoomQueue, Waiter
+from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role
 from wire.errors import KvNotLoaded, KvrelayError, Overloaded
 
@@ -103,7 +103,7 @@ class Binding:
         if not self._queue:
             with contextlib.suppress(Overloaded):
                 able, fetches = self._able(wish)
-                roomy = [node for node in able if node.has_room(wanted)]
+                roomy = [node for node in able if has_room(node, wanted)]
                 if roomy:
                     return self._pool.hold(wish.ask, roomy), fetches
         waiting = _Waiting(self, wish)

@@ -18,22 +18,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
-from router.binding import ROOM_DEADLINE_S, Binding, Wish
-from router.chores import Chores
-from router.doors import Doors
+from router.binding import ROOM_DEADLINE_S, Wish
 from router.job import Job, decode_body, prefill_body
 from router.leg_watch import LegWatch
-from router.legs import LegFailed, Legs, Refused
-from router.metrics import Metrics
+from router.legs import LegFailed, Refused
+from router.means import Means
 from router.policies.policy import Ask
-from router.pool import Lease, Node, Pool
+from router.pool import Lease, Node
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
-from router.retries import RetryBudget
 from router.standing import Passage
 from router.timeline import Timeline
 from router.tries import Tries
@@ -42,24 +38,9 @@ from wire.errors import DeadlineExceeded, KvNotLoaded, NodeFailed, NoNode, Overl
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
-__all__ = ["Means", "Walk"]
+__all__ = ["Walk"]
 
 _log = logging.getLogger("kvrelay.router")
-
-
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What all walks of a router share."""
-
-    pool: Pool
-    doors: Doors
-    binding: Binding
-    legs: Legs
-    chores: Chores
-    metrics: Metrics
-    retries: RetryBudget
-    attempts: int
-    deadline_s: float
 
 
 class Walk:
@@ -193,7 +174,7 @@ class Walk:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
         no prefill node is left."""
         body = prefill_body(self.job)
-        ask, tries = prefill_ask(self.job), self._tries()
+        ask, tries = prefill_ask(self.job), Tries(self._means)
         failure: LegFailed | Refused
         while True:
             nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
@@ -228,7 +209,7 @@ class Walk:
 
     async def _decode(self) -> None:
         """Decode legs, each from where the answer stands, until one ends it."""
-        tries = self._tries()
+        tries = Tries(self._means)
         if self._bound_by is None:
             self._bound_by = time.monotonic() + ROOM_DEADLINE_S
         while True:
@@ -393,10 +374,6 @@ class Walk:
         if isinstance(why, LegFailed):
             self._metrics.failovers.labels("prefill").inc()
         return not another
-
-    def _tries(self) -> Tries:
-        means = self._means
-        return Tries(self._pool, self._doors, means.retries, self._metrics, means.attempts)
 
     def _give_back(self) -> None:
         """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""

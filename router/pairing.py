@@ -51,18 +51,19 @@ def _is_loopback(address: str) -> bool:
 
 
 class Kinds:
-    """All that nodes have said of their KV. As long as any two of them can talk, no choice needs to look."""
+    """All that nodes have said of their KV. As long as any two of a model can talk, no choice needs to look."""
 
     def __init__(self) -> None:
         self.mixed = False
-        self._met: set[KvFacts] = set()
+        self._met: dict[str, set[KvFacts]] = {}
 
-    def meet(self, facts: KvFacts | None) -> None:
-        """A node says this of itself."""
-        if facts is None or facts in self._met:
+    def meet(self, model: str, facts: KvFacts | None) -> None:
+        """A node that serves this model says this of itself."""
+        met = self._met.setdefault(model, set())
+        if facts is None or facts in met:
             return
-        self._met.add(facts)
-        self.mixed = self.mixed or any(unlike(facts, met) or unlike(met, facts) for met in self._met)
+        met.add(facts)
+        self.mixed = self.mixed or any(unlike(facts, other) or unlike(other, facts) for other in met)
 
 
 @dataclass(slots=True)

@@ -10,9 +10,20 @@ import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from router.credit import blocks_of
 from router.pool import Node
 
-__all__ = ["RoomQueue", "Waiter"]
+__all__ = ["RoomQueue", "Waiter", "has_room"]
+
+
+def has_room(node: Node, kv_tokens: int) -> bool:
+    """Whether KV of so many tokens finds room beside what the node's legs are reckoned to need.
+
+    An idle node has what it has, and one that says nothing of its KV is asked."""
+    load = node.load
+    if not load.block_tokens or not node.requests:
+        return True
+    return node.credit.left(load.free_blocks) >= min(blocks_of(kv_tokens, load.block_tokens), load.total_blocks)
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +67,7 @@ class RoomQueue:
             if len(wanted) >= len(nodes):
                 return
             free = [node for node in waiter.candidates() if node not in wanted]
-            roomy = [node for node in free if node.has_room(waiter.kv_tokens)]
+            roomy = [node for node in free if has_room(node, waiter.kv_tokens)]
             if roomy:
                 self._waiting.remove(waiter)
                 waiter.grant(roomy)

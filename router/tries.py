@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 
-from router.doors import Doors
 from router.legs import LegFailed, Refused
-from router.metrics import Metrics
+from router.means import Means
 from router.policies.policy import Ask
-from router.pool import Node, Pool
-from router.retries import RetryBudget
+from router.pool import Node
 from wire.config import Role
 from wire.errors import NodeFailed, NoNode, Overloaded
 
@@ -19,34 +17,31 @@ __all__ = ["Tries"]
 class Tries:
     """Of the legs of one kind of one walk. `nodes` are those that broke, or had no room."""
 
-    def __init__(self, pool: Pool, doors: Doors, retries: RetryBudget, metrics: Metrics, attempts: int) -> None:
-        """`attempts`: on so many nodes in all."""
+    def __init__(self, means: Means) -> None:
         self.nodes: list[Node] = []
-        self._pool, self._doors = pool, doors
-        self._retries, self._metrics = retries, metrics
-        self._attempts = attempts
+        self._means = means
 
     def another(self, ask: Ask) -> bool:
         """Whether there is another node, now or soon."""
         try:
-            nodes = self._doors.takers(ask, self.nodes, time.monotonic())
+            nodes = self._means.doors.takers(ask, self.nodes, time.monotonic())
         except Overloaded:
             return ask.role is Role.DECODE  # it will wait for them
         except NoNode:
             return False
         if ask.role is Role.DECODE:
             return True
-        return bool(self._doors.with_partner(nodes, self._pool.up(Role.DECODE, model=ask.model))[0])
+        return bool(self._means.doors.with_partner(nodes, self._means.pool.up(Role.DECODE, model=ask.model))[0])
 
     def may_go_on(self, why: LegFailed, *, begun: bool) -> bool:
         """Whether a leg may be tried again, for which the retry budget is asked where it must be.
 
         `begun`: the client has a part of the answer. What a lost process had to do must be done elsewhere, too."""
-        if len(self.nodes) >= self._attempts:
+        if len(self.nodes) >= self._means.attempts:
             return False
-        if why.lost or begun or self._retries.take(time.monotonic()):
+        if why.lost or begun or self._means.retries.take(time.monotonic()):
             return True
-        self._metrics.retries_refused.inc()
+        self._means.metrics.retries_refused.inc()
         return False
 
     def failure(self, role: Role, why: LegFailed | Refused) -> NodeFailed | Refused:
