@@ -159,7 +159,7 @@ class Breaker:
             self._failed -= self._window.popleft()[1]
 
     def _open(self, now: float, why: str, kind: str, first_s: float, cap_s: float) -> None:
-        if now - self._closed_at > max(FORGET_S, self._open_s):
+        if self._state is State.CLOSED and now - self._closed_at > max(FORGET_S, self._open_s):
             self._grown.clear()
         grown = self._grown[kind] = self._grown.get(kind, 0) + 1
         self._open_s = min(cap_s, first_s * 2.0 ** min(grown - 1, 32) * (1 + JITTER * self._rng.random()))
