@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -28,31 +29,37 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
+from router.admin import add_admin_routes
 from router.binding import Binding
 from router.chores import Chores
 from router.doors import Doors
 from router.handoff import Walk
 from router.health import watching
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, for_model, parse_job, parts_of
+from router.heartbeats import hearing
+from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
+from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
-from router.relay import CLIENT_GONE, Relay, error_response
+from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.retries import RetryBudget
 from router.state import health_of
 from router.timeline import Timeline
-from wire.config import RouterConfig
-from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NotFound, RequestError, Unauthorized
+from wire.config import Role, RouterConfig
+from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
 __all__ = ["Router", "create_app"]
 
 _SHUTDOWN_DEADLINE_S = 5.0
+_MAX_ADMIN_BYTES = 1 << 16
+_ADMIN_READ_S = 10.0
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
+_TRACE_HEADERS = ("traceparent", "tracestate")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _log = logging.getLogger("kvrelay.router")
@@ -63,7 +70,8 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
-        self.pool = Pool(config.prefill, config.decode, rng)
+        policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
+        self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.doors = Doors(self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.metrics = Metrics(self.pool, self.doors)
@@ -88,7 +96,11 @@ class Router:
             self.config.request_deadline_s,
         )
         try:
-            async with watching(self.pool, legs, self.config.health_interval_s):
+            config = self.config
+            async with (
+                watching(self.pool, legs, config.health_interval_s),
+                hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+            ):
                 yield
         finally:
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
@@ -97,24 +109,27 @@ class Router:
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline = request.url.path, Timeline(time.monotonic())
+        request.state.job_id = self._new_id(request)
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
-            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
+            if request.state.job_id in self._live:  # since the body was waited for
+                request.state.job_id = self._new_id(request)
+            session = request.headers.get(SESSION_HEADER, "")
+            job = parse_job(body, leg_path, request.state.job_id, int(time.time()), secrets.randbits(53), session)
             job = for_model(job, self.models.named(job.model))
             parts = parts_of(job)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
-            _log.info("id=- path=%s status=%d error=%r", path, why.status, why.message)
+            _log.info("id=%s path=%s status=%d error=%r", request.state.job_id, path, why.status, why.message)
             raise
         except ClientDisconnect:
             self.metrics.finished(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        headers = {"x-request-id": job.id}
-        if "traceparent" in request.headers:
-            headers["traceparent"] = request.headers["traceparent"]
+        trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+        headers = {"x-request-id": job.id, **trace}
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
             assert self._means is not None
@@ -133,6 +148,11 @@ class Router:
         assert self._legs is not None
         body = translate(await self._body(request))
         return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
+
+    def legs(self) -> Legs:
+        """The connections to the nodes."""
+        assert self._legs is not None
+        return self._legs
 
     def check_key(self, request: Request) -> None:
         """Was done before any route was chosen: _KeyGate."""
@@ -228,6 +248,8 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
         return await router.complete(request, as_it_is)
 
     add_routes(app, router)
+    read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
+    add_admin_routes(app, router.pool, router.legs, config.admin_key, read)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)
@@ -273,13 +295,14 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
                 if len(body) > limit_bytes:
                     raise too_large
     except TimeoutError as why:
-        raise DeadlineExceeded(f"the request body did not arrive within {deadline_s:g} s") from why
+        raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s") from why
     return bytes(body)
 
 
 async def _answer_error(request: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
-    return error_response(why, shape=error_shape(request.url.path))
+    headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else None
+    return error_response(why, headers, error_shape(request.url.path))
 
 
 async def _answer_http_error(request: Request, why: Exception) -> Response:

@@ -14,7 +14,7 @@ __all__ = ["decode_ask", "prefill_ask", "prompt_tokens"]
 
 def prefill_ask(job: Job) -> Ask:
     """Of the leg that computes the prompt."""
-    return Ask(Role.PREFILL, job.model, job.prompt_tokens, kv_tokens=job.prompt_tokens, priority=job.priority)
+    return Ask(Role.PREFILL, job.model, job.prompt_tokens, priority=job.priority, session=job.session)
 
 
 def decode_ask(job: Job, progress: Progress, params: KvTransferParams, peer: Node | None) -> Ask:
@@ -28,6 +28,7 @@ def decode_ask(job: Job, progress: Progress, params: KvTransferParams, peer: Nod
         kv_tokens=prompt_tokens(job, params) + generated,
         output_tokens=max(1, most - generated) if most else 0,
         priority=job.priority,
+        session=job.session,
         peer=peer.url if peer else "",
     )
 

@@ -99,15 +99,14 @@ class Binding:
         return able, False
 
     async def _placed(self, wish: Wish) -> tuple[Lease, bool]:
-        wanted = self._pool.kv_tokens(wish.ask)
         if not self._queue:
             with contextlib.suppress(Overloaded):
                 able, fetches = self._able(wish)
-                roomy = [node for node in able if has_room(node, wanted)]
+                roomy = [node for node in able if has_room(node, wish.ask)]
                 if roomy:
                     return self._pool.hold(wish.ask, roomy), fetches
         waiting = _Waiting(self, wish)
-        waiter = Waiter(wish.ask.priority, wanted, waiting.candidates, waiting.grant)
+        waiter = Waiter(wish.ask, waiting.candidates, waiting.grant)
         self._queue.add(waiter)
         self._turn()
         if waiting.placed.done():

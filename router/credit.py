@@ -7,12 +7,21 @@ costs nothing however many legs there are.
 
 from __future__ import annotations
 
-__all__ = ["Credit", "ExpectedOutput", "Reservation", "blocks_of"]
+from router.policies.policy import Ask, NodeView
+from wire.config import Role
+
+__all__ = ["Credit", "Reservation", "blocks_of", "likely_kv_tokens"]
 
 
 def blocks_of(tokens: int, block_tokens: int) -> int:
     """Blocks that so many tokens fill or begin."""
     return -(-tokens // block_tokens)
+
+
+def likely_kv_tokens(ask: Ask, node: NodeView) -> int:
+    """Of KV that a leg will need there in all. What the node has cached counts: it is among its free blocks."""
+    prompt = max(ask.tokens, ask.kv_tokens)
+    return prompt + (round(node.rates.output_tokens(ask.output_tokens)) if ask.role is Role.DECODE else 0)
 
 
 class Reservation:
@@ -63,22 +72,3 @@ class Credit:
     def left(self, free_blocks: int) -> int:
         """Of the blocks that the node last reported as free, those that nobody is reckoned to need. May be negative."""
         return free_blocks - max(0, self._reserved - self._counted)
-
-
-class ExpectedOutput:
-    """How many tokens an answer is likely to have: twice the mean of the last ones, at most what the client allows."""
-
-    _FIRST = 128.0
-    _WEIGHT = 0.02
-
-    def __init__(self) -> None:
-        self._mean = self._FIRST
-
-    def ended(self, tokens: int) -> None:
-        """An answer had so many."""
-        self._mean += self._WEIGHT * (tokens - self._mean)
-
-    def tokens(self, limit: int) -> int:
-        """Of an answer to which the client has set this limit; 0: none."""
-        likely = max(1, round(2 * self._mean))
-        return min(limit, likely) if limit else likely

@@ -26,6 +26,7 @@ from router.job import Job, decode_body, prefill_body
 from router.leg_watch import LegWatch
 from router.legs import LegFailed, Refused
 from router.means import Means
+from router.measured import learn
 from router.policies.policy import Ask
 from router.pool import Lease, Node
 from router.progress import Diverged, Place, Progress
@@ -101,8 +102,6 @@ class Walk:
                 await self._end_tasks()
             finally:
                 self._give_back()
-                if self.progress.ended:
-                    self._pool.expected_output.ended(self.progress.output_tokens)
 
     async def _walk(self) -> None:
         """Both legs, the second beside the first as soon as there is a ticket."""
@@ -273,7 +272,7 @@ class Walk:
         computes = decoding and peer is None
         passage = self._doors.enter(node, role, time.monotonic(), computes=computes, waits_for_us=not decoding)
         kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
-        kv_failed = False
+        kv_failed, begin = False, place.at.get(0, 0)
 
         async def take(frames: Sequence[Frame]) -> None:
             nonlocal kv_failed
@@ -281,6 +280,8 @@ class Walk:
             for frame in frames:
                 if frame.timing is not None:
                     self.timeline.inside(frame.timing, decoding)
+                    generated = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
+                    learn(lease, frame, 0 if len(place.at) > 1 else generated, peer)
                 self.counts = frame.usage or self.counts
                 if frame.kv_error and peer is not None:
                     kv_failed = True
@@ -335,6 +336,9 @@ class Walk:
     def _note(self, lease: Lease, role: Role, passage: Passage, why: LegFailed) -> None:
         """A leg broke: what that means for its node."""
         node, now = lease.node, time.monotonic()
+        if why.draining:
+            self._pool.drains(node, now)
+            return
         _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, role, node.url, why.detail)
         self._doors.failed(passage, node, why.detail, now)
         if why.lost:

@@ -12,7 +12,7 @@ import msgspec
 from router.chores import Chores
 from router.pool import HealthReport, Lease, Node
 from wire.config import RouterConfig
-from wire.errors import DeadlineExceeded, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
+from wire.errors import DeadlineExceeded, Draining, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
 from wire.outputs import Load
 
@@ -67,6 +67,7 @@ class LegFailed(NodeFailed):
         retry_after_s: int | None = None,
         detail: str = "",
         *,
+        draining: bool = False,
         lost: bool = False,
     ) -> None:
         super().__init__(message)
@@ -74,6 +75,8 @@ class LegFailed(NodeFailed):
         """Its process seems to be gone: it refused or cut the connection, or is silent to health checks too."""
         self.status = status
         self.retry_after_s = retry_after_s
+        self.draining = draining
+        """The node takes nothing new, and is not to be blamed for it."""
         self.detail = detail or message
         """For the log: may name addresses, which are no business of a client."""
 
@@ -122,12 +125,15 @@ class Legs:
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
         async with self._session.get(f"{node.url}/health", timeout=timeout) as answer:
             body = await _read_short(answer.content)
-            if answer.status != 200:
-                return f"its health check answers {answer.status}"
         try:
-            return msgspec.json.decode(body, type=HealthReport)
+            report = msgspec.json.decode(body, type=HealthReport)
         except _MALFORMED as why:
-            return f"its health report is malformed: {why}"
+            if answer.status == 200:
+                return f"its health report is malformed: {why}"
+        else:
+            if answer.status == 200 or report.draining:
+                return report
+        return f"its health check answers {answer.status}"
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
         """The answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
@@ -254,7 +260,7 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
         return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
     if 400 <= answer.status < 500:
         return Refused(answer.status, error, retry_after_s)
-    return LegFailed(error.message, max(answer.status, 500), retry_after_s)
+    return LegFailed(error.message, max(answer.status, 500), retry_after_s, draining=error.code == Draining.code)
 
 
 def _message(body: bytes) -> str:

@@ -10,28 +10,30 @@ import bisect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from router.credit import blocks_of
+from router.credit import blocks_of, likely_kv_tokens
+from router.policies.policy import Ask
 from router.pool import Node
 
 __all__ = ["RoomQueue", "Waiter", "has_room"]
 
 
-def has_room(node: Node, kv_tokens: int) -> bool:
-    """Whether KV of so many tokens finds room beside what the node's legs are reckoned to need.
+def has_room(node: Node, ask: Ask) -> bool:
+    """Whether the leg's KV finds room beside what the node's other legs are reckoned to need.
 
     An idle node has what it has, and one that says nothing of its KV is asked."""
     load = node.load
     if not load.block_tokens or not node.requests:
         return True
-    return node.credit.left(load.free_blocks) >= min(blocks_of(kv_tokens, load.block_tokens), load.total_blocks)
+    return node.credit.left(load.free_blocks) >= min(
+        blocks_of(likely_kv_tokens(ask, node), load.block_tokens), load.total_blocks
+    )
 
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One leg. A lower `priority` is served first."""
+    """One leg."""
 
-    priority: int
-    kv_tokens: int
+    ask: Ask
     candidates: Callable[[], Sequence[Node]]
     """The nodes that may take it now, whatever room they have."""
     grant: Callable[[Sequence[Node]], None]
@@ -52,7 +54,7 @@ class RoomQueue:
     def add(self, waiter: Waiter) -> None:
         """Wait from now on; `turn` may be next."""
         self._arrivals += 1
-        waiter.order = (waiter.priority, self._arrivals)
+        waiter.order = (waiter.ask.priority, self._arrivals)
         bisect.insort(self._waiting, waiter, key=lambda each: each.order)
 
     def drop(self, waiter: Waiter) -> None:
@@ -67,7 +69,7 @@ class RoomQueue:
             if len(wanted) >= len(nodes):
                 return
             free = [node for node in waiter.candidates() if node not in wanted]
-            roomy = [node for node in free if has_room(node, waiter.kv_tokens)]
+            roomy = [node for node in free if has_room(node, waiter.ask)]
             if roomy:
                 self._waiting.remove(waiter)
                 waiter.grant(roomy)

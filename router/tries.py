@@ -39,7 +39,7 @@ class Tries:
         `begun`: the client has a part of the answer. What a lost process had to do must be done elsewhere, too."""
         if len(self.nodes) >= self._means.attempts:
             return False
-        if why.lost or begun or self._means.retries.take(time.monotonic()):
+        if why.lost or why.draining or begun or self._means.retries.take(time.monotonic()):
             return True
         self._means.metrics.retries_refused.inc()
         return False

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.credit import Credit, ExpectedOutput, Reservation, blocks_of
+from router.credit import Credit, Reservation, blocks_of, likely_kv_tokens
 from router.policies.policy import Ask
-from router.pool import Lease, Node, Pool
+from router.pool import Lease, Node
 from router.retries import FLOOR, SHARE, WINDOW_S, RetryBudget
 from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role
@@ -58,19 +56,15 @@ def test_sums_agree_with_a_count_of_all_legs(events: list[tuple[str, int, int]])
     assert all(leg.held <= leg.blocks for leg in legs)
 
 
-def test_an_answer_is_expected_to_be_as_long_as_the_last_ones_and_never_longer_than_allowed() -> None:
-    expected = ExpectedOutput()
-    assert expected.tokens(5) == 5
-    for _ in range(1000):
-        expected.ended(40)
-    assert expected.tokens(0) == 80
-    assert expected.tokens(1 << 40) == 80
-
-
 def decode_node(free: int, total: int = 100, running: int = 1) -> Node:
     node = Node("http://d", role=Role.DECODE, up=True)
     node.note_load(Load(running=running, free_blocks=free, total_blocks=total, block_tokens=16))
     return node
+
+
+def ask(kv_tokens: int, priority: int = 0) -> Ask:
+    """Of a leg that generates one token, of which it has no KV."""
+    return Ask(Role.DECODE, kv_tokens=kv_tokens - 1, output_tokens=1, priority=priority)
 
 
 def take(node: Node, kv_tokens: int) -> Lease:
@@ -81,14 +75,14 @@ def take(node: Node, kv_tokens: int) -> Lease:
 
 def test_room_is_what_reports_and_own_legs_leave() -> None:
     node = decode_node(free=10)
-    assert has_room(node, 160)
-    assert not has_room(node, 161)
+    assert has_room(node, ask(160))
+    assert not has_room(node, ask(161))
     take(node, 100)
-    assert has_room(node, 48)
-    assert not has_room(node, 49)
-    assert has_room(decode_node(free=0, running=0), 10**6)  # an idle node has what it has
-    assert has_room(Node("http://v", role=Role.DECODE), 10**6)  # and one that says nothing is asked
-    assert has_room(decode_node(free=100, total=100), 10**6)  # what fits nowhere goes where nothing else is
+    assert has_room(node, ask(48))
+    assert not has_room(node, ask(49))
+    assert has_room(decode_node(free=0, running=0), ask(10**6))  # an idle node has what it has
+    assert has_room(Node("http://v", role=Role.DECODE), ask(10**6))  # and one that says nothing is asked
+    assert has_room(decode_node(free=100, total=100), ask(10**6))  # what fits nowhere goes where nothing else is
 
 
 def queue_of(node: Node, wants: list[tuple[int, int]]) -> tuple[RoomQueue, list[int]]:
@@ -100,7 +94,7 @@ def queue_of(node: Node, wants: list[tuple[int, int]]) -> tuple[RoomQueue, list[
             take(node, tokens)
             given.append(at)
 
-        queue.add(Waiter(priority, tokens, lambda: [node], grant))
+        queue.add(Waiter(ask(tokens, priority), lambda: [node], grant))
     return queue, given
 
 
@@ -117,8 +111,8 @@ def test_room_is_given_by_priority_then_in_order_and_nobody_overtakes() -> None:
 def test_who_waits_for_other_nodes_is_not_held_up() -> None:
     full, roomy = decode_node(free=0), decode_node(free=50)
     queue, given = RoomQueue(), list[str]()
-    queue.add(Waiter(0, 100, lambda: [full], lambda nodes: given.append("first")))
-    second = Waiter(0, 100, lambda: [full, roomy], lambda nodes: given.append("second"))
+    queue.add(Waiter(ask(100), lambda: [full], lambda nodes: given.append("first")))
+    second = Waiter(ask(100), lambda: [full, roomy], lambda nodes: given.append("second"))
     queue.add(second)
     queue.turn([full, roomy])
     assert given == ["second"]
@@ -140,10 +134,13 @@ def test_no_node_is_given_more_than_it_has(wants: list[tuple[int, int]], free: i
     assert given == order
 
 
-def test_ask_is_priced_by_expected_output_only_where_it_grows() -> None:
-    pool = Pool([], [], random.Random(1))
-    assert pool.kv_tokens(Ask(Role.PREFILL, kv_tokens=100)) == 100
-    assert pool.kv_tokens(Ask(Role.DECODE, kv_tokens=100, output_tokens=7)) == 107
+def test_expected_output_needs_room_only_where_it_grows() -> None:
+    node = decode_node(free=10)
+    assert likely_kv_tokens(Ask(Role.PREFILL, tokens=100), node) == 100
+    assert likely_kv_tokens(Ask(Role.DECODE, kv_tokens=100, output_tokens=7), node) == 107
+    for _ in range(2000):
+        node.rates.generated(40)
+    assert likely_kv_tokens(Ask(Role.DECODE, tokens=100), node) == 140
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.5), st.integers(0, 30), st.integers(0, 30))))

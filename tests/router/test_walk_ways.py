@@ -307,7 +307,7 @@ async def test_what_finds_no_room_waits_its_turn_and_is_not_thrown_at_a_full_nod
     p, d = prefill(), decode(hold_then_answer, load=ROOMY)
     async with cluster(p, d, health_interval_s=0.05) as c:
         big = {"stream": True, "max_tokens": 500}
-        c.router.pool.expected_output.ended(10**6)  # answers are expected to be as long as they may be
+        c.node(d).rates.generated(10**6)  # answers are expected to be as long as they may be
         answers = []
         for at in range(3):
             answers.append(asyncio.create_task(c.text(big)))
@@ -323,7 +323,7 @@ async def test_what_finds_no_room_waits_its_turn_and_is_not_thrown_at_a_full_nod
 async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
     p, d = prefill(), decode(hold, load=ROOMY)
     async with cluster(p, d) as c:
-        c.router.pool.expected_output.ended(10**6)
+        c.node(d).rates.generated(10**6)
         first, second = (asyncio.create_task(c.text({"stream": True, "max_tokens": 900})) for _ in range(2))
         await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
         for task in (first, second):
@@ -347,7 +347,7 @@ async def test_who_waits_too_long_is_refused_or_served_anyway_if_an_answer_has_b
 
     p, d = prefill(), decode(first_holds, load=ROOMY)
     async with cluster(p, d) as c:
-        c.router.pool.expected_output.ended(10**6)
+        c.node(d).rates.generated(10**6)
         first = asyncio.create_task(c.text({"stream": True, "max_tokens": 900}))
         await d.called.wait()
         async with c.post({"stream": stream, "max_tokens": 900}) as answer:
