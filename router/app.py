@@ -167,8 +167,8 @@ class Router:
         return self.models.names()
 
     def healthy(self) -> bool:
-        """Whether a request for any model could walk through both of its legs now."""
-        return any(self.models.ready().values())
+        """Whether a request for any model can be served now."""
+        return any(self.models.ready().values()) or self.models.alone()
 
     async def tell_adapters(self, request: Request) -> Response:
         """Load or unload an adapter on all nodes. Raises KvrelayError."""

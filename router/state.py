@@ -34,7 +34,9 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
 
 
 def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
-    """Whether requests for any model can be served now; and the state of every model and node."""
+    """Whether requests for any model can be served now; and the state of every model and node.
+
+    `status` is "degraded" if no model has both a prefill and a decode node, and a decode node answers alone."""
     counts = {
         role.value: {"up": len(pool.up(role)), "listed": sum(node.role == role for node in pool.nodes)}
         for role in (Role.PREFILL, Role.DECODE)
@@ -42,5 +44,6 @@ def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bo
     by_model = models.ready()
     ready = any(by_model.values())
     nodes = [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
-    status = "ok" if ready else "unavailable"
-    return ready, {"status": status, **counts, "models": by_model, "requests": requests, "nodes": nodes}
+    status = "ok" if ready else "degraded" if models.alone() else "unavailable"
+    body = {"status": status, **counts, "models": by_model, "requests": requests, "nodes": nodes}
+    return status != "unavailable", body
