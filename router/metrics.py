@@ -15,7 +15,10 @@ from router.doors import Doors
 from router.pool import Node, Pool
 from router.timeline import Timeline
 
-__all__ = ["Metrics"]
+__all__ = ["LOCAL_REASONS", "Metrics"]
+
+LOCAL_REASONS = ("no_prefill_node", "incompatible")
+"""Why a prompt is computed on a decode node, whatever it costs there."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
@@ -76,6 +79,8 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
+        for reason in LOCAL_REASONS:
+            self.local_prefills.labels(reason)  # shown as zero: a cluster that has stopped disaggregating is to be seen
         self.kv_failures = Counter(
             "kvrelay_router_kv_failures",
             "KV that did not come, as decode nodes say, by cause.",
