@@ -38,10 +38,12 @@ from router.health import watching
 from router.heartbeats import hearing
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
+from router.kv_events import KvEvents
 from router.legs import Legs
 from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
+from router.pairs import Meeting, Pairs
 from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
@@ -50,6 +52,7 @@ from router.reply import Reply
 from router.retries import RetryBudget
 from router.state import health_of
 from router.timeline import Timeline
+from router.warm_up import warming
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
@@ -74,6 +77,7 @@ class Router:
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.doors = Doors(self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
+        self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors)
         self.chores = Chores()
         self._legs: Legs | None = None
@@ -95,16 +99,24 @@ class Router:
             self.config.attempts,
             self.config.request_deadline_s,
         )
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
         try:
             config = self.config
             async with (
-                watching(self.pool, legs, config.health_interval_s),
+                watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                warming(self.pool, self.pairs, legs, self._met),
             ):
                 yield
         finally:
+            await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
+
+    def _met(self, how: str, meeting: Meeting) -> None:
+        self.metrics.meetings.labels(how).inc()
+        if how in ("met", "failed"):
+            self.doors.met(meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic())
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
@@ -159,7 +171,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, len(self._live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:

@@ -30,6 +30,8 @@ _PATIENCE_S_PER_TOKEN = 0.01
 _PATIENCE_TIMES = 8.0
 _FADING = 0.999
 
+_UNTIL_THEY_MEET_AGAIN_S = 75.0
+
 _log = logging.getLogger("kvrelay.router")
 
 
@@ -37,7 +39,7 @@ class Doors:
     """Of all nodes of a pool."""
 
     def __init__(self, pool: Pool, rng: random.Random) -> None:
-        self.pairs = FailedPairs()
+        self.faults = FailedPairs()
         self.ejections: dict[tuple[str, Role], int] = {}
         """By URL and kind of leg, since the start."""
         self._pool = pool
@@ -90,9 +92,9 @@ class Doors:
         able = list(nodes)
         if self._pool.kinds.mixed:
             able = [node for node in nodes if unlike(peer.kv, node.kv) is None]
-        if not self.pairs:
+        if not self.faults:
             return able
-        return [node for node in able if not self.pairs.avoided(_name(peer), _name(node), now)] or able
+        return [node for node in able if not self.faults.avoided(_name(peer), _name(node), now)] or able
 
     def with_partner(self, prefill: Sequence[Node], decode: Sequence[Node]) -> tuple[list[Node], str]:
         """Of prefill nodes, those whose KV one of these decode nodes can take; and why not, of another one."""
@@ -128,12 +130,19 @@ class Doors:
 
     def kv_came(self, peer: Node, node: Node) -> None:
         """The decode node has the prefill node's KV."""
-        self.pairs.worked(_name(peer), _name(node))
+        self.faults.worked(_name(peer), _name(node))
 
     def kv_failed(self, peer: Node, node: Node, cause: str, now: float) -> None:
         """The decode node says that the prefill node's KV did not come."""
         _log.warning("%s says that the KV of %s did not come: %s", node.url, peer.url, cause)
-        self.pairs.failed(_name(peer), _name(node), cause, now)
+        self.faults.failed(_name(peer), _name(node), cause, now)
+
+    def met(self, peer: Node, node: Node, *, failed: bool, now: float) -> None:
+        """They were asked to hand a block over (router/warm_up.py), and will be again if it failed."""
+        if failed:
+            self.faults.failed(_name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S)
+        else:
+            self.faults.worked(_name(peer), _name(node))
 
     def look(self, now: float) -> None:
         """Take out what is far worse than the others; cheap if it was done a moment ago."""

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
 from router.binding import ROOM_DEADLINE_S, Wish
-from router.job import Job, decode_body, prefill_body
+from router.blame import broke, is_full, kv_did_not_come
+from router.job import Job, decode_body, prefill_body, prefix_of
 from router.leg_watch import LegWatch
 from router.legs import LegFailed, Refused
 from router.means import Means
@@ -31,11 +32,10 @@ from router.policies.policy import Ask
 from router.pool import Lease, Node
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
-from router.standing import Passage
 from router.timeline import Timeline
 from router.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, KvNotLoaded, NodeFailed, NoNode, Overloaded, Unavailable
+from wire.errors import DeadlineExceeded, KvNotLoaded, NodeFailed, NoNode, Unavailable
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
@@ -53,6 +53,7 @@ class Walk:
         self.job = job
         self.reply = reply or Reply()
         self.progress = Progress(job)
+        self._prefix = prefix_of(job)
         self.timeline = timeline
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
@@ -128,7 +129,7 @@ class Walk:
     def _goes_local(self) -> bool:
         """Whether the whole request goes to one decode node. Raises NoNode if it can go nowhere at all."""
         pool, doors, model = self._pool, self._doors, self.job.model
-        ask, now = prefill_ask(self.job), time.monotonic()
+        ask, now = prefill_ask(self.job, self._prefix), time.monotonic()
         decode = pool.up(Role.DECODE, model=model)
         if not decode:
             raise pool.no_node(Role.DECODE, model)
@@ -146,7 +147,9 @@ class Walk:
     def _go_local(self, reason: str, otherwise: NoNode | KvNotLoaded | NodeFailed) -> None:
         """The prompt is computed on a decode node; raises `otherwise` if none may."""
         try:
-            self._means.binding.computing(decode_ask(self.job, self.progress, self.progress.decode_params(), None))
+            self._means.binding.computing(
+                decode_ask(self.job, self._prefix, self.progress, self.progress.decode_params(), None)
+            )
         except NoNode:
             raise otherwise from None
         self._metrics.local_prefills.labels(reason).inc()
@@ -173,7 +176,7 @@ class Walk:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
         no prefill node is left."""
         body = prefill_body(self.job)
-        ask, tries = prefill_ask(self.job), Tries(self._means)
+        ask, tries = prefill_ask(self.job, self._prefix), Tries(self._means)
         failure: LegFailed | Refused
         while True:
             nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
@@ -192,7 +195,7 @@ class Walk:
                 except LegFailed as why:
                     failure = why
                 except Refused as why:
-                    if not self._is_full(why, lease):
+                    if not is_full(self._means, lease, why):
                         raise
                     failure = why
             tries.nodes.append(lease.node)
@@ -229,7 +232,7 @@ class Walk:
                     tries.nodes.append(lease.node)
                     failure = why
                 except Refused as why:
-                    if not self._is_full(why, lease) or time.monotonic() > self._bound_by:
+                    if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
                         raise
                     continue  # it rests, so it is not asked again at once
             if not (tries.another(wish.ask) and tries.may_go_on(failure, begun=self.progress.forwarded)):
@@ -241,7 +244,7 @@ class Walk:
         fetches = params.remote_engine_id is not None
         peer = self.prefill_node if fetches else None
         return Wish(
-            decode_ask(self.job, self.progress, params, peer),
+            decode_ask(self.job, self._prefix, self.progress, params, peer),
             tried,
             peer,
             params.remote_request_id if fetches else None,
@@ -285,7 +288,7 @@ class Walk:
                 self.counts = frame.usage or self.counts
                 if frame.kv_error and peer is not None:
                     kv_failed = True
-                    self._kv_failed(peer, node, frame.kv_error)
+                    kv_did_not_come(self._means, peer, node, frame.kv_error)
                 if self.progress.take(frame, place):
                     if frame.token_ids:
                         self.timeline.tokens(now)
@@ -294,6 +297,8 @@ class Walk:
                     told = True
                     if not frame.choice:
                         self.timeline.told(place.at[0], now, decoding)
+                if frame.kind is FrameKind.TICKET and not decoding:
+                    self._learn(frame, lease)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
             if passage.heard(now, tokens=told):
@@ -316,47 +321,31 @@ class Walk:
                 passage.ended(time.monotonic())
                 return ended
             except LegFailed as why:
-                broke = LegFailed(f"the node has said nothing for {watch.patience_s:g} s") if watch.silent else why
-                self._note(lease, role, passage, broke)
-                raise broke from why.__cause__
+                failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s") if watch.silent else why
+                broke(self._means, self.job.id, lease, role, passage, failure)
+                raise failure from why.__cause__
             except Refused as why:
                 if why.kv_error and peer is not None:
-                    self._kv_failed(peer, node, why.kv_error)
+                    kv_did_not_come(self._means, peer, node, why.kv_error)
                 raise
             finally:
                 passage.close()
                 self._doors.look(time.monotonic())
+
+    def _learn(self, frame: Frame, lease: Lease) -> None:
+        """A prefill node has tokenized the prompt, and looked it up in its prefix cache."""
+        if frame.params is None:
+            return
+        self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
+        if frame.blocks is not None:
+            self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
+            self._pool.prefixes.learn(self._prefix)
 
     def _timed(self, frame: Frame, now: float) -> bytes:
         """A frame's bytes for the client, at the end of the answer with the stages if it asked for them."""
         if frame.kind is not FrameKind.END or not self.job.wants_stages:
             return frame.payload
         return with_stages(frame.payload, {name: took * 1e3 for name, took in self.timeline.stages_s(now).items()})
-
-    def _note(self, lease: Lease, role: Role, passage: Passage, why: LegFailed) -> None:
-        """A leg broke: what that means for its node."""
-        node, now = lease.node, time.monotonic()
-        if why.draining:
-            self._pool.drains(node, now)
-            return
-        _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, role, node.url, why.detail)
-        self._doors.failed(passage, node, why.detail, now)
-        if why.lost:
-            self._pool.blame(node, f"a leg broke on it: {why.detail}", now)
-        elif why.retry_after_s is not None:
-            self._doors.rest(node, role, why.retry_after_s, now)
-
-    def _is_full(self, why: Refused, lease: Lease) -> bool:
-        """Whether the node has refused the leg for want of room: then it rests."""
-        if why.status != Overloaded.status:
-            return False
-        self._doors.rest(lease.node, lease.node.role, why.retry_after_s, time.monotonic())
-        self._metrics.full.labels(lease.node.role.value).inc()
-        return True
-
-    def _kv_failed(self, peer: Node, node: Node, cause: str) -> None:
-        self._metrics.kv_failures.labels(cause).inc()
-        self._doors.kv_failed(peer, node, cause, time.monotonic())
 
     def _may_give_up(self, decoding: bool) -> bool:
         """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""

@@ -13,6 +13,7 @@ from openai_api.stages import STAGES
 from router.breaker import State
 from router.doors import Doors
 from router.pool import Node, Pool
+from router.prefix_metrics import PrefixMetrics
 from router.timeline import Timeline
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
@@ -106,6 +107,13 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Breakers(pool, doors))
+        self.meetings = Counter(
+            "kvrelay_router_meetings",
+            "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prefix = PrefixMetrics(registry, pool.prefixes)
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
 

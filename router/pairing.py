@@ -82,13 +82,15 @@ class FailedPairs:
     def __bool__(self) -> bool:
         return bool(self._faults)
 
-    def failed(self, prefill: str, decode: str, cause: str, now: float) -> None:
-        """The decode node says that the KV of the prefill node did not come. Nodes are named by generation or URL."""
+    def failed(self, prefill: str, decode: str, cause: str, now: float, first_s: float = AVOID_S) -> None:
+        """The decode node says that the KV of the prefill node did not come. Nodes are named by generation or URL.
+
+        `first_s`: avoided for so long the first time."""
         if cause not in PAIR_FAULTS:
             return
         times = 1 + (known.times if (known := self._faults.get((prefill, decode))) else 0)
         self._faults[prefill, decode] = _Fault(
-            times, now + min(AVOID_CAP_S, AVOID_S * 2.0 ** min(times - 1, 32)), cause
+            times, now + min(AVOID_CAP_S, first_s * 2.0 ** min(times - 1, 32)), cause
         )
         if len(self._faults) > 10_000:  # nodes that are long gone
             self._faults = {pair: fault for pair, fault in self._faults.items() if fault.until > now}
