@@ -30,7 +30,9 @@ from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
+from router.binding import Binding
 from router.chores import Chores
+from router.doors import Doors
 from router.handoff import Walk
 from router.health import watching
 from router.heartbeats import hearing
@@ -38,13 +40,15 @@ from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_mod
 from router.joined_walk import JoinedWalk
 from router.kv_events import KvEvents
 from router.legs import Legs
+from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
-from router.pairs import Pairs
+from router.pairs import Meeting, Pairs
 from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
+from router.retries import RetryBudget
 from router.state import health_of
 from router.timeline import Timeline
 from router.warm_up import warming
@@ -70,30 +74,48 @@ class Router:
         self.config = config
         policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self.pool = Pool(config.prefill, config.decode, rng, policies)
+        self.doors = Doors(self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.pairs = Pairs()
-        self.metrics = Metrics(self.pool)
+        self.metrics = Metrics(self.pool, self.doors)
         self.chores = Chores()
         self._legs: Legs | None = None
+        self._means: Means | None = None
         self._live: set[str] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        self._means = Means(
+            self.pool,
+            self.doors,
+            Binding(self.pool, self.doors, legs, self.chores, self.metrics),
+            legs,
+            self.chores,
+            self.metrics,
+            RetryBudget(),
+            self.config.attempts,
+            self.config.request_deadline_s,
+        )
         events = KvEvents(self.pool.prefixes, self.metrics.prefix)
         try:
             config = self.config
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
-                warming(self.pool, self.pairs, legs, lambda how: self.metrics.meetings.labels(how).inc()),
+                warming(self.pool, self.pairs, legs, self._met),
             ):
                 yield
         finally:
             await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
+
+    def _met(self, how: str, meeting: Meeting) -> None:
+        self.metrics.meetings.labels(how).inc()
+        if how in ("met", "failed"):
+            self.doors.met(meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic())
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
@@ -121,11 +143,8 @@ class Router:
         headers = {"x-request-id": job.id, **trace}
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            assert self._legs is not None
-            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
-            return Walk(
-                part, headers, its, self.pool, self._legs, self.chores, self.metrics, attempts, deadline_s, reply
-            )
+            assert self._means is not None
+            return Walk(part, headers, its, self._means, reply)
 
         several = len(parts) > 1
         walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
@@ -159,8 +178,8 @@ class Router:
         return self.models.names()
 
     def healthy(self) -> bool:
-        """Whether a request for any model could walk through both of its legs now."""
-        return any(self.models.ready().values())
+        """Whether a request for any model can be served now."""
+        return any(self.models.ready().values()) or self.models.alone()
 
     async def tell_adapters(self, request: Request) -> Response:
         """Load or unload an adapter on all nodes. Raises KvrelayError."""

@@ -73,13 +73,13 @@ class _Asked(msgspec.Struct):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     seed: int | None = None
+    priority: int | None = None
     include_metrics: bool | None = None
     n: int | None = None
     best_of: int | None = None
     echo: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    priority: int | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
     stream_options: _StreamOptions | None = None

@@ -49,6 +49,8 @@ class Refused(KvrelayError):
         self.status = status
         self.retry_after_s = retry_after_s
         self._error = error
+        self.kv_error = ""
+        """What the node said of KV that did not come (wire/frames.py)."""
 
     def body(self) -> ErrorBody:
         """The node's own error object."""
@@ -64,9 +66,13 @@ class LegFailed(NodeFailed):
         status: int = NodeFailed.status,
         retry_after_s: int | None = None,
         detail: str = "",
+        *,
         draining: bool = False,
+        lost: bool = False,
     ) -> None:
         super().__init__(message)
+        self.lost = lost
+        """Its process seems to be gone: it refused or cut the connection, or is silent to health checks too."""
         self.status = status
         self.retry_after_s = retry_after_s
         self.draining = draining
@@ -105,12 +111,12 @@ class Legs:
                 return await self._exchange(lease.node, path, body, headers, take)
         except aiohttp.ClientError as why:
             raise LegFailed(
-                f"the connection failed ({type(why).__name__})", detail=f"{type(why).__name__}: {why}"
+                f"the connection failed ({type(why).__name__})", detail=f"{type(why).__name__}: {why}", lost=True
             ) from why
         except TimeoutError as why:
-            raise LegFailed("the node stopped answering health checks, or was restarted") from why
+            raise LegFailed("the node stopped answering health checks, or was restarted", lost=True) from why
         except OSError as why:
-            raise LegFailed("the connection failed", detail=f"the connection failed: {why}") from why
+            raise LegFailed("the connection failed", detail=f"the connection failed: {why}", lost=True) from why
         finally:
             lease.cut = None
 
@@ -149,18 +155,25 @@ class Legs:
 
     async def release(self, node: Node, request_ids: Sequence[str]) -> bool:
         """Tell a prefill node that nobody will fetch these; False if it could not be told (its lease then ends it)."""
+        return await self._tell_of_kv(node, "release", request_ids)
+
+    async def renew(self, node: Node, request_ids: Sequence[str]) -> None:
+        """Tell a prefill node that these will be fetched, as soon as there is room for them."""
+        await self._tell_of_kv(node, "renew", request_ids)
+
+    async def _tell_of_kv(self, node: Node, what: str, request_ids: Sequence[str]) -> bool:
         try:
             async with self._session.post(
-                f"{node.url}/kv/release",
+                f"{node.url}/kv/{what}",
                 json={"request_ids": list(request_ids)},
                 headers=self._auth,
                 timeout=aiohttp.ClientTimeout(total=_RELEASE_DEADLINE_S),
             ) as answer:
                 if answer.status < 300:
                     return True
-                _log.warning("prefill node %s answered a release with %d", node.url, answer.status)
+                _log.warning("prefill node %s answered a %s with %d", node.url, what, answer.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
-            _log.warning("prefill node %s could not be told to release %s: %s", node.url, request_ids[0], why)
+            _log.warning("prefill node %s could not be told to %s %s: %s", node.url, what, request_ids[0], why)
         return False
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
@@ -216,7 +229,7 @@ async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFram
                 await take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
                 return _ending(frame)
         await take(frames)
-    raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
+    raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame", lost=True)
 
 
 def _ending(frame: Frame) -> FrameKind:
@@ -224,7 +237,9 @@ def _ending(frame: Frame) -> FrameKind:
     if frame.kind is FrameKind.ERROR:
         error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
         if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
-            raise Refused(frame.status, error, 1 if frame.status == 429 else None)
+            refused = Refused(frame.status, error, 1 if frame.status == 429 else None)
+            refused.kv_error = frame.kv_error
+            raise refused
         raise LegFailed(error.message, max(frame.status, 500), 1 if frame.status == 503 else None)
     if frame.kind is FrameKind.HANDOVER and frame.params is None:
         raise LegFailed("the node sent a hand-over without its parameters")

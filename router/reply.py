@@ -36,6 +36,11 @@ class Reply:
             if self._bytes > HIGH_WATER_BYTES:
                 self._room.clear()
 
+    @property
+    def full(self) -> bool:
+        """Whether `room` would wait."""
+        return not self._room.is_set()
+
     async def room(self) -> None:
         """Wait until the client has taken enough."""
         await self._room.wait()
@@ -64,6 +69,11 @@ class Reply:
 
 class Kept(Reply):
     """A part of an answer that somebody reads once it is whole: nobody makes room before."""
+
+    @property
+    def full(self) -> bool:
+        """It never is."""
+        return False
 
     async def room(self) -> None:
         """There always is."""

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 from router_doubles import (
     DONE,
+    NO_PROMPTS,
     PROMPT_IDS,
     WHOLE,
     Call,
@@ -346,7 +347,7 @@ async def test_an_answer_without_frames_is_a_broken_node() -> None:
     async def whole(call: Call) -> web.Response:
         return web.json_response({"choices": []})
 
-    async with cluster(prefill(whole), decode()) as c, c.post() as answer:
+    async with cluster(prefill(whole), decode(kv=NO_PROMPTS)) as c, c.post() as answer:
         assert answer.status == 502
         assert "application/json" in (await answer.json())["error"]["message"]
 
@@ -391,7 +392,7 @@ async def test_a_node_that_cannot_be_reached_is_blamed_and_its_address_is_not_to
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     p = prefill()
-    async with cluster(p, decode(), health_interval_s=5) as c:
+    async with cluster(p, decode(kv=NO_PROMPTS), health_interval_s=5) as c:
         node = c.node(p)
         node.url = "http://127.0.0.1:1"
         async with c.post() as answer:
