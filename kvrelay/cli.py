@@ -178,11 +178,16 @@ def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parame
 def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     """The flag of a setting. Its value stays text: merge() converts it, as it does that of a file."""
     flag = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}" if setting.kind is bool else setting.flag
-    kind = bool if setting.kind is bool else list[str] if setting.kind == tuple[str, ...] else str
+    several = setting.kind == tuple[str, ...] or setting.item is not None
+    kind = bool if setting.kind is bool else list[str] if several else str
     option = typer.Option(
         flag,
         help=setting.help,
-        metavar="NAME=PATH" if setting.name == "lora" else None if kind is bool else _METAVARS[setting.kind],
+        metavar="NAME=PATH"
+        if setting.name == "lora"
+        else None
+        if kind is bool
+        else _METAVARS.get(setting.kind, "JSON"),
         envvar=env,
         show_default=_shown(setting),
         rich_help_panel=f"{setting.group} settings",

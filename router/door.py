@@ -1,0 +1,62 @@
+"""What may pass the router's door: checks of a request's headers and bytes, before anything of it is understood. Pure.
+
+Owns sizes, depths and counts that hold for every dialect. What fields mean is checked in router/job.py and on the nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from itertools import accumulate
+
+from wire.errors import RequestError
+
+__all__ = ["MAX_DEPTH", "MAX_MODEL_CHARS", "check_depth", "sane_trace", "shown_error", "target_s"]
+
+MAX_DEPTH = 128
+"""Levels of objects and lists in a body."""
+MAX_MODEL_CHARS = 256
+
+_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+# One that does not end is one, too: nothing is ever scanned twice.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
+_STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
+_MAX_TARGET_MS = 1e9
+_SHOWN_CHARS = 200
+
+
+def check_depth(body: bytes) -> None:
+    """Raise RequestError if a JSON body nests deeper than MAX_DEPTH. One that is no JSON passes: its reader says so."""
+    # Nearly all bodies have fewer brackets than that: two scans at memory speed, and nothing more.
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return
+    brackets = _STRINGS.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
+    if max(accumulate(array("b", brackets)), default=0) > MAX_DEPTH:
+        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code="invalid_json")
+
+
+def target_s(name: str, value: str | None) -> float | None:
+    """The seconds that a header gives in milliseconds. Raises RequestError."""
+    if value is None:
+        return None
+    try:
+        target = float(value) if len(value) <= 20 else math.nan
+    except ValueError:
+        target = math.nan
+    if not 0 < target <= _MAX_TARGET_MS:  # also if it is no number
+        raise RequestError(f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name)
+    return target / 1e3
+
+
+def sane_trace(value: str | None) -> str | None:
+    """A `traceparent` as W3C has it, or None: it is passed on to nodes, and nothing else is."""
+    return value if value is not None and _TRACE.fullmatch(value) else None
+
+
+def shown_error(status: int, message: str, kind: str, param: str | None) -> str:
+    """An error for a log line. What is said of a client's mistake may repeat its words, so its kind alone is told."""
+    if 400 <= status < 500 and status not in (404, 429):
+        return f"{kind} param={(param or '-')[:_SHOWN_CHARS]!r}"
+    return repr(message[:_SHOWN_CHARS])
