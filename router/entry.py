@@ -1,6 +1,6 @@
-"""What may pass the router's door: checks of a request's headers and bytes, before anything of it is understood. Pure.
+"""What may enter the router: checks of a request's headers and bytes, before anything of it is understood. Pure.
 
-Owns sizes, depths and counts that hold for every dialect. What fields mean is checked in router/job.py and on the nodes.
+Owns what holds for every dialect. What fields mean is checked in router/job.py and on the nodes.
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import re
 from array import array
+from collections.abc import Callable
 from itertools import accumulate
 
-from wire.errors import RequestError
+from wire.errors import KvrelayError, RequestError
 
-__all__ = ["MAX_DEPTH", "MAX_MODEL_CHARS", "check_depth", "sane_trace", "shown_error", "target_s"]
+__all__ = ["MAX_DEPTH", "check_depth", "sane_id", "sane_trace", "shown_error", "targets_of"]
 
 MAX_DEPTH = 128
 """Levels of objects and lists in a body."""
-MAX_MODEL_CHARS = 256
 
+_TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # One that does not end is one, too: nothing is ever scanned twice.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
@@ -25,6 +28,7 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
 _MAX_TARGET_MS = 1e9
 _SHOWN_CHARS = 200
+_OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
 
 
 def check_depth(body: bytes) -> None:
@@ -37,7 +41,12 @@ def check_depth(body: bytes) -> None:
         raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code="invalid_json")
 
 
-def target_s(name: str, value: str | None) -> float | None:
+def targets_of(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
+    """Targets in a request's headers: for its first token and for each further one, in seconds. Raises RequestError."""
+    return _target_s(_TTFT, header(_TTFT)), _target_s(_TPOT, header(_TPOT))
+
+
+def _target_s(name: str, value: str | None) -> float | None:
     """The seconds that a header gives in milliseconds. Raises RequestError."""
     if value is None:
         return None
@@ -50,13 +59,19 @@ def target_s(name: str, value: str | None) -> float | None:
     return target / 1e3
 
 
+def sane_id(value: str) -> bool:
+    """Whether a client's x-request-id may be the request's id, in logs and on the nodes."""
+    return _ID.fullmatch(value) is not None and _ADDRESS not in value
+
+
 def sane_trace(value: str | None) -> str | None:
     """A `traceparent` as W3C has it, or None: it is passed on to nodes, and nothing else is."""
     return value if value is not None and _TRACE.fullmatch(value) else None
 
 
-def shown_error(status: int, message: str, kind: str, param: str | None) -> str:
+def shown_error(why: KvrelayError) -> str:
     """An error for a log line. What is said of a client's mistake may repeat its words, so its kind alone is told."""
-    if 400 <= status < 500 and status not in (404, 429):
-        return f"{kind} param={(param or '-')[:_SHOWN_CHARS]!r}"
-    return repr(message[:_SHOWN_CHARS])
+    if 400 <= why.status < 500 and why.status not in _OWN_WORDS:
+        told = why.body()
+        return f"{told.type} param={(told.param or '-')[:_SHOWN_CHARS]!r} code={str(told.code or '-')[:_SHOWN_CHARS]!r}"
+    return repr(why.message[:_SHOWN_CHARS])

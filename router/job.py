@@ -14,7 +14,17 @@ from openai_api.body import check_choices
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 
-__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "for_model", "parse_job", "parts_of", "prefill_body"]
+__all__ = [
+    "CHAT_PATH",
+    "COMPLETIONS_PATH",
+    "Job",
+    "decode_body",
+    "for_model",
+    "parse_job",
+    "parts_of",
+    "prefill_body",
+    "with_priority",
+]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -22,10 +32,10 @@ COMPLETIONS_PATH = "/v1/completions"
 _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
+_MAX_MODEL_CHARS = 256
 # A client that could set these could point a node at an address.
-_HANDOVER_FIELDS = {"kv_transfer_params"} | {
-    name for name in KvTransferParams.__struct_fields__ if name.startswith(("remote_", "do_remote_"))
-}
+_HANDOVER_FIELD = "kv_transfer_params"
+_HANDOVER_FIELDS = ("remote_", "do_remote_")
 
 _T = TypeVar("_T")
 
@@ -46,6 +56,7 @@ class _Asked(msgspec.Struct):
     include_metrics: bool | None = None
     n: int | None = None
     best_of: int | None = None
+    priority: int | None = None
     echo: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
@@ -77,6 +88,8 @@ class Job:
     repeats_prompt: bool
     """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
+    priority: int | None = None
+    """As the client gave it, then as its key allows; the lower is served first."""
     part: bool = False
     """One prompt of several: its answer is joined with theirs (router/joined_walk.py)."""
     first_index: int = 0
@@ -126,12 +139,19 @@ def for_model(job: Job, model: str) -> Job:
 def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int) -> Job:
     """Read a client's body. `drawn_seed` is taken if the client gave none. Raises RequestError."""
     fields = _decode(body, dict[str, msgspec.Raw])
-    for name in sorted(_HANDOVER_FIELDS & fields.keys()):
+    for name in fields:
+        if name != _HANDOVER_FIELD and not name.startswith(_HANDOVER_FIELDS):
+            continue
         if bytes(fields[name]).strip() != b"null":
             raise RequestError(f"{name} is set by the router and refused from clients; leave it out", param=name)
     asked = _decode(body, _Asked)
     if not asked.model:
         raise RequestError("model is missing; GET /v1/models lists the names", param="model")
+    if len(asked.model) > _MAX_MODEL_CHARS:
+        raise RequestError(
+            f"model has {len(asked.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET /v1/models lists names",
+            param="model",
+        )
     limit_field = "max_tokens"
     if path == CHAT_PATH and asked.max_completion_tokens is not None:
         limit_field = "max_completion_tokens"
@@ -158,7 +178,15 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         prompt_only=prompt_only,
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
+        priority=asked.priority,
     )
+
+
+def with_priority(job: Job, priority: int) -> Job:
+    """The job with this priority, for the nodes too."""
+    if priority == (job.priority or 0):
+        return job if job.priority is not None else replace(job, priority=priority)
+    return replace(job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())})
 
 
 def prefill_body(job: Job) -> bytes:

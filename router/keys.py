@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.rate_limits import Quota
+from router.rate_limits import NO_LIMIT, Quota
 from wire.errors import Forbidden, NotFound, RequestError, Unauthorized
 from wire.key_config import KeyConfig
 
@@ -27,7 +27,7 @@ class Caller:
     """Whoever sent a key."""
 
     name: str
-    quota: Quota = Quota()
+    quota: Quota = NO_LIMIT
     weight: float = 1.0
     priority: int = 0
     most_important: int = -_MAX_PRIORITY
@@ -51,9 +51,13 @@ class Caller:
             key.admin,
         )
 
+    def may(self, model: str) -> bool:
+        """Whether it may ask for a model, adapter or alias."""
+        return not self.models or model in self.models
+
     def check_model(self, model: str) -> None:
         """Raise NotFound for a model that the key may not ask for."""
-        if self.models and model not in self.models:
+        if not self.may(model):
             names = ", ".join(repr(name) for name in sorted(self.models))
             raise NotFound(
                 f"model {model!r} is not served to this key; served to it: {names}",

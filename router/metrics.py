@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from openai_api.stages import STAGES
+from router.admission_metrics import AdmissionMetrics
 from router.pool import Node, Pool
 from router.timeline import Timeline
 
@@ -20,8 +22,10 @@ _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 class Metrics:
     """All metrics of one router. All times are taken by the router's one clock."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, keys: Iterable[str]) -> None:
+        """`keys`: the names of the API keys."""
         self.registry = registry = CollectorRegistry()
+        self.admission = AdmissionMetrics(registry, keys)
         self.requests = Counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",

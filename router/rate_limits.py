@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Exceeded", "KeyLimits", "Limits", "Quota", "Taken", "shown_s"]
+__all__ = ["NO_LIMIT", "Exceeded", "KeyLimits", "Limits", "Quota", "Taken", "shown_s"]
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6  # of a level that was waited for
@@ -25,6 +25,9 @@ class Quota:
     tokens_per_minute: int = 0
     at_once: int = 0
     """Requests under way, waiting ones among them."""
+
+
+NO_LIMIT = Quota()
 
 
 @dataclass(frozen=True, slots=True)
