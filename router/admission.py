@@ -25,8 +25,6 @@ from router.saturation import (
 
 __all__ = ["Admission", "Arrival", "Refusal"]
 
-_FIRST_GUESS_TOKENS = 128.0  # of an answer, before any has ended
-_NEW_SHARE = 0.05  # of the newest answer in the mean of their lengths
 _NOBODY = Ahead()
 
 
@@ -61,12 +59,6 @@ class Admission:
         self._not_prefilling: set[Wish] = set()
         self._not_decoding: set[Wish] = set()
         self._freed = Freed()
-        self._mean_output = _FIRST_GUESS_TOKENS
-
-    def expected_output(self, limit: int, choices: int = 1) -> int:
-        """Tokens that an answer is expected to have, of which the client allows `limit` per choice (0: any number)."""
-        each = self._mean_output if limit <= 0 else min(self._mean_output, limit)
-        return math.ceil(each) * max(1, choices)
 
     def arrive(self, wish: Wish, nodes: Nodes, now: float, max_of_key: int = 0) -> Arrival:
         """A newcomer. `max_of_key` bounds how many of its key may wait; 0 does not."""
@@ -142,7 +134,6 @@ class Admission:
         self.queue.correct(wish, prompt_tokens + output_tokens)
         if output_tokens:
             self._freed.ended(prompt_tokens + output_tokens, now)
-            self._mean_output += (output_tokens - self._mean_output) * _NEW_SHARE
 
     def _until_place_s(self, nodes: Nodes, wish: Wish) -> float:
         """When the first in the queue will begin, and leave a place (without a queue: when this one would)."""
@@ -187,7 +178,7 @@ class Admission:
                 f"{wish.ttft_s * 1e3:g} ms; send a shorter prompt or a higher target",
                 None,
             )
-        if wish.tpot_s is not None and (alone := own_tpot_s(wish, nodes)) > wish.tpot_s:
+        if wish.tpot_s is not None and (alone := own_tpot_s(nodes)) > wish.tpot_s:
             takes = f"a token takes about {alone * 1e3:.1f} ms on an idle node"
             return Refusal(
                 "tpot_never", f"{takes}, and the target is {wish.tpot_s * 1e3:g} ms; send a higher one", None

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -26,30 +27,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
+from router.admin import add_admin_routes
 from router.chores import Chores
 from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
 from router.gate import Gate, Targets, Turn
 from router.handoff import Walk
 from router.health import watching
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, for_model, parse_job, parts_of, with_priority
+from router.heartbeats import hearing
+from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of, with_priority
 from router.joined_walk import JoinedWalk
 from router.keys import Caller, Keyring
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
+from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
 from router.rate_limits import KeyLimits
-from router.relay import CLIENT_GONE, Relay, error_response
+from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.state import health_of
 from router.timeline import Timeline
-from wire.config import RouterConfig
+from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
 __all__ = ["Router", "create_app"]
 
 _SHUTDOWN_DEADLINE_S = 5.0
+_MAX_ADMIN_BYTES = 1 << 16
+_ADMIN_READ_S = 10.0
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
 _BODY_DEADLINE_S = 60.0
 _CALLER = "kvrelay.caller"  # key of the ASGI scope
@@ -62,7 +68,8 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
-        self.pool = Pool(config.prefill, config.decode, rng)
+        policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
+        self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
@@ -76,7 +83,11 @@ class Router:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
         try:
-            async with watching(self.pool, legs, self.config.health_interval_s):
+            config = self.config
+            async with (
+                watching(self.pool, legs, config.health_interval_s),
+                hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+            ):
                 yield
         finally:
             await self.gate.close()
@@ -86,27 +97,30 @@ class Router:
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline, caller = request.url.path, Timeline(time.monotonic()), _caller(request)
+        request.state.job_id = self._new_id(request)
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
-            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
+            if request.state.job_id in self._live:  # since the body was waited for
+                request.state.job_id = self._new_id(request)
+            session = request.headers.get(SESSION_HEADER, "")
+            job = parse_job(body, leg_path, request.state.job_id, int(time.time()), secrets.randbits(53), session)
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
-            job = with_priority(job, caller.check_priority(job.priority))
+            job = with_priority(job, caller.check_priority(job.asked_priority))
             parts = parts_of(job)
             turn = self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
-            _log.info("id=- key=%s path=%s status=%d error=%s", caller.name, path, why.status, shown_error(why))
+            told = (request.state.job_id, path, why.status, caller.name, shown_error(why))
+            _log.info("id=%s path=%s status=%d key=%s error=%s", *told)
             raise
         except ClientDisconnect:
             self.metrics.finished(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        headers = {"x-request-id": job.id}
-        if (trace := sane_trace(request.headers.get("traceparent"))) is not None:
-            headers["traceparent"] = trace
+        headers = {"x-request-id": job.id, **sane_trace(request.headers.get)}
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
             assert self._legs is not None
@@ -133,6 +147,11 @@ class Router:
         assert self._legs is not None
         body = translate(await self._body(request))
         return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
+
+    def legs(self) -> Legs:
+        """The connections to the nodes."""
+        assert self._legs is not None
+        return self._legs
 
     def check_key(self, request: Request) -> None:
         """Was done before any route was chosen: _KeyGate."""
@@ -164,7 +183,9 @@ class Router:
         return wanted if sane_id(wanted) and wanted not in self._live else uuid.uuid4().hex
 
     async def _body(self, request: Request) -> bytes:
-        body = await _read_body(request, self.config.max_body_bytes, _BODY_DEADLINE_S)
+        body = await _read_body(
+            request, self.config.max_body_bytes, min(_BODY_DEADLINE_S, self.config.request_deadline_s)
+        )
         check_depth(body)
         return body
 
@@ -175,11 +196,11 @@ class Router:
         self.metrics.running.dec()
         self.metrics.finished(path, status, timeline, walk.output_tokens)
         _log.info(
-            "id=%s key=%s path=%s status=%d prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
+            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
             walk.job.id,
-            turn.caller.name,
             path,
             status,
+            turn.caller.name,
             "-" if walk.prompt_tokens is None else walk.prompt_tokens,
             walk.output_tokens,
             prefill,
@@ -236,6 +257,8 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
         return await router.complete(request, as_it_is)
 
     add_routes(app, router)
+    read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
+    add_admin_routes(app, router.pool, router.legs, config.admin_key, read)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)
@@ -289,7 +312,8 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
 
 async def _answer_error(request: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
-    return error_response(why, shape=error_shape(request.url.path))
+    headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else None
+    return error_response(why, headers, error_shape(request.url.path))
 
 
 async def _answer_http_error(request: Request, why: Exception) -> Response:

@@ -22,6 +22,7 @@ _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_STATE = re.compile(r"[\x20-\x7e]{1,512}")
 # One that does not end is one, too: nothing is ever scanned twice.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
@@ -64,9 +65,12 @@ def sane_id(value: str) -> bool:
     return _ID.fullmatch(value) is not None and _ADDRESS not in value
 
 
-def sane_trace(value: str | None) -> str | None:
-    """A `traceparent` as W3C has it, or None: it is passed on to nodes, and nothing else is."""
-    return value if value is not None and _TRACE.fullmatch(value) else None
+def sane_trace(header: Callable[[str], str | None]) -> dict[str, str]:
+    """The headers that are passed on to nodes, W3C's traceparent and tracestate; no others, and none that is odd."""
+    parent, state = header("traceparent"), header("tracestate")
+    if parent is None or not _TRACE.fullmatch(parent):
+        return {}
+    return {"traceparent": parent} | ({"tracestate": state} if state and _STATE.fullmatch(state) else {})
 
 
 def shown_error(why: KvrelayError) -> str:

@@ -107,12 +107,13 @@ class Gate:
         now = time.monotonic()
         base = self._pool.base_of(job.model)
         line = self._lines.setdefault(base, _Line(Admission(self._config.max_queue)))
-        wish = self._wish(caller, job, targets, arrived, line.admission)
+        nodes = self._nodes(job.model)
+        wish = self._wish(caller, job, targets, arrived, nodes)
         taken = self._take(caller, wish, now)
         turn = Turn(caller, wish, line, taken)
         try:
             self._see(line)
-            arrival = line.admission.arrive(wish, self._nodes(job.model), now, caller.max_queue)
+            arrival = line.admission.arrive(wish, nodes, now, caller.max_queue)
             if arrival.refusal is not None:
                 raise self._refused(caller, arrival.refusal, taken.headers)
         except BaseException:
@@ -153,16 +154,17 @@ class Gate:
             self._looking.cancel()
             await asyncio.wait((self._looking,))
 
-    def _wish(self, caller: Caller, job: Job, targets: Targets, arrived: float, admission: Admission) -> Wish:
+    def _wish(self, caller: Caller, job: Job, targets: Targets, arrived: float, nodes: Nodes) -> Wish:
+        each = nodes.decode[0].rates.output_tokens(job.max_tokens) if nodes.decode else 0.0
         ttft_s = targets.ttft_s or self._config.ttft_target_ms / 1e3 or None
         tpots = [each for each in (targets.tpot_s, self._config.tpot_target_ms / 1e3) if each]
         return Wish(
             key=caller.name,
             arrived=arrived,
             weight=caller.weight,
-            priority=job.priority or 0,
+            priority=job.priority,
             prompt_tokens=job.prompt_tokens,
-            output_tokens=admission.expected_output(job.max_tokens, max(job.choices, job.best_of)),
+            output_tokens=math.ceil(each) * max(job.choices, job.best_of),
             ttft_s=ttft_s,
             # The router's is a promise to all who are served: a laxer one of a client's is no reason to break it.
             tpot_s=min(tpots, default=None),

@@ -17,6 +17,7 @@ from wire.transfer import KvTransferParams
 __all__ = [
     "CHAT_PATH",
     "COMPLETIONS_PATH",
+    "SESSION_HEADER",
     "Job",
     "decode_body",
     "for_model",
@@ -28,6 +29,7 @@ __all__ = [
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+SESSION_HEADER = "x-session-id"
 
 _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
@@ -60,6 +62,8 @@ class _Asked(msgspec.Struct):
     echo: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
     stream_options: _StreamOptions | None = None
 
 
@@ -88,11 +92,17 @@ class Job:
     repeats_prompt: bool
     """The answer depends on the prompt's own words, not on its tokens alone."""
     fields: dict[str, msgspec.Raw]
-    priority: int | None = None
-    """As the client gave it, then as its key allows; the lower is served first."""
     part: bool = False
     """One prompt of several: its answer is joined with theirs (router/joined_walk.py)."""
     first_index: int = 0
+    priority: int = 0
+    session: str = ""
+    """What the requests of one conversation, or else of one user, have in common."""
+
+    @property
+    def asked_priority(self) -> int | None:
+        """What the client gave; None: nothing."""
+        return None if bytes(self.fields.get("priority", b"null")).strip() == b"null" else self.priority
 
     @property
     def prompt_field(self) -> str:
@@ -136,8 +146,11 @@ def for_model(job: Job, model: str) -> Job:
     return replace(job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))})
 
 
-def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int) -> Job:
-    """Read a client's body. `drawn_seed` is taken if the client gave none. Raises RequestError."""
+def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int, session: str = "") -> Job:
+    """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its headers name.
+
+    Raises RequestError.
+    """
     fields = _decode(body, dict[str, msgspec.Raw])
     for name in fields:
         if name != _HANDOVER_FIELD and not name.startswith(_HANDOVER_FIELDS):
@@ -178,14 +191,15 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         prompt_only=prompt_only,
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
-        priority=asked.priority,
+        priority=asked.priority or 0,
+        session=session or asked.prompt_cache_key or asked.user or "",
     )
 
 
 def with_priority(job: Job, priority: int) -> Job:
-    """The job with this priority, for the nodes too."""
-    if priority == (job.priority or 0):
-        return job if job.priority is not None else replace(job, priority=priority)
+    """The job with the priority that it gets, for the nodes too."""
+    if priority == job.priority:
+        return job
     return replace(job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())})
 
 

@@ -36,16 +36,20 @@ _HALF_LIFE_S = 30.0
 class Rates(Protocol):
     """Measured speeds of a node, in milliseconds."""
 
-    def prefill_ms(self, tokens: int) -> float:
+    def prefill_ms(self, tokens: float) -> float:
         """To compute so many tokens of a prompt."""
         ...
 
-    def queue_ms(self, tokens: int, requests: int) -> float:
-        """Until so many tokens of so many requests are computed."""
+    def queue_ms(self, tokens: float) -> float:
+        """Until so many tokens are computed that are ahead in the queue."""
         ...
 
-    def step_ms(self, running: int, context_tokens: int = 0) -> float:
-        """One decode step."""
+    def step_ms(self, running: float) -> float:
+        """One decode step with so many running requests."""
+        ...
+
+    def output_tokens(self, limit: int = 0) -> float:
+        """How long an answer will probably be that may have `limit` tokens (0: any number)."""
         ...
 
 
@@ -58,8 +62,6 @@ class View(Protocol):
     def tokens(self) -> int: ...
     @property
     def kv_room(self) -> float: ...
-    @property
-    def context_tokens(self) -> int: ...
     @property
     def rates(self) -> Rates: ...
 
@@ -118,7 +120,7 @@ def prefill_speed(nodes: Sequence[View]) -> float:
     """Tokens per second that all of these compute together when each has work; infinite if that takes no time."""
     speed = 0.0
     for node in nodes:
-        took = node.rates.queue_ms(_SAMPLE_TOKENS, 1)
+        took = node.rates.queue_ms(_SAMPLE_TOKENS)
         if took <= 0:
             return math.inf
         speed += _SAMPLE_TOKENS / took * 1e3
@@ -130,7 +132,7 @@ def _waits_s(node: View, more_requests: float, more_tokens: float) -> float:
     requests = node.requests + more_requests
     if requests < _ENOUGH_REQUESTS:
         return 0.0
-    return max(0.0, node.rates.queue_ms(int(node.tokens + more_tokens), math.ceil(requests)) / 1e3 - _ENOUGH_S)
+    return max(0.0, node.rates.queue_ms(node.tokens + more_tokens) / 1e3 - _ENOUGH_S)
 
 
 def until_prefill_s(nodes: Nodes, promised: Promised) -> float:
@@ -159,7 +161,7 @@ def until_decode_s(wish: Wish, nodes: Nodes, promised: Promised, freed: Freed, a
         if wish.tpot_s is None:
             to_end = 0.0
         elif not lacks:
-            to_end = min(to_end, _to_end(node, promised.decode_requests * share + ahead.requests * share, wish))
+            to_end = min(to_end, _to_end(node, (promised.decode_requests + ahead.requests) * share, wish.tpot_s))
         if not lacks and not to_end:
             return 0.0
     if not nodes.decode:
@@ -169,22 +171,16 @@ def until_decode_s(wish: Wish, nodes: Nodes, promised: Promised, freed: Freed, a
     return to_end / (freed.requests_s * share) if freed.requests_s else math.inf
 
 
-def _to_end(node: View, more_requests: float, wish: Wish) -> float:
+def _to_end(node: View, more_requests: float, tpot_s: float) -> float:
     """How many requests must end on a decode node before one more keeps its target there."""
-    assert wish.tpot_s is not None
     running = node.requests + math.ceil(more_requests)
-    each = node.context_tokens / max(1, node.requests)
-
-    def fits(beside: int) -> bool:
-        assert wish.tpot_s is not None
-        return node.rates.step_ms(beside + 1, int(each * beside) + wish.tokens) <= wish.tpot_s * 1e3
-
-    if fits(running):
+    if node.rates.step_ms(running + 1) <= tpot_s * 1e3:
         return 0
-    low, high = 0, running
+    low, high = 0, running  # the most that may run beside it
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        fits = node.rates.step_ms(middle + 1) <= tpot_s * 1e3
+        low, high = (middle, high) if fits else (low, middle - 1)
     return running - low
 
 
@@ -193,9 +189,9 @@ def own_ttft_s(wish: Wish, nodes: Nodes) -> float:
     return min((node.rates.prefill_ms(wish.prompt_tokens) for node in nodes.prefill), default=0.0) / 1e3
 
 
-def own_tpot_s(wish: Wish, nodes: Nodes) -> float:
+def own_tpot_s(nodes: Nodes) -> float:
     """Its further tokens on an idle cluster."""
-    return min((node.rates.step_ms(1, wish.tokens) for node in nodes.decode), default=0.0) / 1e3
+    return min((node.rates.step_ms(1) for node in nodes.decode), default=0.0) / 1e3
 
 
 def ttft_s(wish: Wish, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s: float) -> float:
@@ -204,8 +200,7 @@ def ttft_s(wish: Wish, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s:
     if not nodes.prefill:
         return 0.0
     tokens = promised.prefill_tokens / len(nodes.prefill)
-    requests = math.ceil(promised.prefill_requests / len(nodes.prefill))
-    queue_ms = min(node.rates.queue_ms(int(node.tokens + tokens), node.requests + requests) for node in nodes.prefill)
+    queue_ms = min(node.rates.queue_ms(node.tokens + tokens) for node in nodes.prefill)
     waits = ahead.prompt_tokens / prefill_speed(nodes.prefill) if ahead.prompt_tokens else 0.0
     known = decode_s if decode_s < math.inf else 0.0
     return max(queue_ms / 1e3 + waits, known) + own_ttft_s(wish, nodes)

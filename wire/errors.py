@@ -11,6 +11,7 @@ KvrelayError 500
 +-- Unavailable 503             try again; carries Retry-After
 |   +-- NoNode 503              no node of a role is up
 |   +-- EngineDead 503          the engine process of this node has ended
+|   +-- Draining 503            this node takes nothing new
 |   +-- Overloaded 429          a queue is full
 |   +-- RateLimited 429         a limit of the API key
 +-- NodeFailed 502              a node broke after it had been chosen
@@ -33,6 +34,7 @@ __all__ = [
     "BodyTooLarge",
     "ConfigError",
     "DeadlineExceeded",
+    "Draining",
     "EngineDead",
     "ErrorBody",
     "Forbidden",
@@ -150,6 +152,12 @@ class NoNode(Unavailable):
 
 class EngineDead(Unavailable):
     """The engine process of this node has ended."""
+
+
+class Draining(Unavailable):
+    """This node ends what it has and takes nothing new. No fault of it: others go on."""
+
+    code = "draining"
 
 
 class Overloaded(Unavailable):

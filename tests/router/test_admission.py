@@ -24,14 +24,17 @@ class FixedRates:
     step: float = 10.0
     per_running: float = 1.0
 
-    def prefill_ms(self, tokens: int) -> float:
+    def prefill_ms(self, tokens: float) -> float:
         return tokens * self.per_token
 
-    def queue_ms(self, tokens: int, requests: int) -> float:
+    def queue_ms(self, tokens: float) -> float:
         return tokens * self.per_token
 
-    def step_ms(self, running: int, context_tokens: int = 0) -> float:
+    def step_ms(self, running: float) -> float:
         return self.step + running * self.per_running
+
+    def output_tokens(self, limit: int = 0) -> float:
+        return limit
 
 
 @dataclass
@@ -39,7 +42,6 @@ class ModelNode:
     requests: int = 0
     tokens: int = 0
     kv_room: float = math.inf
-    context_tokens: int = 0
     rates: FixedRates = field(default_factory=FixedRates)
 
 
@@ -263,17 +265,6 @@ def test_what_has_begun_counts_until_a_node_counts_it() -> None:
     for each in begun:
         admission.ended(each, 300, 10, 1.0)
     assert admission._promised.growth_tokens == 0
-
-
-def test_the_length_of_answers_is_learned() -> None:
-    admission = Admission(10)
-    nodes = Nodes([ModelNode()], [ModelNode()])
-    assert admission.expected_output(16) == 16
-    for _ in range(200):
-        admission.arrive(each := wish(), nodes, 0.0)
-        admission.ended(each, 100, 40, 1.0)
-    assert admission.expected_output(0) == pytest.approx(40, abs=1)
-    assert admission.expected_output(0, choices=2) == pytest.approx(80, abs=2)
 
 
 def test_what_ends_is_counted_with_a_fading_past() -> None:

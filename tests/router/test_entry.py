@@ -80,10 +80,14 @@ def test_ids_with_addresses_or_anything_odd_are_none(wanted: str) -> None:
 
 
 def test_only_a_trace_as_w3c_has_it_is_passed_on() -> None:
-    trace = f"00-{'a' * 32}-{'b' * 16}-01"
-    assert sane_trace(trace) == trace
-    for odd in (None, "", trace + "x", trace.upper(), "00-" + "z" * 32 + trace[35:], trace + "\n"):
-        assert sane_trace(odd) is None
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    assert sane_trace({"traceparent": parent, "tracestate": "a=1,b=2"}.get) == {
+        "traceparent": parent,
+        "tracestate": "a=1,b=2",
+    }
+    assert sane_trace({"traceparent": parent, "tracestate": "x" * 513}.get) == {"traceparent": parent}
+    for odd in ("", parent + "x", parent.upper(), "00-" + "z" * 32 + parent[35:], parent + "\n"):
+        assert sane_trace({"traceparent": odd, "tracestate": "a=1"}.get) == {}
 
 
 def test_an_error_in_a_log_names_its_kind_and_not_what_the_client_wrote() -> None:
