@@ -119,7 +119,7 @@ class Admission:
         if prefilling and wish in self._not_prefilling:
             self._not_prefilling.discard(wish)
             self._promised.prefill_requests -= 1
-            self._promised.prefill_tokens -= wish.prompt_tokens
+            self._promised.prefill_tokens -= wish.uncached
         if decoding and wish in self._not_decoding:
             self._not_decoding.discard(wish)
             self._promised.decode_requests -= 1
@@ -146,7 +146,7 @@ class Admission:
         for promised in (self._begun, self._not_prefilling, self._not_decoding):
             promised.add(wish)
         self._promised.prefill_requests += 1
-        self._promised.prefill_tokens += wish.prompt_tokens
+        self._promised.prefill_tokens += wish.uncached
         self._promised.decode_requests += 1
         self._promised.kv_tokens += wish.tokens
 
@@ -154,7 +154,7 @@ class Admission:
         mine = self.queue.waiting(wish.key)
         if max_of_key and mine >= max_of_key:
             why = f"{mine} requests of this key wait, and its limit is {max_of_key}; {_LATER}"
-            ahead = self.queue.ahead(wish).prompt_tokens / prefill_speed(nodes.prefill) if nodes.prefill else 0.0
+            ahead = self.queue.ahead(wish).uncached / prefill_speed(nodes.prefill) if nodes.prefill else 0.0
             return Arrival(refusal=Refusal("key_queue_full", why, self._until_place_s(nodes, wish) + ahead))
         if len(self.queue) < self._max_queue:
             self.queue.push(wish)

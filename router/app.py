@@ -37,9 +37,11 @@ from router.heartbeats import hearing
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of, with_priority
 from router.joined_walk import JoinedWalk
 from router.keys import Caller, Keyring
+from router.kv_events import KvEvents
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
+from router.pairs import Pairs
 from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
@@ -48,6 +50,7 @@ from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.state import health_of
 from router.timeline import Timeline
+from router.warm_up import warming
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
@@ -72,6 +75,7 @@ class Router:
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
+        self.pairs = Pairs()
         self.metrics = Metrics(self.pool, [caller.name for caller in self.keyring.callers])
         self.gate = Gate(config, self.pool, KeyLimits(), self.metrics.admission)
         self.chores = Chores()
@@ -82,15 +86,18 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
         try:
             config = self.config
             async with (
-                watching(self.pool, legs, config.health_interval_s),
+                watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                warming(self.pool, self.pairs, legs, lambda how: self.metrics.meetings.labels(how).inc()),
             ):
                 yield
         finally:
             await self.gate.close()
+            await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
 
@@ -158,7 +165,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, len(self._live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from wire.errors import KvrelayError, RequestError, RequestTimeout, Unavailable
 
-__all__ = ["HEAD_DEADLINE_S", "connections"]
+__all__ = ["HEAD_DEADLINE_S", "Guarded", "connections"]
 
 HEAD_DEADLINE_S = 20.0
 """From the beginning of a connection, or of a further request on it, until its headers are there."""
@@ -31,7 +31,9 @@ _ANSWER = (
 )
 
 
-class _Guarded(HttpToolsProtocol):
+class Guarded(HttpToolsProtocol):
+    """One connection. Subclasses may serve it otherwise; the limits stay."""
+
     max_connections = 0
     head_deadline_s = HEAD_DEADLINE_S
 
@@ -150,6 +152,8 @@ def _too_large(message: str, status: int) -> RequestError:
     return error
 
 
-def connections(at_most: int, head_deadline_s: float = HEAD_DEADLINE_S) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with these limits, for its Config's `http`."""
-    return type("Guarded", (_Guarded,), {"max_connections": at_most, "head_deadline_s": head_deadline_s})
+def connections(
+    at_most: int, head_deadline_s: float = HEAD_DEADLINE_S, of: type[Guarded] = Guarded
+) -> type[HttpToolsProtocol]:
+    """Connections of this type with these limits, for uvicorn's Config as `http`."""
+    return type(of.__name__, (of,), {"max_connections": at_most, "head_deadline_s": head_deadline_s})

@@ -24,7 +24,8 @@ class Wish:
     priority: int = 0
     """As vLLM has it: the lower is served first."""
     prompt_tokens: int = 0
-    """To compute, as far as is known."""
+    cached_tokens: int = 0
+    """Of the prompt, those that a prefill node is believed to have."""
     output_tokens: int = 0
     """Expected."""
     model: str = ""
@@ -35,6 +36,11 @@ class Wish:
     deadline: float = float("inf")
     charged: float = 0.0
     """Tokens by which its key's clock has run for it."""
+
+    @property
+    def uncached(self) -> int:
+        """Tokens of its prompt to compute."""
+        return max(0, self.prompt_tokens - self.cached_tokens)
 
     @property
     def tokens(self) -> int:
@@ -55,16 +61,16 @@ class _Line:
 
     wishes: dict[Wish, None] = field(default_factory=dict)
     tokens: int = 0
-    prompt_tokens: int = 0
+    uncached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What waits ahead of somebody: requests, and the tokens of their prompts, with and without their answers'."""
+    """What waits ahead of somebody: requests, their tokens, and those of their prompts that are to be computed."""
 
     requests: float = 0.0
     tokens: float = 0.0
-    prompt_tokens: float = 0.0
+    uncached: float = 0.0
 
 
 class FairQueue:
@@ -100,7 +106,7 @@ class FairQueue:
         line = self._lines.setdefault(wish.priority, {}).setdefault(wish.key, _Line())
         line.wishes[wish] = None
         line.tokens += wish.tokens
-        line.prompt_tokens += wish.prompt_tokens
+        line.uncached += wish.uncached
         self._length += 1
 
     def remove(self, wish: Wish) -> None:
@@ -109,7 +115,7 @@ class FairQueue:
         line = lines[wish.key]
         del line.wishes[wish]
         line.tokens -= wish.tokens
-        line.prompt_tokens -= wish.prompt_tokens
+        line.uncached -= wish.uncached
         if not line.wishes:
             del lines[wish.key]
             if not lines:
@@ -145,7 +151,7 @@ class FairQueue:
 
     def ahead(self, wish: Wish) -> Ahead:
         """About what would begin before this newcomer does."""
-        requests = tokens = prompt_tokens = 0.0
+        requests = tokens = uncached = 0.0
         key = self._keys.get(wish.key)
         mine = self._lines.get(wish.priority, {}).get(wish.key)
         starts = max(key.clock if key else 0.0, self._now) + (mine.tokens if mine else 0) / wish.weight
@@ -159,8 +165,8 @@ class FairQueue:
                     share = min(1.0, before / line.tokens) if line.tokens else 1.0
                 requests += share * len(line.wishes)
                 tokens += share * line.tokens
-                prompt_tokens += share * line.prompt_tokens
-        return Ahead(requests, tokens, prompt_tokens)
+                uncached += share * line.uncached
+        return Ahead(requests, tokens, uncached)
 
     def displaced_by(self, wish: Wish) -> Wish | None:
         """Who would have to leave for this newcomer if there were no room for both; None: the newcomer itself.

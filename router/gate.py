@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from router.admission import Admission, Refusal
 from router.admission_metrics import AdmissionMetrics
 from router.fair_queue import Wish
-from router.job import Job
+from router.job import Job, prefix_of
 from router.keys import Caller
 from router.pool import Pool
 from router.rate_limits import Exceeded, Limits, Taken
@@ -164,12 +164,19 @@ class Gate:
             weight=caller.weight,
             priority=job.priority,
             prompt_tokens=job.prompt_tokens,
+            # Without a target nothing is estimated that it would change.
+            cached_tokens=0 if ttft_s is None else self._cached(job, nodes),
             output_tokens=math.ceil(each) * max(job.choices, job.best_of),
             ttft_s=ttft_s,
             # The router's is a promise to all who are served: a laxer one of a client's is no reason to break it.
             tpot_s=min(tpots, default=None),
             deadline=arrived + self._config.request_deadline_s,
         )
+
+    def _cached(self, job: Job, nodes: Nodes) -> int:
+        """Tokens of its prompt that the luckiest prefill node is believed to have."""
+        cached = self._pool.prefixes.lookup(prefix_of(job))
+        return max((cached.get(node.url) for node in nodes.prefill), default=0)
 
     def _take(self, caller: Caller, wish: Wish, now: float) -> Taken:
         tokens = wish.tokens

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from openai_api.body import check_choices
+from router.prefix_index import Prefix
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 
@@ -24,6 +25,7 @@ __all__ = [
     "parse_job",
     "parts_of",
     "prefill_body",
+    "prefix_of",
     "with_priority",
 ]
 
@@ -38,6 +40,23 @@ _MAX_MODEL_CHARS = 256
 # A client that could set these could point a node at an address.
 _HANDOVER_FIELD = "kv_transfer_params"
 _HANDOVER_FIELDS = ("remote_", "do_remote_")
+
+# What beside the prompt itself decides its tokens, or the name of their KV.
+_CONTEXT_FIELDS = (
+    "model",
+    "cache_salt",
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "suffix",
+)
 
 _T = TypeVar("_T")
 
@@ -201,6 +220,12 @@ def with_priority(job: Job, priority: int) -> Job:
     if priority == job.priority:
         return job
     return replace(job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())})
+
+
+def prefix_of(job: Job) -> Prefix:
+    """By what the prefix index knows the prompt of this job."""
+    context = hash((job.path, *(bytes(job.fields.get(name, b"")) for name in _CONTEXT_FIELDS)))
+    return Prefix.of(context, bytes(job.fields.get(job.prompt_field, b"")))
 
 
 def prefill_body(job: Job) -> bytes:

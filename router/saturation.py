@@ -57,6 +57,8 @@ class View(Protocol):
     """One node: requests there, tokens of prompts it has yet to compute, room for KV."""
 
     @property
+    def url(self) -> str: ...
+    @property
     def requests(self) -> int: ...
     @property
     def tokens(self) -> int: ...
@@ -186,7 +188,7 @@ def _to_end(node: View, more_requests: float, tpot_s: float) -> float:
 
 def own_ttft_s(wish: Wish, nodes: Nodes) -> float:
     """Its first token on an idle cluster."""
-    return min((node.rates.prefill_ms(wish.prompt_tokens) for node in nodes.prefill), default=0.0) / 1e3
+    return min((node.rates.prefill_ms(wish.uncached) for node in nodes.prefill), default=0.0) / 1e3
 
 
 def own_tpot_s(nodes: Nodes) -> float:
@@ -201,6 +203,6 @@ def ttft_s(wish: Wish, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s:
         return 0.0
     tokens = promised.prefill_tokens / len(nodes.prefill)
     queue_ms = min(node.rates.queue_ms(node.tokens + tokens) for node in nodes.prefill)
-    waits = ahead.prompt_tokens / prefill_speed(nodes.prefill) if ahead.prompt_tokens else 0.0
+    waits = ahead.uncached / prefill_speed(nodes.prefill) if ahead.uncached else 0.0
     known = decode_s if decode_s < math.inf else 0.0
     return max(queue_ms / 1e3 + waits, known) + own_ttft_s(wish, nodes)

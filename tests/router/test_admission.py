@@ -43,6 +43,7 @@ class ModelNode:
     tokens: int = 0
     kv_room: float = math.inf
     rates: FixedRates = field(default_factory=FixedRates)
+    url: str = "http://node"
 
 
 class ModelCluster:

@@ -126,12 +126,12 @@ def test_what_is_ahead_is_what_would_begin_before() -> None:
     queue = FairQueue()
     for _ in range(10):
         queue.push(wish("heavy", 100))
-    assert queue.ahead(wish("heavy", 1)).prompt_tokens == 1000
-    assert queue.ahead(wish("light", 1)).prompt_tokens == 0
+    assert queue.ahead(wish("heavy", 1)).uncached == 1000
+    assert queue.ahead(wish("light", 1)).uncached == 0
     assert queue.ahead(wish("light", 1, priority=1)).requests == 10
     assert queue.ahead(wish("heavy", 1, priority=-1)).requests == 0
     queue.push(wish("light", 300))
-    assert queue.ahead(wish("light", 1)).prompt_tokens == pytest.approx(600)
+    assert queue.ahead(wish("light", 1)).uncached == pytest.approx(600)
 
 
 def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> None:
