@@ -59,6 +59,8 @@ class Admission:
         self._not_prefilling: set[Wish] = set()
         self._not_decoding: set[Wish] = set()
         self._freed = Freed()
+        self._next_late = math.inf
+        """Nobody in the queue is late before."""
 
     def arrive(self, wish: Wish, nodes: Nodes, now: float, max_of_key: int = 0) -> Arrival:
         """A newcomer. `max_of_key` bounds how many of its key may wait; 0 does not."""
@@ -93,17 +95,19 @@ class Admission:
 
     def late(self, nodes: Nodes, now: float) -> list[tuple[Wish, Refusal]]:
         """Take those out of the queue whose time is over: of the request, or for a first token as it was wanted."""
+        if now < self._next_late:
+            return []
         found: list[tuple[Wish, Refusal]] = []
-        for wish in list(self.queue):
-            if wish.deadline <= now:
+        for wish in [wish for wish in self.queue if wish.begin_by <= now]:
+            self.queue.remove(wish)
+            if wish.ttft_s is None or wish.deadline <= now:
                 why = f"the request waited for {now - wish.arrived:.1f} s, until its deadline, and no node had room"
                 found.append((wish, Refusal("deadline", f"{why}; try again later", None)))
-            elif wish.ttft_s is not None and wish.arrived + wish.ttft_s <= now + own_ttft_s(wish, nodes):
+            else:
                 why = f"the request waited for {now - wish.arrived:.2f} s, and its target for the first token is "
                 again = self._until_place_s(nodes, wish)
                 found.append((wish, Refusal("ttft_passed", f"{why}{wish.ttft_s:g} s; {_LATER}", again)))
-        for wish, _ in found:
-            self.queue.remove(wish)
+        self._next_late = min((wish.begin_by for wish in self.queue), default=math.inf)
         return found
 
     def leave(self, wish: Wish) -> None:
@@ -157,7 +161,7 @@ class Admission:
             ahead = self.queue.ahead(wish).uncached / prefill_speed(nodes.prefill) if nodes.prefill else 0.0
             return Arrival(refusal=Refusal("key_queue_full", why, self._until_place_s(nodes, wish) + ahead))
         if len(self.queue) < self._max_queue:
-            self.queue.push(wish)
+            self._push(wish, nodes)
             return Arrival()
         again = self._until_place_s(nodes, wish)
         full = f"{len(self.queue)} requests wait, and the limit is {self._max_queue}; {_LATER}"
@@ -165,9 +169,15 @@ class Admission:
         if displaced is None:
             return Arrival(refusal=Refusal("queue_full", full, again))
         self.queue.remove(displaced)
-        self.queue.push(wish)
+        self._push(wish, nodes)
         less = "less important" if displaced.priority > wish.priority else "of a key with more of them"
         return Arrival(displaced=displaced, displacement=Refusal("displaced", f"{full} (it was {less})", again))
+
+    def _push(self, wish: Wish, nodes: Nodes) -> None:
+        in_time = math.inf if wish.ttft_s is None else wish.arrived + wish.ttft_s - own_ttft_s(wish, nodes)
+        wish.begin_by = min(wish.deadline, in_time)
+        self._next_late = min(self._next_late, wish.begin_by)
+        self.queue.push(wish)
 
     def _never(self, wish: Wish, nodes: Nodes) -> Refusal | None:
         """Targets that an idle cluster would miss, too."""

@@ -34,6 +34,8 @@ class Wish:
     tpot_s: float | None = None
     """Target for each further token."""
     deadline: float = float("inf")
+    begin_by: float = float("inf")
+    """When it must have begun for its deadline, and for its target as was known when it lined up."""
     charged: float = 0.0
     """Tokens by which its key's clock has run for it."""
 
