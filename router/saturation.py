@@ -40,8 +40,8 @@ class Rates(Protocol):
         """To compute so many tokens of a prompt."""
         ...
 
-    def queue_ms(self, tokens: float) -> float:
-        """Until so many tokens are computed that are ahead in the queue."""
+    def queue_ms(self, tokens: float, requests: int) -> float:
+        """Until so many tokens of so many requests are computed that are ahead in the queue."""
         ...
 
     def step_ms(self, running: float) -> float:
@@ -122,7 +122,7 @@ def prefill_speed(nodes: Sequence[View]) -> float:
     """Tokens per second that all of these compute together when each has work; infinite if that takes no time."""
     speed = 0.0
     for node in nodes:
-        took = node.rates.queue_ms(_SAMPLE_TOKENS)
+        took = node.rates.queue_ms(_SAMPLE_TOKENS, 1)
         if took <= 0:
             return math.inf
         speed += _SAMPLE_TOKENS / took * 1e3
@@ -134,7 +134,7 @@ def _waits_s(node: View, more_requests: float, more_tokens: float) -> float:
     requests = node.requests + more_requests
     if requests < _ENOUGH_REQUESTS:
         return 0.0
-    return max(0.0, node.rates.queue_ms(node.tokens + more_tokens) / 1e3 - _ENOUGH_S)
+    return max(0.0, node.rates.queue_ms(node.tokens + more_tokens, math.ceil(requests)) / 1e3 - _ENOUGH_S)
 
 
 def until_prefill_s(nodes: Nodes, promised: Promised) -> float:
@@ -202,7 +202,8 @@ def ttft_s(wish: Wish, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s:
     if not nodes.prefill:
         return 0.0
     tokens = promised.prefill_tokens / len(nodes.prefill)
-    queue_ms = min(node.rates.queue_ms(node.tokens + tokens) for node in nodes.prefill)
+    requests = math.ceil(promised.prefill_requests / len(nodes.prefill))
+    queue_ms = min(node.rates.queue_ms(node.tokens + tokens, node.requests + requests) for node in nodes.prefill)
     waits = ahead.uncached / prefill_speed(nodes.prefill) if ahead.uncached else 0.0
     known = decode_s if decode_s < math.inf else 0.0
     return max(queue_ms / 1e3 + waits, known) + own_ttft_s(wish, nodes)

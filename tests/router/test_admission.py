@@ -27,7 +27,7 @@ class FixedRates:
     def prefill_ms(self, tokens: float) -> float:
         return tokens * self.per_token
 
-    def queue_ms(self, tokens: float) -> float:
+    def queue_ms(self, tokens: float, requests: int) -> float:
         return tokens * self.per_token
 
     def step_ms(self, running: float) -> float:
