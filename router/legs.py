@@ -11,6 +11,7 @@ import msgspec
 
 from router.chores import Chores
 from router.pool import HealthReport, Lease, Node
+from router.tls import trusted
 from wire.config import RouterConfig
 from wire.errors import DeadlineExceeded, Draining, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
@@ -89,7 +90,7 @@ class Legs:
         self._chores = chores
         self._auth = {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S, ssl=trusted(config)),
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
+from router.admission_metrics import AdmissionMetrics
 from router.breaker import State
 from router.doors import Doors
 from router.pool import Node, Pool
@@ -31,8 +32,10 @@ _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 class Metrics:
     """All metrics of one router. All times are taken by the router's one clock."""
 
-    def __init__(self, pool: Pool, doors: Doors) -> None:
+    def __init__(self, pool: Pool, doors: Doors, keys: Iterable[str]) -> None:
+        """`keys`: the names of the API keys."""
         self.registry = registry = CollectorRegistry()
+        self.admission = AdmissionMetrics(registry, keys)
         self.requests = Counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
