@@ -22,7 +22,6 @@ from router.app import create_app as create_router
 from wire.config import EngineConfig, NodeConfig, RouterConfig
 from wire.errors import RequestError
 
-
 NOT_FOR_CLIENTS = ("/kv/", "/admin/", "/drain", "/undrain")
 """What the cluster itself asks, and who runs it; the document is of what clients may."""
 
