@@ -35,11 +35,14 @@ from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.metrics import Metrics
-from router.pool import Pool
+from router.policies.policy import Ask
+from router.pool import NodeKind, Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response
 from router.reply import Reply
 from router.timeline import Timeline
+from router.vllm.legs import VllmLegs
+from router.vllm.walk import VllmWalk
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NoNode, NotFound, RequestError, Unauthorized
 
@@ -62,12 +65,14 @@ class Router:
         self.chores = Chores()
         self.started = int(time.time())
         self._legs: Legs | None = None
+        self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         watch = asyncio.create_task(watch_nodes(self.pool, legs, self.config.health_interval_s))
         try:
             yield
@@ -76,6 +81,7 @@ class Router:
             await asyncio.wait((watch,))
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
+            await vllm_legs.close()
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
@@ -85,7 +91,10 @@ class Router:
             leg_path = path if dialect is AS_IS else CHAT_PATH
             job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
             self.check_served(job.model)
-            parts = parts_of(job)
+            headers = {"x-request-id": job.id}
+            if "traceparent" in request.headers:
+                headers["traceparent"] = request.headers["traceparent"]
+            walk = self._walk(job, headers, timeline)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
             _log.info("id=- path=%s status=%d error=%r", path, why.status, why.message)
@@ -95,24 +104,28 @@ class Router:
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        headers = {"x-request-id": job.id}
-        if "traceparent" in request.headers:
-            headers["traceparent"] = request.headers["traceparent"]
-
-        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            assert self._legs is not None
-            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
-            return Walk(
-                part, headers, its, self.pool, self._legs, self.chores, self.metrics, attempts, deadline_s, reply
-            )
-
-        several = len(parts) > 1
-        walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
         self._live.add(job.id)
         self.metrics.running.inc()
         return Relay(
             walk, self.config.request_deadline_s, lambda status, why: self._finished(walk, path, status, why), dialect
         )
+
+    def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline) -> Walk | JoinedWalk | VllmWalk:
+        """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
+        assert self._legs is not None
+        assert self._vllm_legs is not None
+        legs, attempts, deadline_s = self._legs, self.config.attempts, self.config.request_deadline_s
+        kind = self.pool.kind_for(Ask(Role.PREFILL, job.model, job.prompt_tokens))
+        if kind is not NodeKind.KVRELAY:
+            return VllmWalk(
+                job, kind, headers, timeline, self.pool, self._vllm_legs, self.metrics, attempts, deadline_s
+            )
+
+        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
+            return Walk(part, headers, its, self.pool, legs, self.chores, self.metrics, attempts, deadline_s, reply)
+
+        parts = parts_of(job)
+        return JoinedWalk(job, parts, timeline.arrived, walk_of) if len(parts) > 1 else walk_of(job, timeline)
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
@@ -135,6 +148,7 @@ class Router:
             {
                 "url": node.url,
                 "role": node.role,
+                "kind": node.kind,
                 "up": node.up,
                 "for_s": round(now - node.since, 3) if node.since else None,
                 "reason": node.reason,
@@ -156,7 +170,7 @@ class Router:
 
     def healthy(self) -> bool:
         """Whether a request could walk through both of its legs now."""
-        return all(self.pool.up(role) for role in (Role.PREFILL, Role.DECODE))
+        return bool(self.pool.kinds())
 
     def models(self) -> list[dict[str, str | int]]:
         """The served models as OpenAI model objects, then their adapters, each with its model as `parent`."""
@@ -197,7 +211,7 @@ class Router:
     async def _body(self, request: Request) -> bytes:
         return await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
 
-    def _finished(self, walk: Walk | JoinedWalk, path: str, status: int, why: KvrelayError | None) -> None:
+    def _finished(self, walk: Walk | JoinedWalk | VllmWalk, path: str, status: int, why: KvrelayError | None) -> None:
         self._live.discard(walk.job.id)
         timeline, (prefill, decode) = walk.timeline, walk.nodes
         timeline.ended = time.monotonic()

@@ -61,6 +61,12 @@ class Metrics:
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
+        self.undivided = Counter(
+            "kvrelay_router_undivided",
+            "Requests that a vLLM decode node did alone, its prompt too, by why.",
+            ["why"],
+            registry=registry,
+        )
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
         for node in pool.nodes:

@@ -7,6 +7,7 @@ process never closes its connections.
 
 from __future__ import annotations
 
+import enum
 import logging
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,15 +22,23 @@ from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load
 
-__all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
+__all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "NodeKind", "Pool"]
 
 LOST_AFTER_MISSES = 3
 
 _log = logging.getLogger("kvrelay.router")
 
 
+class NodeKind(enum.StrEnum):
+    """Whose node it is, and by which contract it hands over: only nodes of one kind can be a pair."""
+
+    KVRELAY = "kvrelay"
+    VLLM = "vllm"
+    VLLM_P2P_NCCL = "vllm-p2p-nccl"
+
+
 class HealthReport(msgspec.Struct, frozen=True):
-    """The 200 answer of a node's GET /health."""
+    """The 200 answer of a node's GET /health, or what was found out of one that answers with less."""
 
     role: Role
     model: str
@@ -39,6 +48,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     generation: str = ""
     load: Load = Load()
     adapters: list[str] = []
+    kind: NodeKind = NodeKind.KVRELAY
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +67,9 @@ class Node:
 
     url: str
     role: Role
+    kind: NodeKind = NodeKind.KVRELAY
+    p2p_address: str = ""
+    """Of a vLLM node with a P2pNcclConnector: host and port of its ZMQ socket, as it has told."""
     up: bool = False
     since: float = 0.0
     reason: str = "not checked yet"
@@ -99,15 +112,37 @@ class Pool:
         self._rng = rng
         self._policy: Policy = least_queue
 
-    def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
-        """The nodes of a role that take legs now, for this model or adapter."""
-        return [n for n in self.nodes if n.role == role and n.up and n not in exclude and n.serves(model)]
+    def up(
+        self, role: Role, exclude: Collection[Node] = (), model: str = "", kind: NodeKind | None = None
+    ) -> list[Node]:
+        """The nodes of a role that take legs now, for this model or adapter; of any kind if none is named."""
+        return [
+            n
+            for n in self.nodes
+            if n.role == role and n.up and n not in exclude and n.serves(model) and kind in (None, n.kind)
+        ]
+
+    def kinds(self, model: str = "") -> list[NodeKind]:
+        """Those of which nodes of both roles are up for this model or adapter."""
+        there = [{n.kind for n in self.up(role, model=model)} for role in (Role.PREFILL, Role.DECODE)]
+        return [kind for kind in NodeKind if all(kind in of_role for of_role in there)]
+
+    def kind_for(self, ask: Ask) -> NodeKind:
+        """Of which kind the nodes are to be that this request goes to: that of the one the policy would choose."""
+        kinds = self.kinds(ask.model)
+        if len(kinds) < 2:
+            return kinds[0] if kinds else NodeKind.KVRELAY
+        nodes = {n.url: n for n in self.up(ask.role, model=ask.model) if n.kind in kinds}
+        return nodes[self._policy(ask, [n.view() for n in nodes.values()], self._rng).url].kind
 
     def require_ready(self, model: str = "") -> None:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
         for role in (Role.PREFILL, Role.DECODE):
             if not self.up(role, model=model):
                 raise self._no_node(role, model)
+        if not self.kinds(model):
+            found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
+            raise NoNode(f"no prefill node that is up is of the kind of a decode node ({', '.join(found)})")
 
     def models(self) -> dict[str, int]:
         """Served model names and their longest context in tokens; of nodes that are down only if none is up."""
@@ -122,9 +157,9 @@ class Pool:
         return [node for node in known if node.up] or known
 
     @contextmanager
-    def lease(self, ask: Ask, exclude: Collection[Node] = ()) -> Iterator[Lease]:
+    def lease(self, ask: Ask, exclude: Collection[Node] = (), kind: NodeKind = NodeKind.KVRELAY) -> Iterator[Lease]:
         """A place on the node that the policy chooses, for the length of the block. Raises NoNode."""
-        nodes = {node.url: node for node in self.up(ask.role, exclude, ask.model)}
+        nodes = {node.url: node for node in self.up(ask.role, exclude, ask.model, kind)}
         if not nodes:
             raise self._no_node(ask.role, ask.model)
         chosen = self._policy(ask, [node.view() for node in nodes.values()], self._rng)
@@ -145,7 +180,7 @@ class Pool:
         if node.generation and report.generation != node.generation:
             self._cut(node)
         node.misses = 0
-        node.generation, node.engine_id = report.generation, report.engine_id
+        node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
         node.note_load(report.load)
         why = self._misfit(node, report)
         if why is not None:

@@ -16,6 +16,7 @@ from openai_api.dialect import AS_IS, Dialect, openai_error
 from openai_api.sse import error_event
 from router.handoff import Walk
 from router.joined_walk import JoinedWalk
+from router.vllm.walk import VllmWalk
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response"]
@@ -48,7 +49,7 @@ class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
     def __init__(
-        self, walk: Walk | JoinedWalk, deadline_s: float, finished: Finished, dialect: Dialect = AS_IS
+        self, walk: Walk | JoinedWalk | VllmWalk, deadline_s: float, finished: Finished, dialect: Dialect = AS_IS
     ) -> None:
         super().__init__()
         self._dialect = dialect
