@@ -156,7 +156,7 @@ class Router:
                 "adapters": sorted(node.adapters),
                 "generation": node.generation,
                 "legs": len(node.leases),
-                "queue_depth": round(node.view().depth, 3),
+                "queue_depth": round(node.depth, 3),
                 "load": msgspec.structs.asdict(node.load),
             }
             for node in self.pool.nodes

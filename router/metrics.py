@@ -99,4 +99,4 @@ def _up(node: Node) -> float:
 
 
 def _depth(node: Node) -> float:
-    return node.view().depth
+    return node.depth

@@ -57,15 +57,16 @@ class Lease:
 
     node: Node
     tokens: int
+    kv_tokens: int = 0
+    """Of KV that the node has yet to make room for."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
 
 
-@dataclass(eq=False, slots=True)
-class Node:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Node(NodeView):
     """One node as the router knows it. `foreign_*` is the reported load that is not our own legs."""
 
-    url: str
     role: Role
     kind: NodeKind = NodeKind.KVRELAY
     p2p_address: str = ""
@@ -86,21 +87,50 @@ class Node:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     leases: set[Lease] = field(default_factory=set)
+    own_tokens: int = 0
+    own_kv_tokens: int = 0
+    """Sums over the leases."""
 
     def serves(self, model: str) -> bool:
         """Whether requests for this model or adapter can run here; empty stands for whatever is served."""
         return not model or model == self.model or model in self.adapters
 
-    def view(self) -> NodeView:
-        """The node's queue depth: our own legs, exact, plus what others were seen to have there."""
-        tokens = sum(lease.tokens for lease in self.leases)
-        return NodeView(self.url, len(self.leases) + self.foreign_requests, tokens + self.foreign_tokens)
-
     def note_load(self, load: Load) -> None:
         """Take over a reported load. What we sent ourselves is in it and is not counted twice."""
         self.load = load
         self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
-        self.foreign_tokens = max(0, load.waiting_tokens - sum(lease.tokens for lease in self.leases))
+        self.foreign_tokens = max(0, load.waiting_tokens - self.own_tokens)
+        self.context_tokens = load.context_tokens
+        self._sum_up()
+
+    def take(self, lease: Lease) -> None:
+        """Count a leg of ours, from now on."""
+        self.leases.add(lease)
+        self.own_tokens += lease.tokens
+        self.own_kv_tokens += lease.kv_tokens
+        self._sum_up()
+
+    def give_back(self, lease: Lease) -> None:
+        """It has ended."""
+        if lease in self.leases:
+            self.leases.discard(lease)
+            self.own_tokens -= lease.tokens
+            self.own_kv_tokens -= lease.kv_tokens
+            self._sum_up()
+
+    def answered(self, lease: Lease) -> None:
+        """The leg tells of its first token: nothing is to be computed, and its KV is in what the node reports."""
+        self.own_tokens -= lease.tokens
+        self.own_kv_tokens -= lease.kv_tokens
+        lease.tokens = lease.kv_tokens = 0
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Our own legs, exact, plus what others were seen to have there."""
+        self.requests = len(self.leases) + self.foreign_requests
+        self.tokens = self.own_tokens + self.foreign_tokens
+        if self.load.block_tokens:
+            self.kv_room = self.load.free_blocks * self.load.block_tokens - self.own_kv_tokens
 
 
 class Pool:
@@ -108,9 +138,13 @@ class Pool:
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], rng: random.Random) -> None:
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
-        self.nodes = [Node(url, role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self.nodes = [
+            Node(url, role=role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)
+        ]
         self._rng = rng
         self._policy: Policy = least_queue
+        self._turns = 0
+        self._foreign = False  # a node of another kind than ours was seen
 
     def up(
         self, role: Role, exclude: Collection[Node] = (), model: str = "", kind: NodeKind | None = None
@@ -129,18 +163,17 @@ class Pool:
 
     def kind_for(self, ask: Ask) -> NodeKind:
         """Of which kind the nodes are to be that this request goes to: that of the one the policy would choose."""
-        kinds = self.kinds(ask.model)
+        kinds = self.kinds(ask.model) if self._foreign else ()
         if len(kinds) < 2:
             return kinds[0] if kinds else NodeKind.KVRELAY
-        nodes = {n.url: n for n in self.up(ask.role, model=ask.model) if n.kind in kinds}
-        return nodes[self._policy(ask, [n.view() for n in nodes.values()], self._rng).url].kind
+        return self._policy(ask, [n for n in self.up(ask.role, model=ask.model) if n.kind in kinds], self._rng).kind
 
     def require_ready(self, model: str = "") -> None:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
         for role in (Role.PREFILL, Role.DECODE):
             if not self.up(role, model=model):
                 raise self._no_node(role, model)
-        if not self.kinds(model):
+        if self._foreign and not self.kinds(model):
             found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
             raise NoNode(f"no prefill node that is up is of the kind of a decode node ({', '.join(found)})")
 
@@ -159,16 +192,18 @@ class Pool:
     @contextmanager
     def lease(self, ask: Ask, exclude: Collection[Node] = (), kind: NodeKind = NodeKind.KVRELAY) -> Iterator[Lease]:
         """A place on the node that the policy chooses, for the length of the block. Raises NoNode."""
-        nodes = {node.url: node for node in self.up(ask.role, exclude, ask.model, kind)}
+        nodes = self.up(ask.role, exclude, ask.model, kind)
         if not nodes:
             raise self._no_node(ask.role, ask.model)
-        chosen = self._policy(ask, [node.view() for node in nodes.values()], self._rng)
-        lease = Lease(nodes[chosen.url], ask.tokens)
-        lease.node.leases.add(lease)
+        node = self._policy(ask, nodes, self._rng)
+        self._turns += 1
+        node.turn = self._turns
+        lease = Lease(node, ask.uncached(node), ask.kv_tokens)
+        node.take(lease)
         try:
             yield lease
         finally:
-            lease.node.leases.discard(lease)
+            node.give_back(lease)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
@@ -181,6 +216,7 @@ class Pool:
             self._cut(node)
         node.misses = 0
         node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
+        self._foreign |= node.kind is not NodeKind.KVRELAY
         node.note_load(report.load)
         why = self._misfit(node, report)
         if why is not None:

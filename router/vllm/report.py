@@ -28,7 +28,8 @@ _SAMPLE = re.compile(
     rb"|process_start_time_seconds)(?:\{[^\n]*\})? ([-+.0-9eE]+)\r?$",
     re.MULTILINE,
 )
-_BLOCKS = re.compile(rb'^vllm:cache_config_info\{[^\n]*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE)
+_CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_BLOCKS, _BLOCK_TOKENS = re.compile(rb'\bnum_gpu_blocks="(\d+)"'), re.compile(rb'\bblock_size="(\d+)"')
 
 
 class _Card(msgspec.Struct):
@@ -91,10 +92,14 @@ def _load_of(metrics: bytes) -> tuple[Load, str]:
             sums.setdefault(name.rpartition(b"_cache_")[2], []).append(float(value))
         except ValueError:
             continue
-    total = sum(int(blocks) for blocks in _BLOCKS.findall(metrics))
+    caches = _CACHE.findall(metrics)
+    total = sum(int(blocks) for cache in caches for blocks in _BLOCKS.findall(cache))
+    block_tokens = max((int(tokens) for cache in caches for tokens in _BLOCK_TOKENS.findall(cache)), default=0)
     used = sums.get(b"usage_perc", [0.0])
     free = round(total * (1 - min(1.0, max(0.0, sum(used) / len(used)))))
     running, waiting = (
         max(0, int(sum(sums.get(name, ())))) for name in (b"vllm:num_requests_running", b"vllm:num_requests_waiting")
     )
-    return Load(running=running, waiting=waiting, free_blocks=free, total_blocks=total), started
+    if not total:
+        block_tokens = 0  # room of no known size is not no room
+    return Load(running, waiting, free_blocks=free, total_blocks=total, block_tokens=block_tokens), started

@@ -177,6 +177,8 @@ class VllmWalk:
             return
 
         async def put(events: bytes) -> None:
+            if not self.output_tokens:
+                lease.node.answered(lease)
             self.timeline.tokens(time.monotonic())
             self.output_tokens += events.count(b"data: {")
             self.reply.put(self._timed(events))
@@ -202,7 +204,9 @@ class VllmWalk:
 
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
-        with self._pool.lease(Ask(role, self.job.model, tokens), self._tried[role], self._kind) as lease:
+        kv_tokens = self.prompt_tokens or self.job.prompt_tokens
+        ask = Ask(role, self.job.model, tokens, kv_tokens=kv_tokens, output_tokens=self.job.max_tokens)
+        with self._pool.lease(ask, self._tried[role], self._kind) as lease:
             self._last[role] = lease.node.url
             yield lease
 

@@ -55,8 +55,8 @@ def test_reported_load_of_others_counts_and_our_own_is_not_counted_twice(pool: P
     node = pool.nodes[0]
     with pool.lease(Ask(Role.PREFILL, tokens=100), [pool.nodes[1]]):
         node.note_load(Load(running=3, waiting=1, waiting_tokens=150))
-        assert (node.view().requests, node.view().tokens) == (4, 150)
-    assert (node.view().requests, node.view().tokens) == (3, 50)
+        assert (node.requests, node.tokens) == (4, 150)
+    assert (node.requests, node.tokens) == (3, 50)
 
 
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
