@@ -62,7 +62,11 @@ def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_on
     assert json.loads(decode_body(asked, None)) == {"model": "m"} | fields
 
 
-@given(st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1) | st.text()))
+@given(
+    st.dictionaries(
+        st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1) | st.text()
+    )
+)
 def test_a_hand_over_is_passed_on_byte_for_byte(extra: dict[str, Any]) -> None:
     given_away = json.dumps({**extra, "do_remote_prefill": True, "remote_num_tokens": 1.0e3}, indent=1)
     body = b'{"choices":[{}],"usage":{"prompt_tokens":7},"kv_transfer_params":' + given_away.encode() + b"}"
