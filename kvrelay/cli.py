@@ -66,9 +66,11 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object]) -> int:
     config = build(RouterConfig, values)
-    if not config.prefill or not config.decode:
+    if not (config.prefill and config.decode) and not config.p2p_nccl_port:
         raise ConfigError("a router needs at least one --prefill URL and one --decode URL")
     check_port(config.host, config.port)
+    if config.p2p_nccl_port:
+        check_port(config.host, config.p2p_nccl_port)
     _log_to_stderr()
     from router.server import run as run_router
 

@@ -14,7 +14,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -76,12 +76,19 @@ class Router:
         self._legs = legs = Legs(self.config, self.chores)
         self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
-            async with watching(self.pool, legs, self.config.health_interval_s):
+            async with watching(self.pool, legs, self.config.health_interval_s), self._hearing_pings():
                 yield
         finally:
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
             await vllm_legs.close()
+
+    def _hearing_pings(self) -> AbstractAsyncContextManager[None]:
+        if not self.config.p2p_nccl_port:
+            return nullcontext()
+        from router.vllm.pings import hearing_pings
+
+        return hearing_pings(self.pool, self.config.host, self.config.p2p_nccl_port)
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
