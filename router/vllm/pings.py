@@ -12,16 +12,17 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from router.members import NodeSpec, Source
 from router.pool import Pool
 from wire.config import Role
-from wire.errors import ConfigError, RequestError
+from wire.errors import RequestError
+
+if TYPE_CHECKING:
+    import zmq.asyncio
 
 __all__ = ["EXPIRY_S", "PingBook", "hearing_pings"]
 
@@ -30,7 +31,8 @@ EXPIRY_S = 10.0
 
 _MAX_NODES = 4096
 _MAX_PING_BYTES = 4096
-_TICK_S = 1.0
+_EXPIRE_S = 1.0
+_COMPLAIN_S = 10.0
 _ROLES = {"P": Role.PREFILL, "D": Role.DECODE}
 
 _log = logging.getLogger("kvrelay.router")
@@ -82,38 +84,48 @@ class PingBook:
 
 @asynccontextmanager
 async def hearing_pings(pool: Pool, host: str, port: int) -> AsyncIterator[None]:
-    """Keep the pool's members to who pings, for the length of the block. Raises ConfigError if the port is taken."""
+    """Keep the pool to who pings, for the length of the block; with port 0 do nothing. Raises RequestError."""
+    if not port:
+        yield
+        return
+    import zmq  # here, because most routers do without
+    import zmq.asyncio
+
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_PING_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     try:
-        socket.bind(f"tcp://{host}:{port}")
+        socket.bind(f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}")
     except zmq.ZMQError as why:
         context.destroy(0)
-        raise ConfigError(f"pings cannot be heard on {host}:{port}: {why}; choose another --p2p-nccl-port") from why
-    hearing = asyncio.create_task(_hear(pool, socket))
+        raise RequestError(f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port") from why
+    task = asyncio.create_task(_hear(pool, socket))
     try:
         yield
     finally:
-        hearing.cancel()
-        await asyncio.wait((hearing,))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         context.destroy(0)
 
 
 async def _hear(pool: Pool, socket: zmq.asyncio.Socket) -> None:
-    book, ticked = PingBook(), time.monotonic()
+    book = PingBook()
+    expire_at = complain_at = 0.0
     while True:
         changed = False
-        if await socket.poll(int(_TICK_S * 1e3)):
+        if await socket.poll(_EXPIRE_S * 1e3):
             frames = await socket.recv_multipart()
+            now = time.monotonic()
             try:
-                changed = book.take(frames[-1], time.monotonic())
+                changed = book.take(frames[-1], now)
             except RequestError as why:
-                _log.warning("a ping is not understood: %s", why.message)
+                if now >= complain_at:  # a stranger must not fill the log
+                    complain_at = now + _COMPLAIN_S
+                    _log.warning("a ping is refused: %s", why.message)
         now = time.monotonic()
-        if now - ticked >= _TICK_S:
-            ticked = now
+        if now >= expire_at:
+            expire_at = now + _EXPIRE_S
             changed |= book.expire(now)
         if changed:
             _tell(pool, book, now)
