@@ -203,7 +203,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
         log.info("%s body=%s", call.response_id, shown(body))
     legs, parsed = await legs_of(serving, call)
     leg, frames = legs[0], frames_of(node, legs, call)
-    headers = {LOAD_HEADER: node.engine.load.header()}
+    headers = {LOAD_HEADER: node.engine.load.header(), "x-request-id": call.id}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
     first = await unless_gone(request, anext(frames))

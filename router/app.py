@@ -43,7 +43,7 @@ from router.policies.by_name import POLICIES
 from router.policies.policy import Ask
 from router.pool import NodeKind, Pool
 from router.questions import ask_any
-from router.relay import CLIENT_GONE, Relay, error_response
+from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.state import health_of
 from router.timeline import Timeline
@@ -51,7 +51,7 @@ from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
 from wire.config import Role, RouterConfig
-from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NotFound, RequestError, Unauthorized
+from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
 __all__ = ["Router", "create_app"]
 
@@ -59,6 +59,7 @@ _SHUTDOWN_DEADLINE_S = 5.0
 _MAX_ADMIN_BYTES = 1 << 16
 _ADMIN_READ_S = 10.0
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
+_TRACE_HEADERS = ("traceparent", "tracestate")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _log = logging.getLogger("kvrelay.router")
@@ -99,19 +100,21 @@ class Router:
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline = request.url.path, Timeline(time.monotonic())
+        request.state.job_id = self._new_id(request)
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
+            if request.state.job_id in self._live:  # since the body was waited for
+                request.state.job_id = self._new_id(request)
             session = request.headers.get(SESSION_HEADER, "")
-            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53), session)
+            job = parse_job(body, leg_path, request.state.job_id, int(time.time()), secrets.randbits(53), session)
             job = for_model(job, self.models.named(job.model))
-            headers = {"x-request-id": job.id}
-            if "traceparent" in request.headers:
-                headers["traceparent"] = request.headers["traceparent"]
+            trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+            headers = {"x-request-id": job.id, **trace}
             walk = self._walk(job, headers, timeline)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
-            _log.info("id=- path=%s status=%d error=%r", path, why.status, why.message)
+            _log.info("id=%s path=%s status=%d error=%r", request.state.job_id, path, why.status, why.message)
             raise
         except ClientDisconnect:
             self.metrics.finished(path, CLIENT_GONE)
@@ -293,13 +296,14 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
                 if len(body) > limit_bytes:
                     raise too_large
     except TimeoutError as why:
-        raise DeadlineExceeded(f"the request body did not arrive within {deadline_s:g} s") from why
+        raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s") from why
     return bytes(body)
 
 
 async def _answer_error(request: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
-    return error_response(why, shape=error_shape(request.url.path))
+    headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else None
+    return error_response(why, headers, error_shape(request.url.path))
 
 
 async def _answer_http_error(request: Request, why: Exception) -> Response:
