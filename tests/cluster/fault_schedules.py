@@ -241,7 +241,7 @@ class Faults:
 
         def used() -> dict[str, object]:
             reports = {f"{node.role}:{node.port}": node.health() for node in self._up()}
-            return {name: r for name, r in reports.items() if r is None or r["load"][-2] != r["load"][-1]}
+            return {name: r for name, r in reports.items() if r is None or r["load"][3] != r["load"][4]}
 
         while left := used():
             over_s = time.monotonic() - since

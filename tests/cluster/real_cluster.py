@@ -91,7 +91,7 @@ class Process:
         """Free and total KV blocks."""
         report = self.health()
         assert report is not None, f"{self.role} on port {self.port} is not healthy: {self.tail()}"
-        *_, free, total = report["load"]
+        free, total = report["load"][3:5]
         return free, total
 
     def metric(self, name: str) -> float:
