@@ -53,7 +53,7 @@ def llm_d_sidecar(session: aiohttp.ClientSession, prefill: str, decode: str) -> 
     """The sidecar's runNIXLProtocolV2. It reads and writes JSON as Go does: each number becomes a 64-bit float."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        body = _go_read(await request.read())
+        body = go_read(await request.read())
         chat = request.path.endswith("/chat/completions")
         limits = ("max_tokens", "max_completion_tokens") if chat else ("max_tokens",)
         kept = {name: body[name] for name in ("stream", "stream_options", *limits) if name in body}
@@ -62,23 +62,23 @@ def llm_d_sidecar(session: aiohttp.ClientSession, prefill: str, decode: str) -> 
         headers += [("content-type", "application/json"), ("x-request-id", str(uuid.uuid1()))]
         first = body | {"kv_transfer_params": HOLD, "stream": False} | dict.fromkeys(limits, 1)
         first.pop("stream_options", None)
-        async with session.post(prefill + request.path, data=_go_write(first), headers=headers) as answer:
+        async with session.post(prefill + request.path, data=go_write(first), headers=headers) as answer:
             if not 200 <= answer.status < 300:
                 return web.Response(status=answer.status)
-            given = _go_read(await answer.read()).get("kv_transfer_params")
+            given = go_read(await answer.read()).get("kv_transfer_params")
         rest = {name: value for name, value in body.items() if name not in limits and name != "stream"}
         rest |= kept | {"kv_transfer_params": given}
-        return await _passed_on(request, session, decode, _go_write(rest), headers)
+        return await _passed_on(request, session, decode, go_write(rest), headers)
 
     return handle
 
 
-def _go_read(body: bytes) -> dict[str, Any]:
+def go_read(body: bytes) -> dict[str, Any]:
     read: dict[str, Any] = json.loads(body, parse_int=float)
     return read
 
 
-def _go_write(value: dict[str, Any]) -> str:
+def go_write(value: dict[str, Any]) -> str:
     """Keys in order, `<`, `>` and `&` escaped, and a float without a fraction as an integer."""
 
     def plain(part: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import httpx2
 import pytest
-from proxy_doubles import Proxy, llm_d_sidecar, serving, toy_proxy
+from proxy_doubles import HOLD, Proxy, go_read, go_write, llm_d_sidecar, serving, toy_proxy
 from real_cluster import Cluster, free_port, running, tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -136,7 +136,10 @@ async def test_answers_are_those_of_our_own_router(proxy: str, cluster: Cluster)
                 ours = await answered(session, cluster.url, path, body)
                 computed = decode.metric("vllm:prompt_tokens_total")
                 assert await answered(session, proxy, path, body) == ours, (name, stream)
-                assert decode.metric("vllm:prompt_tokens_total") == computed, f"{name}: the decode node computed it"
+                # Choices beside the first compute what is less than a block themselves.
+                least = computed + 15 * (fields.get("n", 1) - 1)
+                if "stop" not in name:  # a first token that ends an answer leaves nothing to hand over
+                    assert decode.metric("vllm:prompt_tokens_total") <= least, f"{name}: the decode node computed it"
     cluster.all_blocks_free(within_s=LEASE_S + 2)
 
 
@@ -159,4 +162,15 @@ async def test_an_answer_without_a_seed_and_several_prompts_come_through_too(pro
         assert await answered(session, proxy, COMPLETIONS, body) == await answered(
             session, cluster.url, COMPLETIONS, body
         )
+    cluster.all_blocks_free(within_s=LEASE_S + 2)
+
+
+async def test_a_hand_over_survives_a_proxy_that_makes_floats_of_numbers(cluster: Cluster) -> None:
+    async with aiohttp.ClientSession() as session:
+        body = {"model": "tiny", "prompt": "a" * 30, "max_tokens": 1, "kv_transfer_params": HOLD, "logprobs": 2}
+        async with session.post(cluster.of("prefill")[0].url + COMPLETIONS, json=body) as answer:
+            text = await answer.read()
+    given = json.loads(text)["kv_transfer_params"]
+    assert given["seed"] < 2**53
+    assert json.loads(go_write(go_read(text)))["kv_transfer_params"] == given
     cluster.all_blocks_free(within_s=LEASE_S + 2)
