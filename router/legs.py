@@ -17,7 +17,7 @@ from wire.errors import DeadlineExceeded, Draining, ErrorBody, KvNotLoaded, Kvre
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
 from wire.outputs import Load
 
-__all__ = ["LegFailed", "Legs", "Refused", "TakeFrames", "drain", "read_short"]
+__all__ = ["LegFailed", "Legs", "Refused", "TakeFrames", "read_rest", "read_short"]
 
 TakeFrames = Callable[[Sequence[Frame]], Awaitable[None]]
 """Given frames in order; may wait until the client has room for more."""
@@ -206,7 +206,7 @@ class Legs:
             if ended is None:
                 answer.close()
             else:
-                self._chores.spawn(drain(answer))
+                self._chores.spawn(read_rest(answer))
 
 
 async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFrames) -> FrameKind:
@@ -284,7 +284,7 @@ def _note_load_header(node: Node, value: str | None) -> None:
         _log.warning("node %s reports a malformed load: %.80r", node.url, value)
 
 
-async def drain(answer: aiohttp.ClientResponse) -> None:
+async def read_rest(answer: aiohttp.ClientResponse) -> None:
     """Read the few bytes behind the last frame, so that the connection can be used again."""
     try:
         async with asyncio.timeout(_DRAIN_DEADLINE_S):

@@ -124,7 +124,7 @@ def prefill_body(job: Job, *, named_by_id: bool = False) -> bytes:
     """The body of the prefill leg. `named_by_id`: for P2pNcclConnector, whose KV is found by the request's id alone.
 
     The client's fields are all there, so that a request which the decode node would refuse is refused while nothing is
-    held; but for those that do not go with one token (min_tokens), and those that make versions before 0.13 hold
+    held; but for those that do not go with one token (min_tokens), and those that make older versions hold
     nothing: KV of a request that was stopped by a token is freed at once.
     """
     fields: dict[str, Any] = dict(job.fields)

@@ -11,7 +11,7 @@ import aiohttp
 
 from openai_api.sse import DONE
 from router.chores import Chores
-from router.legs import LegFailed, Refused, drain, read_short
+from router.legs import LegFailed, Refused, read_rest, read_short
 from router.pool import Lease, Node
 from router.vllm.bodies import error_in, told_error
 from wire.config import RouterConfig
@@ -120,7 +120,7 @@ class VllmLegs:
                     well = True
                 finally:
                     if well:
-                        self._chores.spawn(drain(answer))
+                        self._chores.spawn(read_rest(answer))
                     else:
                         answer.close()
         except aiohttp.ClientConnectorError as why:

@@ -22,7 +22,7 @@ Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 """Status and body of a GET of this path on the node."""
 
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
-# The names of the cache's usage are those of before and after 0.11.
+# The cache's usage has an older name, too.
 _SAMPLE = re.compile(
     rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|vllm:gpu_cache_usage_perc"
     rb"|process_start_time_seconds)(?:\{[^\n]*\})? ([-+.0-9eE]+)\r?$",
