@@ -26,6 +26,7 @@ from node.drain import Drain
 from node.engine_client import EngineClient, Updates
 from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
+from node.kv_events import KvEvents
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
@@ -71,6 +72,7 @@ class Node:
     created: int
     serving: Serving | None = None
     metrics: NodeMetrics | None = None
+    kv_events: KvEvents | None = None
     failure: str | None = None
     drain: Drain = field(init=False)
 
@@ -169,6 +171,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
                 "load": node.engine.load,
+                "kv_events": None if node.kv_events is None else node.kv_events.report(),
                 "requests": node.engine.queue_depth(),
                 "held_blocks": node.engine.stats.held_blocks,
                 "quarantined_blocks": node.engine.stats.quarantined_blocks,

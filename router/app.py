@@ -36,9 +36,11 @@ from router.health import watching
 from router.heartbeats import hearing
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
+from router.kv_events import KvEvents
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
+from router.pairs import Pairs
 from router.policies.by_name import POLICIES
 from router.policies.policy import Ask
 from router.pool import NodeKind, Pool
@@ -50,6 +52,7 @@ from router.timeline import Timeline
 from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
+from router.warm_up import warming
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
@@ -73,6 +76,7 @@ class Router:
         policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
+        self.pairs = Pairs()
         self.metrics = Metrics(self.pool)
         self.chores = Chores()
         self._legs: Legs | None = None
@@ -83,16 +87,19 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
         self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
             config = self.config
             async with (
-                watching(self.pool, legs, config.health_interval_s),
+                watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                warming(self.pool, self.pairs, legs, lambda how: self.metrics.meetings.labels(how).inc()),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port),
             ):
                 yield
         finally:
+            await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
             await vllm_legs.close()
@@ -160,7 +167,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, len(self._live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:

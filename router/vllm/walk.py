@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 
 from openai_api.stages import with_stages
-from router.job import Job
+from router.job import Job, prefix_of
 from router.legs import LegFailed
 from router.metrics import Metrics
 from router.policies.policy import Ask
@@ -75,6 +75,7 @@ class VllmWalk:
         self.output_tokens = 0
         """As the node counts them; of a stream its events, which are about one per token."""
         self._kind = kind
+        self._prefix = prefix_of(job)
         self._headers = headers
         self._pool = pool
         self._legs = legs
@@ -82,13 +83,13 @@ class VllmWalk:
         self._attempts = attempts
         self._deadline_s = deadline_s
         self._tried: dict[Role, list[Node]] = {Role.PREFILL: [], Role.DECODE: []}
-        self._last: dict[Role, str] = {Role.PREFILL: "-", Role.DECODE: "-"}
+        self._last: dict[Role, str] = {Role.PREFILL: "", Role.DECODE: ""}
         self._round = 0
 
     @property
     def nodes(self) -> tuple[str, str]:
         """Where its last legs ran."""
-        return self._last[Role.PREFILL], self._last[Role.DECODE]
+        return self._last[Role.PREFILL] or "-", self._last[Role.DECODE] or "-"
 
     async def run(self) -> None:
         """Answer the request into `reply`. Raises KvrelayError when it cannot."""
@@ -204,8 +205,18 @@ class VllmWalk:
 
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
-        kv_tokens = self.prompt_tokens or self.job.prompt_tokens
-        ask = Ask(role, self.job.model, tokens, kv_tokens=kv_tokens, output_tokens=self.job.max_tokens)
+        job, decoding = self.job, role is Role.DECODE
+        ask = Ask(
+            role,
+            job.model,
+            tokens,
+            kv_tokens=(self.prompt_tokens or job.prompt_tokens) if decoding else 0,
+            output_tokens=job.max_tokens if decoding else 0,
+            priority=job.priority,
+            session=job.session,
+            prefix=self._prefix,
+            peer=self._last[Role.PREFILL] if decoding else "",
+        )
         with self._pool.lease(ask, self._tried[role], self._kind) as lease:
             self._last[role] = lease.node.url
             yield lease

@@ -74,7 +74,7 @@ async def pinged(*nodes: VllmNode) -> AsyncIterator[Cluster]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        async with cluster(ready=False, p2p_nccl_port=port) as c:
+        async with cluster(ready=False, p2p_nccl_port=port, health_deadline_s=2.0) as c:
             for node in nodes:
                 pings = context.socket(zmq.DEALER)
                 pings.connect(f"tcp://127.0.0.1:{port}")

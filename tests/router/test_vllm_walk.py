@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anthropic
@@ -13,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from router.pool import NodeKind
-from tests.router.router_doubles import MODEL, Cluster, cluster, decode, prefill, until
+from tests.router.router_doubles import MODEL, Cluster, decode, prefill, until
+from tests.router.router_doubles import cluster as start_cluster
 from tests.router.router_doubles import refuse as refuse_frames
 from tests.router.vllm_doubles import (
     ASKED,
@@ -30,6 +32,12 @@ from tests.router.vllm_doubles import (
     pair,
     refuse,
 )
+
+
+def cluster(*nodes: Any, **config: Any) -> AbstractAsyncContextManager[Cluster]:
+    """A health check here is four questions; on a busy machine they take a while."""
+    return start_cluster(*nodes, **({"health_deadline_s": 2.0} | config))
+
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
@@ -309,7 +317,7 @@ async def test_a_node_that_stops_is_left_for_another(role: str) -> None:
     store = Store()
     stopped, good = VllmNode(role, hang, store), VllmNode(role, ok, store, running_requests=9)
     other = VllmNode("decode" if role == "prefill" else "prefill", ok, store)
-    async with cluster(stopped, good, other) as c:
+    async with cluster(stopped, good, other, health_deadline_s=0.3) as c:
         asking = asyncio.create_task(said(c, {"stream": True}))
         await asyncio.wait_for(stopped.called.wait(), 5)
         stopped.health_hangs = True
