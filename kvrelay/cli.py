@@ -67,10 +67,10 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object]) -> int:
     config = build(RouterConfig, values)
-    if not (config.prefill and config.decode) and not config.heartbeat_port:
+    if not (config.prefill and config.decode) and not (config.heartbeat_port or config.kubernetes_selector):
         raise ConfigError(
             "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
-            "announce themselves"
+            "announce themselves, or --kubernetes-selector for pods"
         )
     check_port(config.host, config.port)
     if config.heartbeat_port:
