@@ -39,6 +39,7 @@ from router.heartbeats import hearing
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of, with_priority
 from router.joined_walk import JoinedWalk
 from router.keys import Caller, Keyring
+from router.kubernetes_watch import discovering
 from router.kv_events import KvEvents
 from router.legs import Legs
 from router.means import Means
@@ -114,6 +115,7 @@ class Router:
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
                 warming(self.pool, self.pairs, legs, self._met),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port),
             ):

@@ -68,6 +68,8 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
     held_blocks: int = 0
+    pod_uid: str = ""
+    """Of the Kubernetes pod that it runs in, if it was told."""
 
     @property
     def draining(self) -> bool:
@@ -486,6 +488,11 @@ class Pool:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
             )
+        pod = self.members.spec(Source.KUBERNETES, node.url)
+        if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
+            return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
+        if pod is not None and pod.model and report.model != pod.model:
+            return f"its pod is labelled with the model {pod.model!r} and it serves {report.model!r}; correct the label"
         return None
 
     def _take_down(self, node: Node, why: str, now: float) -> None:
