@@ -158,6 +158,7 @@ class FakeNode:
     script: Script
     model: str = MODEL
     generation: str = "g1"
+    pod_uid: str = ""
     load: Load = field(default_factory=Load)
     health_status: int = 200
     health_hangs: bool = False
@@ -207,6 +208,7 @@ class FakeNode:
             "generation": self.generation,
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
+            "pod_uid": self.pod_uid,
             "kv": msgspec.to_builtins(self.kv),
         }
         return web.json_response(body, status=503 if self.draining else self.health_status)
