@@ -98,7 +98,7 @@ class _Stream(asyncio.Protocol):
             self.first = now
         elif self.first < 0:
             self.first = now
-        if self.gaps is not None:
+        if self.gaps is not None and self._newest:
             # Events that come together are one gap and then none at all.
             self.gaps.append(now - self._newest)
             self.events += (self._tail[-5:] + data).count(_EVENT)

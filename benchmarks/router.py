@@ -125,9 +125,8 @@ def _show(rows: list[Row]) -> None:
             f"{row.rate:12.0f}{row.busy_cpu_us:12.0f}{row.busy_p99_ms:8.1f}{row.client_share:8.2f}{row.nodes_share:7.2f}"
             f"{row.event_us:10.1f}"
         )
-    print(
-        f"\n{'paced at 5 ms':15}" + "".join(f"{f'{n} streams: gap p50, p99; ttft p99; rate':>44}" for n in base.paced)
-    )
+    print("\npaced, streams:ms between events: gap p50 and p99, ttft p99, share of the wanted rate")
+    print(" " * 15 + "".join(f"{pace:>30}" for pace in base.paced))
     for row in rows:
         cells = [f"{a:.1f}  {b:.1f}  {c:.0f} ms {d:.0%}" for a, b, c, d in row.paced.values()]
         print(f"{row.name:15}" + "".join(f"{cell:>30}" for cell in cells))
