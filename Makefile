@@ -28,7 +28,7 @@ demo: setup  ## start 1 prefill node, 1 decode node and a router, and answer a c
 	@exec $(BIN)/kvrelay up --prefill 1 --decode 1 --port $(PORT) --demo $(if $(DEMO_EXIT),--demo-exit)
 
 test: setup  ## run the whole test suite (PYTEST_ARGS='-k name' for a part)
-	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@exec scripts/test.sh $(BIN)/python $(PYTEST_ARGS)
 
 lint: setup  ## check style and types
 	@$(BIN)/ruff check . || { echo "make: ruff found the errors above; '$(BIN)/ruff check --fix .' mends some" >&2; exit 1; }

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from paged_engine.draft_pace import DraftPace
 from paged_engine.engine import Engine
 from paged_engine.request import Request
 from wire.config import EngineConfig
@@ -48,6 +49,7 @@ def answer(engine: Engine, batch: int, texts: Sequence[Sequence[int]] | None, ag
         params = SamplingParams(MAX_TOKENS, seed=at, temperature=0.0, ignore_eos=True)
         request = Request.of(Submit(f"{time.monotonic_ns()}-{at}", prompt, params), time.monotonic())
         request.lookup = Foresight(() if texts is None else texts[at], agrees, random.Random(at))  # type: ignore[assignment]
+        request.draft_pace = DraftPace(engine.scheduler.speculation.tokens)
         engine.scheduler.add(request)
         requests.append(request)
     while any(request.output_tokens < 3 for request in requests):

@@ -35,7 +35,7 @@ from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError
 from wire.transfer import PROTOCOL_VERSION
 
-__all__ = ["ControlDesk", "ControlThread"]
+__all__ = ["ENDED", "ENDED_EARLY", "ControlDesk", "ControlThread"]
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,15 @@ LINGER_MS = 100
 KNOCK_S = 0.3
 # What a CURVE message has beyond its content (nonce, authenticator, flags): counted by zmq's size limit.
 CURVE_OVERHEAD_BYTES = 33
-# A source that has another secret hangs up during the handshake; one with and one without are a protocol error.
-STRANGER = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-STRANGER |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
-GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | STRANGER
-NO_HANDSHAKE = (
-    "no handshake; most likely it has another cluster_secret: set the same KVRELAY_CLUSTER_SECRET on all nodes"
+# A source that has another secret, or one where we have none, hangs up during the handshake without a word (measured:
+# all of them are "no detail", as a connection that was cut is).
+NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+NO_HANDSHAKE |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
+GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | NO_HANDSHAKE
+ENDED = "has ended or was refused"
+ENDED_EARLY = (
+    "ended during the handshake: it was cut, or the node there has another cluster_secret; if it happens again, set "
+    "the same KVRELAY_CLUSTER_SECRET on all nodes"
 )
 
 
@@ -65,8 +68,8 @@ class ControlDesk(Protocol):
     def hear(self, peer: PeerKey, message: Message) -> None:
         """As the reader: a peer that we dialled said this."""
 
-    def gone(self, peer: PeerKey) -> None:
-        """As the reader: the connection to this peer is over."""
+    def gone(self, peer: PeerKey, how: str) -> None:
+        """As the reader: the connection to this peer is over; `how` goes on where "the connection to it" begins."""
 
     def vanished(self, peer: PeerKey) -> None:
         """As the reader, from any thread: the process of this peer is not there any more."""
@@ -178,11 +181,7 @@ class ControlThread:
         for peer in [p for p, monitor in self._monitors.items() if monitor in ready]:
             event = recv_monitor_message(self._monitors[peer], zmq.NOBLOCK)["event"]
             self._hang_up(peer)
-            if event & STRANGER:
-                # In a word of theirs, as they cannot say it: no message passes before the handshake.
-                self._desk.hear(peer, Refused(NO_HANDSHAKE))
-            else:
-                self._desk.gone(peer)
+            self._desk.gone(peer, ENDED_EARLY if event & NO_HANDSHAKE else ENDED)
 
     def _work_off(self) -> None:
         while self._todo:
@@ -234,7 +233,7 @@ class ControlThread:
             dealer.connect(tcp(peer.host, peer.port))
         except zmq.ZMQError:
             self._hang_up(peer, registered=False)
-            self._desk.gone(peer)
+            self._desk.gone(peer, ENDED)
             return
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(self._monitors[peer], zmq.POLLIN)

@@ -271,10 +271,10 @@ class Desk:
         with self._turn():
             self._peers.hear(peer, message, time.monotonic())
 
-    def gone(self, peer: PeerKey) -> None:
+    def gone(self, peer: PeerKey, how: str) -> None:
         """Reader: the connection to a source has ended."""
         with self._turn():
-            self._peers.gone(peer, time.monotonic())
+            self._peers.gone(peer, how, time.monotonic())
 
     def vanished(self, peer: PeerKey) -> None:
         """Reader: nobody listens at a source's address any more."""

@@ -137,9 +137,9 @@ class Peers:
         elif isinstance(message, Welcome) and not known.welcomed:
             self._be_welcomed(peer, known, message, now)
 
-    def gone(self, peer: PeerKey, now: float) -> None:
-        """The connection to this peer has ended, or could not be made."""
-        self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} has ended or was refused"), now)
+    def gone(self, peer: PeerKey, how: str, now: float) -> None:
+        """The connection to this peer has ended, or could not be made; `how` says which."""
+        self._lose(peer, PeerLost(f"the connection to {peer.host}:{peer.port} {how}"), now)
         if self._fetches.reading(peer):
             self._control.knock(peer)
 

@@ -30,6 +30,7 @@ from wire.errors import ConfigError, KvrelayError
 __all__ = ["main", "run"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
+_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL"}
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
@@ -182,7 +183,7 @@ def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     option = typer.Option(
         flag,
         help=setting.help,
-        metavar="NAME=PATH" if setting.name == "lora" else None if kind is bool else _METAVARS[setting.kind],
+        metavar=_TEXT_METAVARS.get(setting.name) or (None if kind is bool else _METAVARS[setting.kind]),
         envvar=env,
         show_default=_shown(setting),
         rich_help_panel=f"{setting.group} settings",

@@ -43,7 +43,7 @@ from wire.errors import (
     Overloaded,
     RequestError,
 )
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MAX_HANDOVER_BYTES, Frame, FrameKind, pack
 from wire.outputs import Finish
 from wire.sampling import Constraint
 
@@ -180,7 +180,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     serving = node.ready()
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
-        body = await read_body(request, node.config.max_body_bytes)
+        body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     call = Call(chat, body, request_id(request))

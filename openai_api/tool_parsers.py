@@ -10,6 +10,7 @@ Markers that are special tokens in a vocabulary (`hidden`) never become content,
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -37,23 +38,17 @@ class TextParser:
 
     markers: tuple[str, ...] = ()
     """Texts that the parser must see also where they are special tokens, which otherwise have no text."""
-    openers: tuple[str, ...] = ()
-    """Markers that open calls."""
 
     def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
         self.calls = 0
         """Calls so far, with those that have just begun."""
         self._ids = ids
         self._hidden = tuple(hidden)
-        self._sought = (*self.openers, *(marker for marker in hidden if marker not in self.openers))
         self._state: Callable[[], bool] = self._text
         self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker
         self._parts: list[Part] = []
         self._space = ""  # white space that is content only if content follows
         self._has_content = False
-        self._held: list[str] = []  # all of what may become a call
-        self._reader: ArgumentsReader | None = None
-        self._begun = False
 
     def push(self, text: str) -> list[Part]:
         """What has become certain with this text."""
@@ -77,61 +72,11 @@ class TextParser:
 
     def _rest(self) -> str:
         """What of the buffer is content if nothing follows."""
-        return self._without_hidden("".join(self._held) + self._buffer)
-
-    # States that parsers share
+        return self._without_hidden(self._buffer)
 
     def _text(self) -> bool:
-        """Content up to a marker."""
-        marker = self._content_to(self._sought)
-        if marker is None:
-            return False
-        if marker in self.openers:
-            if marker not in self._hidden:
-                self._held.append(marker)
-            self._opened()
-        return True
-
-    def _opened(self) -> None:
-        """A marker has opened a call."""
-        raise NotImplementedError
-
-    def _call(self) -> bool:
-        """A call, read by `_reader`."""
-        reader = self._reader
-        assert reader is not None
-        end = reader.feed(self._buffer)
-        taken, self._buffer = self._buffer[:end], self._buffer[end:]
-        if reader.begun:
-            if not self._begun:
-                self._parts.append(CallBegun(self.calls, self._ids.of(self.calls), reader.name))
-                self.calls += 1
-                self._begun = True
-                self._held.clear()
-            piece = reader.take()
-            if piece:
-                self._parts.append(Arguments(self.calls - 1, piece))
-        else:
-            self._held.append(taken)
-        if not (reader.failed or reader.done):
-            return False
-        if self._begun:
-            self._call_ended(reader.done)
-        else:
-            self._release()
-            self._state = self._text
-        self._reader = None
-        return True
-
-    def _call_ended(self, whole: bool) -> None:
-        """A call is complete, or has broken in its arguments or behind them."""
-        raise NotImplementedError
-
-    # Tools of the states
-
-    def _read(self, reader: ArgumentsReader) -> None:
-        self._reader, self._begun = reader, False
-        self._state = self._call
+        """The state of content: up to a marker."""
+        return self._content_to(self._hidden) is not None
 
     def _content_to(self, markers: tuple[str, ...]) -> str | None:
         """Take content and the marker behind it; without one all content up to what may be the beginning of one."""
@@ -160,16 +105,82 @@ class TextParser:
             self._has_content, self._space = True, ""
         self._space += text[end:]
 
+    def _without_hidden(self, text: str) -> str:
+        return _pattern(self._hidden).sub("", text) if self._hidden else text
+
+
+class _CallParser(TextParser, abc.ABC):
+    """What parsers have in common that look for calls in a text."""
+
+    openers: tuple[str, ...] = ()
+    """Markers that open calls."""
+
+    def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
+        super().__init__(ids, hidden)
+        self._sought = (*self.openers, *(marker for marker in hidden if marker not in self.openers))
+        self._held: list[str] = []  # all of what may become a call
+        self._reader: ArgumentsReader | None = None
+        self._begun = False
+
+    @abc.abstractmethod
+    def _opened(self) -> None:
+        """A marker has opened a call."""
+
+    @abc.abstractmethod
+    def _call_ended(self, whole: bool) -> None:
+        """A call is complete, or has broken in its arguments or behind them."""
+
+    def _rest(self) -> str:
+        return self._without_hidden("".join(self._held) + self._buffer)
+
+    def _text(self) -> bool:
+        marker = self._content_to(self._sought)
+        if marker is None:
+            return False
+        if marker in self.openers:
+            if marker not in self._hidden:
+                self._held.append(marker)
+            self._opened()
+        return True
+
+    def _call(self) -> bool:
+        """A call, read by `_reader`."""
+        reader = self._reader
+        assert reader is not None
+        end = reader.feed(self._buffer)
+        taken, self._buffer = self._buffer[:end], self._buffer[end:]
+        if reader.begun:
+            if not self._begun:
+                self._parts.append(CallBegun(self.calls, self._ids.of(self.calls), reader.name))
+                self.calls += 1
+                self._begun = True
+                self._held.clear()
+            piece = reader.take()
+            if piece:
+                self._parts.append(Arguments(self.calls - 1, piece))
+        else:
+            self._held.append(taken)
+        if not (reader.failed or reader.done):
+            return False
+        if self._begun:
+            self._call_ended(reader.done)
+        else:
+            self._release()
+            self._state = self._text
+        self._reader = None
+        return True
+
+    def _read(self, reader: ArgumentsReader) -> None:
+        self._reader, self._begun = reader, False
+        self._state = self._call
+
     def _release(self) -> None:
         """What was held is no call."""
         self._content(self._without_hidden("".join(self._held)))
         self._held.clear()
 
-    def _without_hidden(self, text: str) -> str:
-        return _pattern(self._hidden).sub("", text) if self._hidden else text
 
-
-class HermesParser(TextParser):
+class HermesParser(_CallParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number: Hermes, Qwen."""
 
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -204,7 +215,7 @@ class HermesParser(TextParser):
         return "" if self._state in (self._behind_call, self._close) else super()._rest()
 
 
-class _SeveralParser(TextParser):
+class _SeveralParser(_CallParser):
     """Calls as objects behind each other, between white space and separators."""
 
     _separators = ""
@@ -224,6 +235,9 @@ class _SeveralParser(TextParser):
         """Something else stands there."""
         self._release()
         self._state = self._text
+
+    def _opened(self) -> None:
+        self._state = self._objects
 
     def _call_ended(self, whole: bool) -> None:
         self._state = self._objects if whole else self._text
@@ -250,9 +264,6 @@ class Llama3Parser(_SeveralParser):
         if text:
             self._state = self._objects if text[0] == "{" else self._text
         return bool(text)
-
-    def _opened(self) -> None:
-        self._state = self._objects
 
 
 class _ListParser(_SeveralParser):

@@ -48,8 +48,8 @@ class StepUploads:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._slot_tables = zeros(rows, self.max_blocks)
-        # One for each sampled row, and one for each request that does not sample.
-        self._tables = zeros(2 * rows, self.max_blocks)
+        # One for each sequence. The scheduler's chunks and proposals together are `max_running` at most.
+        self._tables = zeros(rows, self.max_blocks)
         # What decode graphs read: at fixed addresses, one upload for all.
         self._decodes = decodes = zeros(ROW_FIELDS + SEQUENCE_FIELDS + 1, rows)
         self._rows, self._sequences = decodes[:ROW_FIELDS], decodes[ROW_FIELDS:-1]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from paged_engine.adapter_slots import Loaded
+from paged_engine.draft_pace import DraftPace
 from paged_engine.guide import Guide
 from paged_engine.ngram import NgramIndex
 from wire.engine_messages import Submit, Timing
@@ -51,6 +52,7 @@ class Request:
     num_pending: int = 0  # tokens that a launched step samples and the host has not seen yet
     proposals: tuple[int, ...] = ()  # tokens that a launched step takes for its next ones; not counted as pending
     lookup: NgramIndex | None = None
+    draft_pace: DraftPace | None = None  # made with it
     draft_tokens: int = 0  # proposals so far, and those of them that were drawn
     accepted_tokens: int = 0
     num_scored: int = 0  # positions of the prompt whose logits are computed or under way, if they are asked for

@@ -377,6 +377,8 @@ class Scheduler:
             waiting_tokens=self._waiting.tokens + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
             free_blocks=self.pool.free,
             total_blocks=self.pool.total,
+            block_tokens=self._block_tokens,
+            context_tokens=sum(r.num_computed for r in self._running),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Loading and unloading LoRA adapters on all nodes: the same body to each, and one answer of what each has said.
+"""Loading and unloading LoRA adapters on all nodes of a model: the same body to each, and one answer of what each says.
 
 Decides nothing about adapters; a node checks whether it may, and reads its own files. Keeps the pool's knowledge of who
 has what up to date, so that nobody waits for the next health check.
@@ -14,7 +14,7 @@ import msgspec
 from openai_api.adapters import AdapterAnswer, AdapterSaid, UnloadAdapterRequest
 from router.legs import Legs
 from router.pool import Node, Pool
-from wire.errors import KvrelayError, NodeFailed, RequestError
+from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 
 __all__ = ["LOAD_PATH", "UNLOAD_PATH", "tell_all"]
 
@@ -22,12 +22,24 @@ LOAD_PATH = "/v1/load_lora_adapter"
 UNLOAD_PATH = "/v1/unload_lora_adapter"
 
 
+class _Asked(UnloadAdapterRequest, frozen=True):
+    """What both requests have in common; which model an adapter is for must be said where several are served."""
+
+    base_model_name: str = ""
+
+
 async def tell_all(pool: Pool, legs: Legs, path: str, body: bytes, deadline_s: float) -> bytes:
-    """Post `body` to every node; what all have said, as JSON. Raises KvrelayError, with it, unless all have done it."""
+    """Post `body` to every node of the model; what all have said, as JSON.
+
+    Raises KvrelayError, with it, unless all have done it.
+    """
     try:
-        name = msgspec.json.decode(body, type=UnloadAdapterRequest).lora_name
+        asked = msgspec.json.decode(body, type=_Asked)
     except (msgspec.DecodeError, UnicodeDecodeError) as why:
         raise RequestError(f"the body must be a JSON object with lora_name: {why}", param="lora_name") from why
+
+    name = asked.lora_name
+    nodes = _nodes_for(pool, asked, loads=path == LOAD_PATH)
 
     async def tell(node: Node) -> AdapterSaid:
         status, message = await legs.tell(node, path, body, deadline_s)
@@ -35,10 +47,22 @@ async def tell_all(pool: Pool, legs: Legs, path: str, body: bytes, deadline_s: f
             pool.note_adapter(node, name, loaded=path == LOAD_PATH, now=time.monotonic())
         return AdapterSaid(node.url, node.role, status, message)
 
-    said = await asyncio.gather(*map(tell, pool.nodes))
+    said = await asyncio.gather(*map(tell, nodes))
     if all(each.status == 200 for each in said):
         return msgspec.json.encode(AdapterAnswer(name, "done on all nodes", said))
     raise _failure(said)
+
+
+def _nodes_for(pool: Pool, asked: _Asked, *, loads: bool) -> list[Node]:
+    """Where the adapter belongs. Raises RequestError, NotFound."""
+    models = pool.models()
+    base = asked.base_model_name or ("" if loads else pool.base_of(asked.lora_name))
+    if not base and len(models) > 1 and loads:
+        names = ", ".join(map(repr, sorted(models)))
+        raise RequestError(f"base_model_name is missing: name one of {names}", param="base_model_name")
+    if base and base not in models:
+        raise NotFound(f"model {base!r} is not served here", param="base_model_name", code="model_not_found")
+    return [node for node in pool.nodes if not base or node.model == base]
 
 
 def _failure(said: list[AdapterSaid]) -> KvrelayError:

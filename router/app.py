@@ -30,18 +30,20 @@ from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_route
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.chores import Chores
 from router.handoff import Walk
-from router.health import watch_nodes
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job, parts_of
+from router.health import watching
+from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.metrics import Metrics
+from router.models import Models
 from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response
 from router.reply import Reply
+from router.state import health_of
 from router.timeline import Timeline
-from wire.config import Role, RouterConfig
-from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NoNode, NotFound, RequestError, Unauthorized
+from wire.config import RouterConfig
+from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NotFound, RequestError, Unauthorized
 
 __all__ = ["Router", "create_app"]
 
@@ -58,9 +60,9 @@ class Router:
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
         self.pool = Pool(config.prefill, config.decode, rng)
+        self.models = Models(self.pool, config.aliases, int(time.time()))
         self.metrics = Metrics(self.pool)
         self.chores = Chores()
-        self.started = int(time.time())
         self._legs: Legs | None = None
         self._live: set[str] = set()
 
@@ -68,12 +70,10 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
-        watch = asyncio.create_task(watch_nodes(self.pool, legs, self.config.health_interval_s))
         try:
-            yield
+            async with watching(self.pool, legs, self.config.health_interval_s):
+                yield
         finally:
-            watch.cancel()
-            await asyncio.wait((watch,))
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
 
@@ -84,7 +84,7 @@ class Router:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
             job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
-            self.check_served(job.model)
+            job = for_model(job, self.models.named(job.model))
             parts = parts_of(job)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
@@ -118,57 +118,23 @@ class Router:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
         assert self._legs is not None
         body = translate(await self._body(request))
-        return await ask_any(self.pool, self._legs, path, body, self.config.attempts)
+        return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
 
     def check_key(self, request: Request) -> None:
         """Was done before any route was chosen: _KeyGate."""
 
     def health(self) -> tuple[int, bytes]:
-        """200 with at least one node of each role up, else 503; and the state of every node."""
-        now = time.monotonic()
-        counts = {
-            role.value: {"up": len(self.pool.up(role)), "listed": sum(node.role == role for node in self.pool.nodes)}
-            for role in (Role.PREFILL, Role.DECODE)
-        }
-        ready = self.healthy()
-        nodes = [
-            {
-                "url": node.url,
-                "role": node.role,
-                "up": node.up,
-                "for_s": round(now - node.since, 3) if node.since else None,
-                "reason": node.reason,
-                "model": node.model,
-                "adapters": sorted(node.adapters),
-                "generation": node.generation,
-                "legs": len(node.leases),
-                "queue_depth": round(node.view().depth, 3),
-                "load": msgspec.structs.asdict(node.load),
-            }
-            for node in self.pool.nodes
-        ]
-        body = {"status": "ok" if ready else "unavailable", **counts, "requests": len(self._live), "nodes": nodes}
+        """200 while requests for any model can be served, else 503; and the state of every model and node."""
+        ready, body = health_of(self.pool, self.models, len(self._live), time.monotonic())
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:
-        """The names of the models and adapters that nodes have reported."""
-        return sorted({*self.pool.models(), *self.pool.adapters()})
+        """The names that requests may ask for."""
+        return self.models.names()
 
     def healthy(self) -> bool:
-        """Whether a request could walk through both of its legs now."""
-        return all(self.pool.up(role) for role in (Role.PREFILL, Role.DECODE))
-
-    def models(self) -> list[dict[str, str | int]]:
-        """The served models as OpenAI model objects, then their adapters, each with its model as `parent`."""
-        known = self.pool.models()
-        cards: list[dict[str, str | int]] = [
-            {"id": name, "object": "model", "created": self.started, "owned_by": "kvrelay", "max_model_len": longest}
-            for name, longest in sorted(known.items())
-        ]
-        of = {str(card["id"]): card for card in cards}
-        return cards + [
-            of[parent] | {"id": name, "parent": parent} for name, parent in sorted(self.pool.adapters().items())
-        ]
+        """Whether a request for any model could walk through both of its legs now."""
+        return any(self.models.ready().values())
 
     async def tell_adapters(self, request: Request) -> Response:
         """Load or unload an adapter on all nodes. Raises KvrelayError."""
@@ -176,18 +142,6 @@ class Router:
         body = await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
         said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
         return Response(said, media_type="application/json")
-
-    def check_served(self, model: str) -> None:
-        """Raise NotFound, naming what is served, or NoNode while no node has said what it serves."""
-        served = self.pool.models()
-        if not served:
-            raise NoNode("no node has reported its model yet; try again, or look at the router's /health")
-        adapters = self.pool.adapters()
-        if model not in served and model not in adapters:
-            names = ", ".join(repr(name) for name in (*sorted(served), *sorted(adapters)))
-            raise NotFound(
-                f"model {model!r} is not served here; served: {names}", param="model", code="model_not_found"
-            )
 
     def _new_id(self, request: Request) -> str:
         """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
@@ -268,12 +222,12 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
 
     @app.get("/v1/models", response_model=None)
     async def models() -> Response:
-        return _json({"object": "list", "data": router.models()})
+        return _json({"object": "list", "data": router.models.cards()})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
-        router.check_served(name)
-        return _json(next(found for found in router.models() if found["id"] == name))
+        router.models.named(name)
+        return _json(next(card for card in router.models.cards() if card["id"] == name))
 
     @app.get("/health", response_model=None)
     async def health() -> Response:

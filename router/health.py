@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import aiohttp
 
 from router.legs import Legs
 from router.pool import HealthReport, Node, Pool
 
-__all__ = ["watch_nodes"]
+__all__ = ["watching"]
 
 
-async def watch_nodes(pool: Pool, legs: Legs, interval_s: float) -> None:
-    """Check all nodes until cancelled; a slow one does not delay the others."""
-    async with asyncio.TaskGroup() as group:
-        for node in pool.nodes:
-            group.create_task(_watch(node, pool, legs, interval_s))
+@asynccontextmanager
+async def watching(pool: Pool, legs: Legs, interval_s: float) -> AsyncIterator[None]:
+    """Check all nodes for the length of the block, from when they join until they are gone.
+
+    A slow one does not delay the others.
+    """
+    watches: dict[Node, asyncio.Task[None]] = {}
+
+    def joined(node: Node) -> None:
+        watches[node] = asyncio.create_task(_watch(node, pool, legs, interval_s))
+
+    def left(node: Node) -> None:
+        watches.pop(node).cancel()
+
+    unfollow = pool.follow(joined, left)
+    try:
+        yield
+    finally:
+        unfollow()
+        for task in watches.values():
+            task.cancel()
+        await asyncio.gather(*watches.values(), return_exceptions=True)
 
 
 async def _watch(node: Node, pool: Pool, legs: Legs, interval_s: float) -> None:

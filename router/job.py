@@ -14,7 +14,7 @@ from openai_api.body import check_choices
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 
-__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "parse_job", "parts_of", "prefill_body"]
+__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "for_model", "parse_job", "parts_of", "prefill_body"]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -114,6 +114,13 @@ def parts_of(job: Job) -> list[Job]:
         )
         for at, prompt in enumerate(prompts)
     ]
+
+
+def for_model(job: Job, model: str) -> Job:
+    """The job under the name by which its nodes know the model or adapter."""
+    if model == job.model:
+        return job
+    return replace(job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))})
 
 
 def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int) -> Job:

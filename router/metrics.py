@@ -63,9 +63,16 @@ class Metrics:
         )
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
-        for node in pool.nodes:
+
+        def joined(node: Node) -> None:
             node_up.labels(node.url, node.role).set_function(partial(_up, node))
             depth.labels(node.url, node.role).set_function(partial(_depth, node))
+
+        def left(node: Node) -> None:
+            node_up.remove(node.url, node.role)
+            depth.remove(node.url, node.role)
+
+        pool.follow(joined, left)
 
     def finished(self, path: str, status: int, timeline: Timeline | None = None, tokens: int = 0) -> None:
         """Count one finished request; without a timeline it was refused at the door."""
@@ -93,4 +100,4 @@ def _up(node: Node) -> float:
 
 
 def _depth(node: Node) -> float:
-    return node.view().depth
+    return node.depth

@@ -3,18 +3,22 @@
 A node takes legs only while it is up. A blamed failure takes it down until a health check that was *started* later
 succeeds. Three health checks missed in a row, or a new generation, also cut the legs that still wait for it: a stopped
 process never closes its connections.
+
+Nodes come and go at run time (router/members.py says which are to be there). One that no source names any more takes no
+new legs and is watched until its last one has ended.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
+from router.members import Change, Members, NodeSpec, Source
 from router.policies.least_queue import least_queue
 from router.policies.policy import Ask, NodeView, Policy
 from wire.config import Role
@@ -24,6 +28,8 @@ from wire.outputs import Load
 __all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
 
 LOST_AFTER_MISSES = 3
+
+_NEW = "not checked yet"
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -47,19 +53,22 @@ class Lease:
 
     node: Node
     tokens: int
+    kv_tokens: int = 0
+    """Of KV that the node has yet to make room for."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
 
 
-@dataclass(eq=False, slots=True)
-class Node:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Node(NodeView):
     """One node as the router knows it. `foreign_*` is the reported load that is not our own legs."""
 
-    url: str
     role: Role
     up: bool = False
     since: float = 0.0
-    reason: str = "not checked yet"
+    reason: str = _NEW
+    wanted: bool = True
+    """Some source names it. One that is not wanted any more only ends the legs that it has."""
     model: str = ""
     adapters: frozenset[str] = frozenset()
     adapters_at: float = float("-inf")
@@ -73,35 +82,170 @@ class Node:
     foreign_requests: int = 0
     foreign_tokens: int = 0
     leases: set[Lease] = field(default_factory=set)
+    own_tokens: int = 0
+    own_kv_tokens: int = 0
+    """Sums over the leases."""
 
-    def serves(self, model: str) -> bool:
-        """Whether requests for this model or adapter can run here; empty stands for whatever is served."""
-        return not model or model == self.model or model in self.adapters
-
-    def view(self) -> NodeView:
-        """The node's queue depth: our own legs, exact, plus what others were seen to have there."""
-        tokens = sum(lease.tokens for lease in self.leases)
-        return NodeView(self.url, len(self.leases) + self.foreign_requests, tokens + self.foreign_tokens)
+    def serves(self, base: str, name: str) -> bool:
+        """Whether requests for `name`, the model `base` or an adapter of it, can run here."""
+        return self.model == base and (name == base or name in self.adapters)
 
     def note_load(self, load: Load) -> None:
         """Take over a reported load. What we sent ourselves is in it and is not counted twice."""
         self.load = load
         self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
-        self.foreign_tokens = max(0, load.waiting_tokens - sum(lease.tokens for lease in self.leases))
+        self.foreign_tokens = max(0, load.waiting_tokens - self.own_tokens)
+        self.context_tokens = load.context_tokens
+        self._sum_up()
+
+    def take(self, lease: Lease) -> None:
+        """Count a leg of ours, from now on."""
+        self.leases.add(lease)
+        self.own_tokens += lease.tokens
+        self.own_kv_tokens += lease.kv_tokens
+        self._sum_up()
+
+    def give_back(self, lease: Lease) -> None:
+        """It has ended."""
+        if lease in self.leases:
+            self.leases.discard(lease)
+            self.own_tokens -= lease.tokens
+            self.own_kv_tokens -= lease.kv_tokens
+            self._sum_up()
+
+    def answered(self, lease: Lease) -> None:
+        """The leg tells of its first token: nothing is to be computed, and its KV is in what the node reports."""
+        self.own_tokens -= lease.tokens
+        self.own_kv_tokens -= lease.kv_tokens
+        lease.tokens = lease.kv_tokens = 0
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Our own legs, exact, plus what others were seen to have there."""
+        self.requests = len(self.leases) + self.foreign_requests
+        self.tokens = self.own_tokens + self.foreign_tokens
+        if self.load.block_tokens:
+            self.kv_room = self.load.free_blocks * self.load.block_tokens - self.own_kv_tokens
 
 
 class Pool:
     """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], rng: random.Random) -> None:
-        lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
-        self.nodes = [Node(url, role) for role, urls in lists for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        """`prefill` and `decode` are the static list of nodes. Raises RequestError for an address that is none."""
+        self.nodes: list[Node] = []
+        """A new list with every change, so that who goes through one may wait meanwhile."""
+        self.leaving: list[Node] = []
+        """Nodes that nobody wants any more, with legs that have not ended."""
+        self.members = Members()
+        self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
         self._policy: Policy = least_queue
+        self._turns = 0
+        lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
+        self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
+
+    def follow(self, joined: Callable[[Node], None], left: Callable[[Node], None]) -> Callable[[], None]:
+        """Call `joined` for every node that is there or will be, `left` when one is gone with its last leg.
+
+        Until the function is called that is returned.
+        """
+        follower = (joined, left)
+        self._followers.append(follower)
+        for node in (*self.nodes, *self.leaving):
+            joined(node)
+        return lambda: self._followers.remove(follower)
+
+    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
+        """These are the nodes that a source sees now, and no others. `gone`: addresses whose process has ended.
+
+        Nodes that no source names any more take no new legs; those that they have end by themselves, or are cut if the
+        process has ended, or when it is seen to be lost.
+        """
+        self._change(self.members.tell(source, specs), now)
+        for url in gone:
+            self._process_ended(url, now)
+
+    def add(self, spec: NodeSpec, source: Source, now: float) -> None:
+        """A source sees this node, too. Twice is as once."""
+        self._change(self.members.add(source, spec), now)
+
+    def remove(self, url: str, sources: Collection[Source], now: float, *, gone: bool = False) -> None:
+        """These sources see this node no more. `gone`: its process has ended."""
+        self._change(self.members.remove(sources, url), now)
+        if gone:
+            self._process_ended(url, now)
+
+    def find(self, url: str) -> Node | None:
+        """The wanted node at this address."""
+        return next((node for node in self.nodes if node.url == url.rstrip("/")), None)
+
+    def _change(self, change: Change, now: float) -> None:
+        for url in change.left:
+            node = self.find(url)
+            assert node is not None
+            self.nodes = [each for each in self.nodes if each is not node]
+            self.leaving = [*self.leaving, node]
+            node.wanted = False
+            _log.info("%s node %s is removed with %d legs under way", node.role, url, len(node.leases))
+            self._take_down(node, "it was removed", now)
+            self._end_if_idle(node)
+        for spec in change.joined:
+            self._join(spec, now)
+        for spec in change.replaced:
+            self._replaced(spec, now)
+
+    def _join(self, spec: NodeSpec, now: float) -> None:
+        back = next((each for each in self.leaving if each.url == spec.url and each.role is spec.role), None)
+        if back is not None:
+            self.leaving = [each for each in self.leaving if each is not back]
+            back.wanted, back.reason, back.blamed_at = True, _NEW, now
+            self.nodes = [*self.nodes, back]
+            return
+        node = Node(spec.url, role=spec.role, model=spec.model)
+        self.nodes = [*self.nodes, node]
+        for joined, _ in self._followers:
+            joined(node)
+
+    def _replaced(self, spec: NodeSpec, now: float) -> None:
+        """A source says that another process stands at this address."""
+        node = self.find(spec.url)
+        if node is None or node.generation == spec.generation:
+            return  # its health has told already
+        if not node.generation:
+            self._cut(node)
+        # Else its next health report tells: legs of the process that answers now must not be cut.
+        self.blame(node, "it was replaced", now)
+
+    def _process_ended(self, url: str, now: float) -> None:
+        for node in (*self.nodes, *self.leaving):
+            if node.url == url.rstrip("/"):
+                self.blame(node, "its process has ended", now)
+                self._cut(node)
+
+    def _end_if_idle(self, node: Node) -> None:
+        if node in self.leaving and not node.leases:
+            self.leaving = [each for each in self.leaving if each is not node]
+            for _, left in self._followers:
+                left(node)
 
     def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
-        """The nodes of a role that take legs now, for this model or adapter."""
-        return [n for n in self.nodes if n.role == role and n.up and n not in exclude and n.serves(model)]
+        """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served."""
+        base = self.base_of(model)
+        return [
+            node
+            for node in self.nodes
+            if node.role == role and node.up and node not in exclude and (not model or node.serves(base, model))
+        ]
+
+    def base_of(self, name: str) -> str:
+        """The model that a name stands for: itself, or that of an adapter; empty if no node has reported either.
+
+        An adapter's name that nodes of several models have means one of them only, so that both legs agree.
+        """
+        if not name or any(node.model == name for node in self.nodes):
+            return name
+        return min((node.model for node in self._holders() if name in node.adapters), default="")
 
     def require_ready(self, model: str = "") -> None:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
@@ -110,30 +254,38 @@ class Pool:
                 raise self._no_node(role, model)
 
     def models(self) -> dict[str, int]:
-        """Served model names and their longest context in tokens; of nodes that are down only if none is up."""
-        return {node.model: node.max_model_len for node in self._known()}
+        """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take."""
+        known: dict[str, int] = {}
+        for node in self.nodes:
+            if node.model:
+                known[node.model] = min(node.max_model_len, known.get(node.model, node.max_model_len))
+        return known
 
     def adapters(self) -> dict[str, str]:
         """Names of adapters that a node has, and the model that each is for."""
-        return {name: node.model for node in self._known() for name in sorted(node.adapters)}
+        return {name: self.base_of(name) for node in self._holders() for name in node.adapters}
 
-    def _known(self) -> list[Node]:
-        known = [node for node in self.nodes if node.model]
-        return [node for node in known if node.up] or known
+    def _holders(self) -> list[Node]:
+        """Whose word on adapters counts: that of nodes that are down only if none is up."""
+        return [node for node in self.nodes if node.up] or self.nodes
 
     @contextmanager
     def lease(self, ask: Ask, exclude: Collection[Node] = ()) -> Iterator[Lease]:
         """A place on the node that the policy chooses, for the length of the block. Raises NoNode."""
-        nodes = {node.url: node for node in self.up(ask.role, exclude, ask.model)}
+        nodes = self.up(ask.role, exclude, ask.model)
         if not nodes:
             raise self._no_node(ask.role, ask.model)
-        chosen = self._policy(ask, [node.view() for node in nodes.values()], self._rng)
-        lease = Lease(nodes[chosen.url], ask.tokens)
-        lease.node.leases.add(lease)
+        node = self._policy(ask, nodes, self._rng)
+        self._turns += 1
+        node.turn = self._turns
+        lease = Lease(node, ask.uncached(node), ask.kv_tokens)
+        node.take(lease)
         try:
             yield lease
         finally:
-            lease.node.leases.discard(lease)
+            node.give_back(lease)
+            if not node.wanted:
+                self._end_if_idle(node)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
@@ -176,14 +328,12 @@ class Pool:
             self._cut(node)
 
     def _misfit(self, node: Node, report: HealthReport) -> str | None:
+        if not node.wanted:
+            return "it was removed"
         if report.role != node.role:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
             )
-        others = {other.model for other in self.nodes if other is not node and other.up}
-        if others and report.model not in others:
-            names = ", ".join(sorted(others))
-            return f"it serves model {report.model!r} and the other nodes serve {names!r}; one cluster serves one model"
         return None
 
     def _take_down(self, node: Node, why: str, now: float) -> None:
@@ -202,9 +352,9 @@ class Pool:
                 cut()
 
     def _no_node(self, role: Role, model: str = "") -> NoNode:
-        listed = sum(node.role == role for node in self.nodes)
         if model and self.up(role):
             return NoNode(
                 f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"
             )
+        listed = sum(node.role == role for node in self.nodes)
         return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")

@@ -1,27 +1,38 @@
-"""Short questions that any node can answer, such as which tokens a text has: no walk, no lease, nothing is kept."""
+"""Short questions that any node of a model can answer, such as which tokens a text has: no walk, no lease."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
+import msgspec
+
 from router.legs import LegFailed, Legs
+from router.models import Models
 from router.pool import Node, Pool
 from wire.config import Role
+from wire.errors import RequestError
 
 __all__ = ["ask_any"]
 
 _log = logging.getLogger("kvrelay.router")
 
 
-async def ask_any(pool: Pool, legs: Legs, path: str, body: bytes, attempts: int) -> bytes:
+class _Asked(msgspec.Struct):
+    model: str | None = None
+
+
+async def ask_any(pool: Pool, models: Models, legs: Legs, path: str, body: bytes, attempts: int) -> bytes:
     """The answer of the first node that gives one: prefill nodes first, because they tokenize anyway.
 
-    Raises Refused with a node's 4xx, NoNode if no node is up, LegFailed if `attempts` nodes broke, DeadlineExceeded. No
-    node is blamed: that would take it from all others for the sake of one large text.
+    Raises Refused with a node's 4xx, NotFound for a model that is not served, NoNode if no node of it is up, LegFailed
+    if `attempts` nodes broke, DeadlineExceeded. No node is blamed: that would take it from all others for the sake of
+    one large text.
     """
-    nodes: list[Node] = [*pool.up(Role.PREFILL), *pool.up(Role.DECODE)][:attempts]
+    model, body = _for_model(body, models)
+    nodes: list[Node] = [*pool.up(Role.PREFILL, model=model), *pool.up(Role.DECODE, model=model)][:attempts]
     if not nodes:
-        pool.require_ready()
+        pool.require_ready(model)
     failure: LegFailed | None = None
     for node in nodes:
         try:
@@ -31,3 +42,19 @@ async def ask_any(pool: Pool, legs: Legs, path: str, body: bytes, attempts: int)
             failure = why
     assert failure is not None
     raise failure
+
+
+def _for_model(body: bytes, models: Models) -> tuple[str, bytes]:
+    """The model whose nodes are asked (empty: any), and the body with the name that they know."""
+    asked = None
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # a node says what is wrong
+        asked = msgspec.json.decode(body, type=_Asked).model
+    if asked:
+        model = models.named(asked)
+        if model != asked:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            body = msgspec.json.encode(fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
+        return model, body
+    if len(served := list(models.ready())) > 1:
+        raise RequestError(f"model is missing; served: {', '.join(map(repr, served))}", param="model")
+    return "", body

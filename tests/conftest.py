@@ -1,4 +1,4 @@
-"""What all tests share: which of them can run here, and one CPU thread per test process."""
+"""What all tests share: which of them can run here and beside others, and one CPU thread per test process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,25 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, saying what it lacks."""
+ALONE = ("cluster", "gpu", "alone")
+"""Markers of tests that want the machine, or its GPU, for themselves."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How scripts/test.sh says which phase this is."""
+    phases = ("shared", "alone")
+    parser.addoption(
+        "--phase", choices=phases, help=f"only tests that can share a machine, or only the others: {ALONE}"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is of another phase; skip what this machine cannot run, saying what it lacks."""
+    phase = config.getoption("--phase")
+    if phase is not None:
+        others = [item for item in items if any(map(item.get_closest_marker, ALONE)) == (phase == "shared")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     lacking = {
         "gpu": None if Path("/proc/driver/nvidia/version").exists() else "no NVIDIA GPU here",
         "model": None

@@ -7,10 +7,12 @@ import ipaddress
 import json
 import re
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from wire.errors import ConfigError
 
 __all__ = [
+    "MAX_URL_CHARS",
     "REASONING_PARSERS",
     "TOOL_CALL_PARSERS",
     "EngineConfig",
@@ -19,11 +21,13 @@ __all__ = [
     "Role",
     "RouterConfig",
     "TransferConfig",
+    "is_base_url",
     "is_loopback",
 ]
 
 MIN_SECRET_CHARS = 16
 MAX_LORA_RANK = 512
+MAX_URL_CHARS = 512
 # Each proposal costs a row of a step, whether it comes true or not.
 MAX_SPECULATIVE_TOKENS = 32
 MAX_NGRAM = 16
@@ -53,6 +57,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_base_url(url: str) -> bool:
+    """Whether a node may be asked there: http or https and a host, without query, user or password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for one that is no number
+    except ValueError:
+        return False
+    plain = not (parts.query or parts.fragment) and parts.username is None and url.isprintable() and " " not in url
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain and len(url) <= MAX_URL_CHARS
 
 
 def _named_adapter(text: str) -> tuple[str, str]:
@@ -339,7 +354,7 @@ class NodeConfig:
     api_key: str = ""
     """If set, /v1 and /kv routes want `Authorization: Bearer <api_key>`."""
     max_body_bytes: int = 16 << 20
-    """Longest request body."""
+    """Longest request body. What a leg is handed over beside it does not count."""
     request_deadline_s: float = 600.0
     """A request may take this long."""
     start_deadline_s: float = 600.0
@@ -363,6 +378,8 @@ class RouterConfig:
     """Base URLs of prefill nodes, for example http://127.0.0.1:8100."""
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
+    alias: tuple[str, ...] = ()
+    """A further name for a model or an adapter, name=model: clients may ask for either. Give it again for more."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -399,5 +416,21 @@ class RouterConfig:
         )
         for url in (*self.prefill, *self.decode):
             _require(
-                url.startswith(("http://", "https://")), f"node address {url!r} must start with http:// or https://"
+                is_base_url(url), f"node address {url!r} must start with http:// or https://, and name a host and port"
             )
+        names = list(self.aliases)
+        _require(
+            len(names) == len(self.alias), f"alias gives a name twice: {', '.join(self.alias)}; give each name once"
+        )
+        chained = sorted(name for name in names if self.aliases[name] in names)
+        _require(not chained, f"alias {', '.join(chained)} stands for an alias; name the model itself")
+        both = sorted({url.rstrip("/") for url in self.prefill} & {url.rstrip("/") for url in self.decode})
+        _require(not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role")
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of `alias`, and what each stands for. Raises ConfigError for one that is not name=model."""
+        pairs = [text.partition("=") for text in self.alias]
+        for name, equals, model in pairs:
+            _require(bool(name and equals and model), f"alias {name + equals + model!r} must be name=model")
+        return {name: model for name, _, model in pairs}

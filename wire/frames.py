@@ -15,11 +15,23 @@ from wire.errors import ErrorBody, NodeFailed
 from wire.outputs import Finish, Load, TokenLogprobs
 from wire.transfer import KvTransferParams
 
-__all__ = ["FRAMES_MEDIA_TYPE", "LOAD_HEADER", "MAX_FRAME_BYTES", "Frame", "FrameKind", "FrameReader", "pack"]
+__all__ = [
+    "FRAMES_MEDIA_TYPE",
+    "LOAD_HEADER",
+    "MAX_FRAME_BYTES",
+    "MAX_HANDOVER_BYTES",
+    "Frame",
+    "FrameKind",
+    "FrameReader",
+    "pack",
+]
 
 FRAMES_MEDIA_TYPE = "application/vnd.kvrelay.frames"
 LOAD_HEADER = "x-kvrelay-load"
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+# What a node may be sent of a hand-over, in JSON and beside the client's own body: log-probabilities of a long prompt
+# are longer than any prompt may be. A number has up to four times as many characters as it has bytes in a frame.
+MAX_HANDOVER_BYTES = 4 * MAX_FRAME_BYTES
 
 
 class FrameKind(enum.IntEnum):

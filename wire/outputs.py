@@ -37,6 +37,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    block_tokens: int = 0
+    """Tokens of KV in a block; 0 from a node that does not say."""
+    context_tokens: int = 0
+    """Tokens of KV that the running requests have, together."""
 
     def header(self) -> str:
         """The value of the `x-kvrelay-load` header."""

@@ -17,6 +17,7 @@ from real_cluster import Cluster, running, tiny_model
 pytestmark = pytest.mark.cluster
 
 MAX_TOKENS = 14
+LONGEST_BODY = 10_000  # for the decode node
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
@@ -62,8 +63,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("features")
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20)]
-    speculating = ["--speculative-tokens", "4", "--ngram-min", "1"]
-    with running(folder, prefill=1, decode=1, flags=flags, decode_flags=speculating) as ours:
+    decode_flags = ["--speculative-tokens", "4", "--ngram-min", "1", "--max-body-bytes", str(LONGEST_BODY)]
+    with running(folder, prefill=1, decode=1, flags=flags, decode_flags=decode_flags) as ours:
         yield ours
         ours.all_blocks_free(within_s=4)
 
@@ -102,6 +103,21 @@ async def test_disaggregated_answers_are_those_of_one_node(cluster: Cluster, fea
     if feature not in ("greedy", "guided_choice and logprobs"):
         plain = await asked(prefill.url, {k: v for k, v in SAMPLED.items() if fields != SAMPLED}, at_once=True)
         assert any(json.dumps(mine) != json.dumps(theirs) for mine, theirs in zip(alone, plain, strict=True))
+
+
+async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(cluster: Cluster) -> None:
+    """They travel in the body of the decode leg, which is no client's."""
+    (prefill,), (decode,) = cluster.of("prefill"), cluster.of("decode")
+    fields = {"prompt_logprobs": 20}
+    (alone,) = await asked(prefill.url, fields, at_once=False, prompts=1)
+    (told,) = await asked(cluster.url, fields, at_once=False, prompts=1)
+    assert told == alone
+    numbers = [[entry["logprob"] for entry in listed.values()] for listed in told["choices"][0]["prompt_logprobs"][1:]]
+    assert len(json.dumps(numbers)) > LONGEST_BODY
+    assert decode.metric("kvrelay_recomputed_prompts_total") == 0
+    answer = httpx2.post(f"{decode.url}/v1/completions", content=b"x" * (LONGEST_BODY + 1))
+    assert answer.status_code == 413
+    assert f"the limit is {LONGEST_BODY}" in answer.text
 
 
 def test_the_decode_node_did_speculate(cluster: Cluster) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx2
 import pytest
 from openai import BadRequestError, OpenAI
-from real_cluster import Cluster, running, tiny_model
+from real_cluster import Cluster, Process, running, tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -26,6 +28,19 @@ WEATHER = {
 }
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
+LETTER = {
+    "type": "function",
+    "function": {
+        "name": "letter",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "pattern": "^[a-z ]{400,500}$"}},
+            "required": ["text"],
+            "additionalProperties": False,
+        },
+    },
+}
+WRITTEN_LETTER = '<tool_call>\n{"name": "letter", "arguments": {"text": "%s"}}\n</tool_call>' % ("so much " * 60)
 NAMED = {"type": "function", "function": {"name": "weather"}}
 WRITTEN = 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é\\n", "x": [{}]}}\n</tool_call>\n'
 WRITTEN += '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -35,7 +50,7 @@ WRITTEN += '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("tools")
     flags = [*tiny_model(folder), "--tool-call-parser", "hermes"]
-    with running(folder, prefill=1, decode=1, flags=flags) as cluster:
+    with running(folder, prefill=1, decode=2, flags=flags) as cluster:
         yield cluster
 
 
@@ -56,8 +71,10 @@ def whole(url: str, **fields: Any) -> tuple[str | None, list[tuple[str, str]], s
     return choice.message.content, [(c.function.name, c.function.arguments) for c in calls], choice.finish_reason
 
 
-def streamed(url: str, **fields: Any) -> tuple[str | None, list[tuple[str, str]], str]:
-    """The same of a stream. At least one call comes in more than one piece."""
+def streamed(
+    url: str, *, begun: Callable[[], None] = lambda: None, **fields: Any
+) -> tuple[str | None, list[tuple[str, str]], str]:
+    """The same of a stream. `begun` is called once, when ten characters of a call's arguments are there."""
     content: str | None = None
     calls: list[tuple[str, str]] = []
     finish = ""
@@ -70,6 +87,8 @@ def streamed(url: str, **fields: Any) -> tuple[str | None, list[tuple[str, str]]
                 calls.append((call.function.name, ""))
             name, so_far = calls[call.index]
             calls[call.index] = (name, so_far + call.function.arguments)
+            if len(so_far) < 10 <= len(calls[call.index][1]):
+                begun()
     return content, calls, finish
 
 
@@ -128,3 +147,34 @@ def test_what_cannot_be_is_a_400(fields, param, cluster):
     with pytest.raises(BadRequestError) as refused:
         whole(cluster.url, **fields)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("choice", "fields"),
+    [("auto", {"extra_body": {"guided_choice": [WRITTEN_LETTER]}}), ("required", {"parallel_tool_calls": False})],
+)
+def test_a_decode_node_that_dies_in_the_middle_of_a_call_leaves_its_arguments_whole(choice, fields, cluster):
+    """Both what parses the call and what constrains it go on where they stood, on another node."""
+    asked = {"tools": [LETTER], "tool_choice": choice, "max_tokens": 700} | fields
+
+    def broken_legs() -> int:
+        return cluster.router.log.read_text().count(": the decode leg broke on ")
+
+    undisturbed, before = whole(cluster.url, **asked), broken_legs()
+    _, ((name, arguments),), finish = undisturbed
+    assert (name, finish) == ("letter", "tool_calls")
+    assert len(json.loads(arguments)["text"]) >= 400
+    killed: list[Process] = []
+
+    def kill() -> None:
+        nodes = httpx2.get(f"{cluster.url}/health", timeout=5).json()["nodes"]
+        (at_work,) = [node["url"] for node in nodes if node["role"] == "decode" and node["legs"]]
+        killed.extend(node for node in cluster.of("decode") if node.url == at_work)
+        killed[0].kill(signal.SIGKILL)
+
+    try:
+        assert streamed(cluster.url, begun=kill, **asked) == undisturbed
+        assert broken_legs() == before + 1
+    finally:
+        for node in killed:
+            cluster.wait_ready(cluster.restart(node))

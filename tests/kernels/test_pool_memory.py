@@ -80,6 +80,7 @@ def test_on_a_gpu_a_pool_is_a_piece_of_its_own_and_comes_back() -> None:
     device = torch.device("cuda:0")
     use_and_drop_a_pool(device)  # CUDA loads each kernel into the GPU's memory when it is first launched
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
     free_before = torch.cuda.mem_get_info(device)[0]
     use_and_drop_a_pool(device)
     torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.commands import PeerKey
+from kv_transfer.control import ENDED
 from kv_transfer.messages import Message, decode, encode
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class SimulatedControl:
         if self._links.get(link.peer) is link:
             self._world.say(f"{self._node.name} has lost its connection to {link.source.name}")
             self._hang_up(link.peer)
-            self._desk.gone(link.peer)
+            self._desk.gone(link.peer, ENDED)
 
     # The thread.
 
@@ -237,7 +238,7 @@ class SimulatedControl:
     def _dial(self, peer: PeerKey, hello: bytes) -> None:
         there = self._world.listening.get((peer.host, peer.port))
         if there is None:
-            self._desk.gone(peer)
+            self._desk.gone(peer, ENDED)
             return
         link = Link(self._world, self._node, peer, there, b"link%d" % next(self._world.count))
         self._world.links.append(link)

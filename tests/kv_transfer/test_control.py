@@ -25,7 +25,7 @@ from zmq.utils import z85
 import kv_transfer.control
 from kv_transfer.commands import PeerKey
 from kv_transfer.connector import Completion, Fetched, Settled
-from kv_transfer.control import ControlThread
+from kv_transfer.control import ENDED_EARLY, ControlThread
 from kv_transfer.messages import MAX_MESSAGE_BYTES, Hello, Message, Refused, encode
 from kv_transfer.tickets import signed
 from wire.config import TransferConfig
@@ -52,8 +52,8 @@ class Ears:
     def hear(self, peer: PeerKey, message: Message) -> None:
         self.news.put(message)
 
-    def gone(self, peer: PeerKey) -> None:
-        self.news.put("gone")
+    def gone(self, peer: PeerKey, how: str) -> None:
+        self.news.put(how)
 
     def vanished(self, peer: PeerKey) -> None:
         self.news.put("vanished")
@@ -104,11 +104,24 @@ def test_another_secret_or_none_is_told_at_once_with_the_remedy(theirs: str, our
         reader.dial(peer_of(source), HELLO)
         heard = here.news.get(timeout=5)
         assert time.monotonic() - began < 1.0
-        assert isinstance(heard, Refused)
-        assert "another cluster_secret: set the same KVRELAY_CLUSTER_SECRET on all nodes" in heard.reason
+        assert heard == ENDED_EARLY
+        assert "set the same KVRELAY_CLUSTER_SECRET on all nodes" in ENDED_EARLY
         assert there.asked == []
         with pytest.raises(queue.Empty):
             here.news.get(timeout=0.1)  # it is told once
+
+
+@pytest.mark.parametrize("secret", [SECRET, ""])
+def test_a_handshake_that_is_cut_is_not_blamed_on_the_secret_alone(secret: str) -> None:
+    """Nobody can tell it from a source that has another secret and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as source, control(secret) as (reader, here):
+        reader.dial(PeerKey(*source.getsockname(), "g"), HELLO)
+        source.settimeout(5)
+        connection, _ = source.accept()
+        with connection:
+            assert connection.recv(1)  # its greeting
+        assert here.news.get(timeout=5) == ENDED_EARLY
+        assert "it was cut, or the node there has another cluster_secret" in ENDED_EARLY
 
 
 def test_a_stranger_with_a_key_pair_of_its_own_gets_no_word_in_or_out() -> None:
@@ -226,7 +239,7 @@ def test_a_source_with_another_secret_fails_the_fetch_at_once(tmp_path: Path) ->
         began = time.monotonic()
         failed, settled = fetch(reader, signed(theirs, SECRET, time.time()))
         assert time.monotonic() - began < 0.5
-        assert reason(failed).startswith(f"Incompatible: 127.0.0.1:{theirs.remote_port} refused: no handshake")
+        assert reason(failed) == f"PeerLost: the connection to 127.0.0.1:{theirs.remote_port} {ENDED_EARLY}"
         assert settled == Settled("r")
 
 

@@ -17,6 +17,7 @@ from shared_plane import BLOCKS, REGION, pattern
 
 from kv_transfer.commands import PeerKey
 from kv_transfer.connector import Completion, Fetched, FetchFailed, Released, Settled
+from kv_transfer.control import ENDED
 from wire.config import TransferConfig
 from wire.errors import ConfigError, PeerLost, TransferError
 from wire.transfer import KvTransferParams
@@ -166,7 +167,7 @@ def test_broken_read_stays_quarantined_until_it_is_seen_to_end(source: Node, rea
 
 def cut(source: Node, reader: Node) -> None:
     """The connection ends; both go on."""
-    reader.desk.gone(PeerKey(*source.desk.address, source.desk.generation))
+    reader.desk.gone(PeerKey(*source.desk.address, source.desk.generation), ENDED)
 
 
 def test_a_peer_is_met_again_while_a_read_of_it_hangs(source: Node, reader: Node) -> None:

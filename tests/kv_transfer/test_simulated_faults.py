@@ -67,9 +67,9 @@ def no_quarantine_of_broken_reads(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_doubt_about_lost_peers(patch: pytest.MonkeyPatch) -> None:
-    def taken_for_gone(real: Callable[..., None], peers: Peers, peer: PeerKey, now: float) -> None:
+    def taken_for_gone(real: Callable[..., None], peers: Peers, peer: PeerKey, how: str, now: float) -> None:
         peers.vanished(peer, now)
-        real(peers, peer, now)
+        real(peers, peer, how, now)
 
     around(patch, Peers, "gone", taken_for_gone)
 

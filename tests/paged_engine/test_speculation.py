@@ -16,7 +16,7 @@ from tiny_models import make_tiny
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request, State
 from paged_engine.scheduler import Scheduler
-from paged_engine.speculation import Speculation
+from paged_engine.speculation import ROWS, Speculation
 from paged_engine.step_plan import Chunk
 from wire.engine_messages import Submit
 from wire.outputs import Finish
@@ -164,7 +164,8 @@ class Simulated:
         plan = scheduler.schedule(0.0)
         scheduler.check()
         assert sum(chunk.count for chunk in plan.chunks) <= self.options["max_batched_tokens"]
-        assert sum(chunk.sampled_rows for chunk in plan.chunks) <= self.options["max_running"]
+        # A GPU has room for so many sequences, whether they sample or not (paged_engine/gpu_uploads.py).
+        assert sum(1 + len(chunk.proposals) for chunk in plan.chunks) <= self.options["max_running"]
         launched = []
         for chunk in plan.chunks:
             req, end = chunk.request, chunk.start + chunk.count
@@ -359,3 +360,15 @@ def test_only_requests_that_the_sampler_can_draw_ahead_get_proposals():
     scheduler.speculation.allows = lambda request: request is not req
     scheduler.append_drawn(req, [7], 0.0)
     assert next_chunk(scheduler).proposals == ()
+
+
+def test_a_step_of_many_requests_shares_its_rows() -> None:
+    speculation = Speculation(4, 3, 1)
+    chunks = []
+    for at in range(24):
+        submit = Submit(f"r{at}", [7, 8] * 10, SamplingParams(100, seed=0, temperature=0))
+        chunks.append(Chunk(Request.of(submit, 0.0), 19, 1, samples=True))
+    extended = speculation.extended(chunks, 1000, 1000, lambda request, tokens: tokens)
+    counts = [len(chunk.proposals) for chunk in extended]
+    assert sum(counts) + 24 == ROWS
+    assert max(counts) - min(counts) <= 1

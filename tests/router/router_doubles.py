@@ -161,6 +161,8 @@ class FakeNode:
     adapter_status: int = 200
     told: list[tuple[str, bytes, str]] = field(default_factory=list)
     """About adapters: path, body, authorization."""
+    asked: list[bytes] = field(default_factory=list)
+    """Bodies of /tokenize."""
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     released: list[list[str]] = field(default_factory=list)
@@ -201,6 +203,7 @@ class FakeNode:
         return web.json_response({})
 
     async def tokenize(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.read())
         return web.json_response({"count": 3, "max_model_len": 128, "tokens": PROMPT_IDS, "token_strs": None})
 
     async def detokenize(self, request: web.Request) -> web.Response:

@@ -55,8 +55,8 @@ def test_reported_load_of_others_counts_and_our_own_is_not_counted_twice(pool: P
     node = pool.nodes[0]
     with pool.lease(Ask(Role.PREFILL, tokens=100), [pool.nodes[1]]):
         node.note_load(Load(running=3, waiting=1, waiting_tokens=150))
-        assert (node.view().requests, node.view().tokens) == (4, 150)
-    assert (node.view().requests, node.view().tokens) == (3, 50)
+        assert (node.requests, node.tokens) == (4, 150)
+    assert (node.requests, node.tokens) == (3, 50)
 
 
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
@@ -78,19 +78,41 @@ def test_a_node_of_another_role_is_kept_out_with_one_sentence(pool: Pool, caplog
     ]
 
 
-def test_a_node_with_another_model_is_kept_out(pool: Pool) -> None:
-    pool.report(pool.nodes[0], report(model="other"), 1.0, 1.0)
-    assert not pool.nodes[0].up
-    assert "'other'" in pool.nodes[0].reason
-    assert list(pool.models()) == ["m"]
+def test_nodes_of_several_models_are_groups_and_a_leg_stays_in_its_own(pool: Pool) -> None:
+    pool.report(pool.nodes[1], report(model="other"), 1.0, 1.0)
+    assert pool.models() == {"m": 0, "other": 0}
+    assert [node.url for node in pool.up(Role.PREFILL, model="other")] == ["http://p1"]
+    assert len(pool.up(Role.PREFILL)) == 2
+    pool.require_ready("m")
+    with pytest.raises(NoNode, match="no decode node that is up has 'other'"):
+        pool.require_ready("other")
 
 
-def test_when_no_other_node_is_up_a_node_may_bring_another_model(pool: Pool) -> None:
+def test_a_model_whose_nodes_are_down_is_still_known(pool: Pool) -> None:
     for node in pool.nodes:
         pool.miss(node, "gone", 1.0)
     assert list(pool.models()) == ["m"]
     pool.report(pool.nodes[0], report(model="other"), 2.0, 2.0)
-    assert list(pool.models()) == ["other"]
+    assert sorted(pool.models()) == ["m", "other"]
+    with pytest.raises(NoNode):
+        pool.require_ready("m")
+
+
+def test_an_adapter_that_several_models_have_means_one_of_them_in_both_legs() -> None:
+    urls = ["http://p0", "http://p1"], ["http://d0", "http://d1"]
+    pool = Pool(*urls, random.Random(1))
+    for node, model in zip(pool.nodes, ("b", "a", "b", "a"), strict=True):
+        pool.report(node, HealthReport(node.role, model, adapters=["x", "a"]), 0.0, 0.1)
+    assert pool.adapters() == {"x": "a", "a": "a"}
+    for role in (Role.PREFILL, Role.DECODE):
+        assert [node.model for node in pool.up(role, model="x")] == ["a"]
+        assert [node.model for node in pool.up(role, model="a")] == ["a"]  # a model's own name comes first
+
+
+def test_the_longest_context_of_a_model_is_what_each_of_its_nodes_can_take(pool: Pool) -> None:
+    for node, longest in zip(pool.nodes, (100, 50, 200), strict=True):
+        pool.report(node, HealthReport(node.role, "m", max_model_len=longest), 1.0, 1.0)
+    assert pool.models() == {"m": 50}
 
 
 def cut_count(pool: Pool, node: Node) -> tuple[list[str], "object"]:

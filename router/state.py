@@ -1,0 +1,44 @@
+"""What the router tells of its nodes and models, as plain values: the bodies of GET /health and GET /admin/nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from router.models import Models
+from router.pool import Node, Pool
+from wire.config import Role
+
+__all__ = ["health_of", "node_of"]
+
+
+def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
+    """One node: what it is, who names it, and what runs there."""
+    return {
+        "url": node.url,
+        "role": node.role,
+        "up": node.up,
+        "for_s": round(now - node.since, 3) if node.since else None,
+        "reason": node.reason,
+        "model": node.model,
+        "adapters": sorted(node.adapters),
+        "generation": node.generation,
+        "sources": pool.members.sources(node.url) if node.wanted else [],
+        "legs": len(node.leases),
+        "queue_depth": round(node.depth, 3),
+        "load": msgspec.structs.asdict(node.load),
+    }
+
+
+def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
+    """Whether requests for any model can be served now; and the state of every model and node."""
+    counts = {
+        role.value: {"up": len(pool.up(role)), "listed": sum(node.role == role for node in pool.nodes)}
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    by_model = models.ready()
+    ready = any(by_model.values())
+    nodes = [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
+    status = "ok" if ready else "unavailable"
+    return ready, {"status": status, **counts, "models": by_model, "requests": requests, "nodes": nodes}

@@ -1,0 +1,180 @@
+"""Which nodes are there: what several sources say, joined and told apart."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.members import Change, Members, NodeSpec, Source
+from router.policies.policy import Ask
+from router.pool import HealthReport, Node, Pool
+from wire.config import Role
+from wire.errors import NoNode, RequestError
+
+P, D = NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)
+
+
+def test_a_node_that_several_sources_name_stays_until_the_last_one_drops_it() -> None:
+    members = Members()
+    assert members.tell(Source.STATIC, [P, D]).joined == (P, D)
+    assert members.tell(Source.HEARTBEATS, [D]).joined == ()
+    assert members.sources("http://d") == [Source.STATIC, Source.HEARTBEATS]
+    assert members.tell(Source.STATIC, [P]).left == ()
+    assert members.tell(Source.HEARTBEATS, []).left == ("http://d",)
+
+
+def test_to_say_the_same_again_changes_nothing() -> None:
+    members = Members()
+    members.tell(Source.KUBERNETES, [P, D])
+    assert members.tell(Source.KUBERNETES, [D, P]) == Change()
+
+
+def test_another_generation_at_the_same_address_is_told_once() -> None:
+    members = Members()
+    first, second = (NodeSpec("http://p", Role.PREFILL, generation=uid) for uid in ("a", "b"))
+    members.tell(Source.KUBERNETES, [first])
+    members.tell(Source.STATIC, [P])
+    assert members.tell(Source.KUBERNETES, [second]).replaced == (second,)
+    assert members.tell(Source.KUBERNETES, [second]).replaced == ()
+
+
+def test_a_node_with_another_role_leaves_and_joins() -> None:
+    members = Members()
+    members.tell(Source.HEARTBEATS, [P])
+    other = NodeSpec("http://p", Role.DECODE)
+    change = members.tell(Source.HEARTBEATS, [other])
+    assert (change.joined, change.left) == ((other,), ("http://p",))
+
+
+specs = st.builds(
+    NodeSpec,
+    st.sampled_from([f"http://n{i}" for i in range(4)]),
+    st.sampled_from([Role.PREFILL, Role.DECODE]),
+    generation=st.sampled_from(["", "a", "b"]),
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Source)), st.lists(specs, max_size=4)), max_size=12))
+def test_the_changes_add_up_to_what_the_sources_want(told: list[tuple[Source, list[NodeSpec]]]) -> None:
+    members = Members()
+    here: dict[str, Role] = {}
+    last: dict[Source, list[NodeSpec]] = {}
+    for source, seen in told:
+        change = members.tell(source, seen)
+        last[source] = seen
+        for url in change.left:
+            del here[url]
+        for spec in change.joined:
+            assert spec.url not in here
+            here[spec.url] = spec.role
+        assert set(here) == {spec.url for specs in last.values() for spec in specs}
+        assert all(spec.url in here for spec in change.replaced)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "p:80", "ftp://p", "http://", "http://a b", "http://p:port", "http://u@p", "http://p?x", "http://p\n"]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(RequestError, match="node address"):
+        NodeSpec(url, Role.PREFILL)
+
+
+def test_a_node_that_is_aggregated_is_refused() -> None:
+    with pytest.raises(RequestError, match="prefill or decode"):
+        NodeSpec("http://p", Role.AGGREGATED)
+
+
+# In the pool.
+
+
+def up(pool: Pool, node: Node, generation: str = "g1", at: float = 1.0) -> None:
+    pool.report(node, HealthReport(node.role, "m", generation=generation), at, at)
+
+
+def ready_pool() -> tuple[Pool, Node, Node]:
+    pool = Pool(["http://p/"], ["http://d"], random.Random(1))
+    for node in pool.nodes:
+        up(pool, node)
+    return pool, pool.nodes[0], pool.nodes[1]
+
+
+def test_nodes_join_and_leave_at_run_time_and_followers_are_told() -> None:
+    pool, first, _ = ready_pool()
+    seen: list[str] = []
+    unfollow = pool.follow(lambda node: seen.append(f"+{node.url}"), lambda node: seen.append(f"-{node.url}"))
+    pool.add(NodeSpec("http://p2", Role.PREFILL), Source.ADMIN, 2.0)
+    pool.add(NodeSpec("http://p2/", Role.PREFILL), Source.ADMIN, 2.0)
+    assert len(pool.nodes) == 3
+    pool.tell(Source.STATIC, [D], 3.0)
+    assert pool.find("http://p") is None
+    assert not first.up
+    unfollow()
+    pool.remove("http://p2", [Source.ADMIN], 4.0)
+    assert seen == ["+http://p", "+http://d", "+http://p2", "-http://p"]
+
+
+def test_a_removed_node_takes_no_new_legs_and_is_there_until_its_last_one_has_ended() -> None:
+    pool, node, _ = ready_pool()
+    gone: list[Node] = []
+    pool.follow(lambda _: None, gone.append)
+    with pool.lease(Ask(Role.PREFILL)):
+        pool.remove("http://p", [Source.STATIC], 2.0)
+        with pytest.raises(NoNode), pool.lease(Ask(Role.PREFILL)):
+            pass
+        up(pool, node, at=3.0)  # it is watched, and stays out
+        assert (node.up, pool.leaving, gone) == (False, [node], [])
+    assert (pool.leaving, gone) == ([], [node])
+
+
+def test_legs_of_a_removed_node_are_cut_when_its_process_has_ended() -> None:
+    pool, _, _ = ready_pool()
+    cuts: list[str] = []
+    with pool.lease(Ask(Role.PREFILL)) as lease:
+        lease.cut = lambda: cuts.append("cut")
+        pool.tell(Source.STATIC, [D], 2.0)
+        assert cuts == []
+        pool.tell(Source.STATIC, [D], 2.0, gone=["http://p"])
+        assert cuts == ["cut"]
+
+
+def test_a_node_that_comes_back_while_it_leaves_is_the_same_node() -> None:
+    pool, node, _ = ready_pool()
+    with pool.lease(Ask(Role.PREFILL)):
+        pool.remove("http://p", [Source.STATIC], 2.0)
+        pool.add(P, Source.HEARTBEATS, 3.0)
+        assert pool.find("http://p") is node
+        up(pool, node, at=2.9)
+        assert not node.up  # by a check that was started before
+        up(pool, node, at=3.0)
+        assert node.up
+    assert pool.leaving == []
+
+
+def test_legs_are_cut_by_the_health_report_of_another_process_and_not_by_the_news_of_it() -> None:
+    """The news may come after the report, when the node has legs of its new life."""
+    pool, node, _ = ready_pool()
+    cuts: list[str] = []
+    pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-1"), Source.KUBERNETES, 1.0)
+    with pool.lease(Ask(Role.PREFILL)) as lease:
+        lease.cut = lambda: cuts.append("cut")
+        pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-2"), Source.KUBERNETES, 2.0)
+        assert (cuts, node.up) == ([], False)
+        up(pool, node, "g1", at=2.1)
+        assert (cuts, node.up) == ([], True)
+        up(pool, node, "g2", at=2.2)
+        assert cuts == ["cut"]
+
+
+def test_legs_of_a_node_that_tells_no_generation_are_cut_by_the_news_of_another_process() -> None:
+    pool, node, _ = ready_pool()
+    up(pool, node, "")
+    node.generation = ""
+    cuts: list[str] = []
+    pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-1"), Source.KUBERNETES, 1.0)
+    with pool.lease(Ask(Role.PREFILL)) as lease:
+        lease.cut = lambda: cuts.append("cut")
+        pool.add(NodeSpec("http://p", Role.PREFILL, generation="uid-2"), Source.KUBERNETES, 2.0)
+    assert cuts == ["cut"]
