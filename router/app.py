@@ -29,6 +29,7 @@ from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.chores import Chores
+from router.door import HotRoutes
 from router.handoff import Walk
 from router.health import watching
 from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, for_model, parse_job, parts_of
@@ -79,7 +80,7 @@ class Router:
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
-        path, timeline = request.url.path, Timeline(time.monotonic())
+        path, timeline = request.scope["path"], Timeline(time.monotonic())
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
@@ -110,9 +111,7 @@ class Router:
         walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
         self._live.add(job.id)
         self.metrics.running.inc()
-        return Relay(
-            walk, self.config.request_deadline_s, lambda status, why: self._finished(walk, path, status, why), dialect
-        )
+        return Relay(walk, lambda status, why: self._finished(walk, path, status, why), dialect)
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
@@ -205,14 +204,17 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
     app.add_exception_handler(KvrelayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_crash)
-    if config.api_key:
-        app.add_middleware(_KeyGate, key=config.api_key, metrics=router.metrics)
 
-    @app.post(CHAT_PATH, response_model=None)
-    @app.post(COMPLETIONS_PATH, response_model=None)
     async def complete(request: Request) -> Response:
         return await router.complete(request, as_it_is)
 
+    hot = dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete)
+    app.add_middleware(HotRoutes, routes=hot, failed=_answer_error, kinds=KvrelayError)
+    if config.api_key:
+        app.add_middleware(_KeyGate, key=config.api_key, metrics=router.metrics)
+
+    for path in hot:  # for what is not a POST
+        app.post(path, response_model=None)(complete)
     add_routes(app, router)
 
     @app.post(LOAD_PATH, response_model=None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.chores import Chores
@@ -189,7 +189,7 @@ class Walk:
         """One leg on one node, its frames passed on. Raises LegFailed, Refused, Diverged."""
         decoding = place.decoding
 
-        async def take(frames: Sequence[Frame]) -> None:
+        def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
             for frame in frames:
                 now = time.monotonic()
                 if frame.timing is not None:
@@ -203,7 +203,7 @@ class Walk:
                     self.timeline.told(place.at[0], now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
-            await self.reply.room()
+            return self.reply.room()
 
         ended = await self._legs.run(lease, self.job.path, body, self._headers, take)
         if decoding and ended is FrameKind.HANDOVER:

@@ -18,8 +18,8 @@ from wire.outputs import Load
 
 __all__ = ["LegFailed", "Legs", "Refused", "TakeFrames"]
 
-TakeFrames = Callable[[Sequence[Frame]], Awaitable[None]]
-"""Given frames in order; may wait until the client has room for more."""
+TakeFrames = Callable[[Sequence[Frame]], Awaitable[None] | None]
+"""Given frames in order. What it answers, if anything, is waited for before it is given more."""
 
 _DRAIN_DEADLINE_S = 1.0
 _RELEASE_DEADLINE_S = 2.0
@@ -203,9 +203,10 @@ async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFram
             if frame.load is not None:
                 node.note_load(frame.load)
             if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
-                await take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
+                take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
                 return _ending(frame)
-        await take(frames)
+        if (room := take(frames)) is not None:
+            await room
     raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
 
 

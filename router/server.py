@@ -10,6 +10,7 @@ import uvicorn
 import uvloop
 
 from router.app import create_app
+from router.door import Door
 from wire.config import RouterConfig
 
 __all__ = ["make_server", "run", "serve"]
@@ -27,7 +28,7 @@ def make_server(config: RouterConfig) -> uvicorn.Server:
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http="httptools",
+            http=Door,
             ws="none",
             log_config=None,
             access_log=False,

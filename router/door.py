@@ -1,0 +1,136 @@
+"""Where clients come in: uvicorn's HTTP connection, and beside ASGI a way to write an answer without waiting for it.
+
+ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us for each. `Client`
+writes straight to the connection instead, and tells who has to wait (`room`). What the connection may do, keep-alive,
+limits, pipelining, shutdown, stays uvicorn's. Owns no route but the hot ones' short cut: the paths that take most of
+the requests need no matching of routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+__all__ = ["Client", "Door", "HotRoutes", "client_of"]
+
+_KEY = "kvrelay.client"
+# What a client has not read of an answer that is over is kept no longer than this.
+_FLUSH_DEADLINE_S = 30.0
+
+
+class Door(HttpToolsProtocol):
+    """One connection. Each request's scope has its `Client`."""
+
+    on_gone: Callable[[], None] | None = None
+    """Of the request that is being answered."""
+
+    def on_headers_complete(self) -> None:
+        """The request's task has been made and has not begun."""
+        super().on_headers_complete()
+        self.scope[_KEY] = Client(self, self.cycle)  # type: ignore[literal-required]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the answer that nobody will read it."""
+        super().connection_lost(exc)
+        if self.on_gone is not None:
+            self.on_gone()
+
+
+class Client:
+    """The connection while one request is answered: `begin`, any number of `write`, `end`. Nothing is written to a
+    client that is gone."""
+
+    def __init__(self, door: Door, cycle: RequestResponseCycle) -> None:
+        self._door = door
+        self._cycle = cycle
+
+    @property
+    def gone(self) -> bool:
+        """It went away before the end."""
+        return self._cycle.disconnected
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Whom to tell if it goes away; None: nobody any more."""
+        self._door.on_gone = on_gone
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Status and headers of an answer in chunks."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return
+        cycle.response_started, cycle.waiting_for_100_continue = True, False
+        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        close = b"" if cycle.keep_alive else b"connection: close\r\n"
+        head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
+        cycle.transport.write(head)
+
+    def write(self, payload: bytes) -> None:
+        """A piece of the body. What is written in one turn of the event loop goes out in one send."""
+        if payload and not self._cycle.disconnected:
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def room(self) -> Awaitable[None] | None:
+        """Something to wait for while the client has yet to read what was written; None if it has."""
+        flow = self._cycle.flow
+        return flow.drain() if flow.write_paused and not self._cycle.disconnected else None
+
+    def end(self) -> None:
+        """The body is over."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return
+        cycle.transport.write(b"0\r\n\r\n")
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        if cycle.flow.write_paused:
+            self._door.loop.call_later(_FLUSH_DEADLINE_S, self._abandon)
+
+    def _abandon(self) -> None:
+        """It has not read its answer, nor asked for anything else."""
+        if self._door.cycle is self._cycle and self._cycle.flow.write_paused:
+            self._cycle.transport.abort()
+
+
+def client_of(scope: Scope) -> Client:
+    """Of a request that came in through a Door."""
+    client = scope[_KEY]
+    assert isinstance(client, Client)
+    return client
+
+
+class HotRoutes:
+    """Middleware: answers POSTs on some paths itself; `failed` answers what is raised there."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Mapping[str, Callable[[Request], Awaitable[Response]]],
+        failed: Callable[[Request, Exception], Awaitable[Response]],
+        kinds: type[Exception],
+    ) -> None:
+        """`kinds`: of the errors that `failed` answers."""
+        self._app = app
+        self._routes: dict[Any, Callable[[Request], Awaitable[Response]]] = dict(routes)
+        self._failed = failed
+        self._kinds = kinds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        route = self._routes.get(scope.get("path"))
+        if route is None or scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            answer = await route(request)
+        except self._kinds as why:
+            answer = await self._failed(request, why)
+        await answer(scope, receive, send)
