@@ -21,7 +21,7 @@ from rich.text import Text
 
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
-from kvrelay.plan import API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
+from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
 from wire.config import NodeConfig, RanksConfig, Role, RouterConfig, TransferConfig
@@ -66,8 +66,11 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object]) -> int:
     config = build(RouterConfig, values)
-    if not config.prefill or not config.decode:
-        raise ConfigError("a router needs at least one --prefill URL and one --decode URL")
+    if not (config.prefill and config.decode) and not config.heartbeat_port:
+        raise ConfigError(
+            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
+            "announce themselves"
+        )
     check_port(config.host, config.port)
     _log_to_stderr()
     from router.server import run as run_router
@@ -219,7 +222,7 @@ for _role, _name, _about in (
         _about,
         NodeConfig,
         _serving_node(_role),
-        ("role",),
+        ("role", "router") if _role is Role.AGGREGATED else ("role",),
         {"api_key": NODE_API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
     )
 _add(
@@ -236,7 +239,7 @@ _add(
     RouterConfig,
     _serving_router,
     (),
-    {"api_key": API_KEY, "node_api_key": NODE_API_KEY},
+    {"api_key": API_KEY, "node_api_key": NODE_API_KEY, "admin_key": ADMIN_KEY},
 )
 
 _add(
@@ -244,7 +247,7 @@ _add(
     "Answer a file of requests (OpenAI's batch format), by a running server or by an engine started for it.",
     NodeConfig,
     _running_batch,
-    ("role", "host", "port", "api_key", "max_body_bytes", *settings_of(TransferConfig)),
+    ("role", "router", "host", "port", "api_key", "max_body_bytes", *settings_of(TransferConfig)),
     {},
     (
         _typed(

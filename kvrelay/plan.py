@@ -17,6 +17,7 @@ from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferCo
 from wire.errors import ConfigError
 
 __all__ = [
+    "ADMIN_KEY",
     "API_KEY",
     "CLUSTER_SECRET",
     "NODE_API_KEY",
@@ -30,6 +31,7 @@ __all__ = [
     "waves",
 ]
 
+ADMIN_KEY = "KVRELAY_ADMIN_KEY"
 API_KEY = "KVRELAY_API_KEY"
 NODE_API_KEY = "KVRELAY_NODE_API_KEY"
 CLUSTER_SECRET = "KVRELAY_CLUSTER_SECRET"
@@ -161,6 +163,7 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     # For the nodes only: the router carries tickets and need not know what signs them.
     secret = config.transfer.cluster_secret
     for_nodes = base | ({CLUSTER_SECRET: secret} if secret else {})
+    for_nodes.pop(ADMIN_KEY, None)
     urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
     on_gpus = machine.gpus and config.engine.device != "cpu"
     engines = [config.engine_of(role) for role in roles]

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -22,6 +22,7 @@ from node.adapter_calls import load_adapter, unload_adapter
 from node.callers import authorize, read_body, request_id, unless_gone
 from node.compiling import COMPILE_DEADLINE_S
 from node.directly import Directly
+from node.drain import Drain
 from node.engine_client import EngineClient, Updates
 from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
@@ -71,6 +72,10 @@ class Node:
     serving: Serving | None = None
     metrics: NodeMetrics | None = None
     failure: str | None = None
+    drain: Drain = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drain = Drain(self.engine)
 
     def ready(self) -> Serving:
         """The serving half. Raises EngineDead while the engine loads and after it ended."""
@@ -144,12 +149,19 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
         node.ready()
         return _json(await fetch_probe(node.config, node.engine, body))
 
+    @app.post("/drain")
+    @app.post("/undrain")
+    async def drain(request: Request) -> Response:
+        authorize(node.config.api_key, request)
+        node.drain.end() if request.url.path == "/undrain" else node.drain.begin()
+        return _json({"draining": node.drain.begun, "requests": node.engine.queue_depth()})
+
     @app.get("/health")
     async def health() -> Response:
-        serving = node.ready()
+        serving, draining = node.ready(), node.drain.begun
         return _json(
             {
-                "status": "ok",
+                "status": "draining" if draining else "ok",
                 "role": node.config.role,
                 "model": serving.model_name,
                 "adapters": list(serving.adapters),
@@ -157,9 +169,11 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
                 "load": node.engine.load,
+                "requests": node.engine.queue_depth(),
                 "held_blocks": node.engine.stats.held_blocks,
                 "quarantined_blocks": node.engine.stats.quarantined_blocks,
-            }
+            },
+            503 if draining else 200,
         )
 
     @app.get("/metrics")
@@ -178,6 +192,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     began = time.monotonic()
     authorize(node.config.api_key, request)
     serving = node.ready()
+    node.drain.check()
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
@@ -340,5 +355,5 @@ async def _node_body(node: Node, request: Request) -> bytes:
     return await read_body(request, node.config.max_body_bytes)
 
 
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

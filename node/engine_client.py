@@ -26,6 +26,7 @@ from wire.engine_messages import (
     Abort,
     AdapterLoaded,
     AdapterRefused,
+    AskStats,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -52,6 +53,7 @@ __all__ = ["EngineClient"]
 log = logging.getLogger("kvrelay.node")
 
 T = TypeVar("T")
+K = TypeVar("K", str, int)
 
 STOP_DEADLINE_S = 5.0
 _ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +100,8 @@ class EngineClient:
         self._queues: dict[str, asyncio.Queue[RequestUpdate | None]] = {}
         self._probes: dict[str, asyncio.Future[ProbeOffered | ProbeFetched | ProbeRefused]] = {}
         self._loads: dict[str, asyncio.Future[AdapterLoaded | AdapterRefused]] = {}
+        self._stats_asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-")
@@ -196,8 +200,14 @@ class EngineClient:
         late = f"adapter {load.name!r} was not read within {deadline_s:g} s"
         return await self._answered(self._loads, load.load_id, load, deadline_s, late)
 
+    async def fresh_stats(self, deadline_s: float) -> EngineStats:
+        """Its numbers after all that was sent to it until now. Raises EngineDead, DeadlineExceeded."""
+        self._asked += 1
+        late = f"the engine process did not tell its numbers within {deadline_s:g} s"
+        return await self._answered(self._stats_asked, self._asked, AskStats(self._asked), deadline_s, late)
+
     async def _answered(
-        self, waiting: dict[str, asyncio.Future[T]], key: str, asked: ToEngine, deadline_s: float, late: str
+        self, waiting: dict[K, asyncio.Future[T]], key: K, asked: ToEngine, deadline_s: float, late: str
     ) -> T:
         """Send what the engine process answers once; `waiting` is where its answer is looked for, by `key`."""
         if self.ended.is_set():
@@ -270,6 +280,9 @@ class EngineClient:
                             self._send(Release(update.request_id))  # its client left while the last step ran
                 case EngineStats() as stats:
                     self.stats, self.load = stats, stats.load
+                    for number, wanted in self._stats_asked.items():
+                        if number <= stats.asked and not wanted.done():
+                            wanted.set_result(stats)
                 case ProbeOffered() | ProbeFetched() | ProbeRefused() as answer:
                     asked = self._probes.get(answer.probe_id)
                     if asked is not None and not asked.done():
@@ -300,7 +313,11 @@ class EngineClient:
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)
-        waiting: list[asyncio.Future[Any]] = [*self._probes.values(), *self._loads.values()]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._probes.values(),
+            *self._loads.values(),
+            *self._stats_asked.values(),
+        ]
         for asked in waiting:
             if not asked.done():
                 asked.set_exception(EngineDead(self.failure))

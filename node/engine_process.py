@@ -33,6 +33,7 @@ from paged_engine.step_plan import Fetch
 from wire.config import NodeConfig
 from wire.engine_messages import (
     Abort,
+    AskStats,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -80,6 +81,7 @@ class EngineProcess:
         self._stopping = False
         self._stats_due = self._pulse_due = 0.0
         self._reported: EngineStats | None = None
+        self._asked = 0
 
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
@@ -185,6 +187,8 @@ class EngineProcess:
                     self._probes.fetch(ask)
                 case LoadAdapter() | UnloadAdapter() as ask:
                     self._adapters.hear(ask)
+                case AskStats(number):
+                    self._asked, self._stats_due = number, 0.0
                 case Shutdown():
                     self._stopping = True
 
@@ -359,7 +363,7 @@ class EngineProcess:
         now = time.monotonic()
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = stats_of(self.engine, self.connector, self._adapters)
+            stats = stats_of(self.engine, self.connector, self._adapters, self._asked)
             if stats != self._reported or now >= self._pulse_due:
                 self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)

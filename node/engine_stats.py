@@ -12,8 +12,8 @@ from wire.engine_messages import EngineStats
 __all__ = ["stats_of"]
 
 
-def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads) -> EngineStats:
-    """Counters since start and gauges now."""
+def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, asked: int = 0) -> EngineStats:
+    """Counters since start and gauges now. `asked`: who has asked for them last."""
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
     running_adapters, waiting_adapters = adapters.in_use()
     return EngineStats(
@@ -42,4 +42,5 @@ def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads) -> En
         leases_expired=transfers.leases_expired,
         running_adapters=running_adapters,
         waiting_adapters=waiting_adapters,
+        asked=asked,
     )

@@ -7,30 +7,39 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from node.app import Node, create_app
+from node.drain import DRAIN_DEADLINE_S, Drain
 from node.engine_client import EngineClient
+from node.heartbeat import Announcer
 from node.loading import serving_of
 from node.metrics import NodeMetrics
 from wire.config import NodeConfig
-from wire.errors import KvrelayError
+from wire.errors import EngineDead, KvrelayError
+from wire.heartbeat import Heartbeat, NodeState
 
 __all__ = ["run"]
 
 log = logging.getLogger("kvrelay.node")
 
-DRAIN_DEADLINE_S = 30
+_CUT_S = 2
+_TICK_S = 0.02
 
 
 def run(config: NodeConfig) -> int:
-    """Serve until SIGTERM or SIGINT. Exit code 0 after an orderly end, 1 when the engine failed."""
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+
+    Exit code 0 after an orderly end, 1 when the engine failed.
+    """
     node = Node(config, EngineClient(config), created=int(time.time()))
-    server = uvicorn.Server(
+    server = _Server(
+        node.drain,
         uvicorn.Config(
-            create_app(node, lambda app: _lifespan(app, node, lambda: setattr(server, "should_exit", True))),
+            create_app(node, lambda app: _lifespan(app, node, server)),
             host=config.host,
             port=config.port,
             loop="uvloop",
@@ -39,28 +48,80 @@ def run(config: NodeConfig) -> int:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=DRAIN_DEADLINE_S,
-        )
+            # Of what is under way when the node has drained, or could not in time.
+            timeout_graceful_shutdown=_CUT_S,
+        ),
     )
     server.run()
     return 1 if node.failure is not None else 0
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(_: FastAPI, node: Node, give_up: Callable[[], None]) -> AsyncIterator[None]:
+async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[None]:
     """The server listens while the model loads; /health tells the two apart."""
     await node.engine.start()
-    loading = asyncio.create_task(_load(node, give_up))
+    announcer = Announcer(node.config.router, node.config.api_key, lambda: _facts(node))
+    node.drain.changed = announcer.changed
+    tasks = [
+        asyncio.create_task(_load(node, server.give_up, announcer.changed)),
+        asyncio.create_task(server.drained()),
+        asyncio.create_task(announcer.run()),
+    ]
     try:
         yield
     finally:
-        loading.cancel()
-        await asyncio.gather(loading, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if node.drain.begun:
+            await node.drain.over(_CUT_S)  # a request that came just before may have left KV behind
         await node.engine.stop()
 
 
-async def _load(node: Node, give_up: Callable[[], None]) -> None:
-    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another."""
+class _Server(uvicorn.Server):
+    """Told to end it drains first, and still listens: who asks for its health or gives KV back is answered."""
+
+    def __init__(self, drain: Drain, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._told: int | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one begins to drain, within a tick of drained()."""
+        if self._told is not None:
+            super().handle_exit(sig, frame)
+        self._told = sig
+
+    def give_up(self) -> None:
+        """End without draining: there is no engine."""
+        self.should_exit = True
+
+    async def drained(self) -> None:
+        """Wait for the signal, drain, and end."""
+        while self._told is None:
+            await asyncio.sleep(_TICK_S)
+        self._drain.begin()
+        if not await self._drain.over(DRAIN_DEADLINE_S):
+            log.warning("not drained within %g s: what is left goes on elsewhere", DRAIN_DEADLINE_S)
+        super().handle_exit(self._told, None)
+
+
+def _facts(node: Node) -> Heartbeat | None:
+    """What routers are told of it."""
+    try:
+        serving = node.ready()
+    except EngineDead:
+        return None
+    state = NodeState.DRAINING if node.drain.begun else NodeState.OK
+    return Heartbeat(
+        node.config.url, node.config.role, serving.model_name, serving.info.generation, node.engine.load, 0.0, state
+    )
+
+
+async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], None]) -> None:
+    """Make the node ready, then watch the engine. A node without one ends, so that its supervisor starts another.
+
+    `changed`: it is ready now."""
     config = node.config
     try:
         serving = await serving_of(config, node.engine)
@@ -74,6 +135,7 @@ async def _load(node: Node, give_up: Callable[[], None]) -> None:
         lambda: node.engine.stats, model_name=name, role=config.role, max_loras=config.engine.adapter_slots
     )
     node.serving = serving
+    changed()
     log.info(
         "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,

@@ -43,7 +43,9 @@ class Request:
     hold_stopped: bool = False
     fork_of: str | None = None
     priority: int = 0
-    order: int = 0  # of arrival, set by the scheduler
+    order: int = 0  # of arrival, from 1; this and the next two are set where it waits (paged_engine/waiting.py)
+    rank: int = 0  # its place among requests of equal priority
+    work: int = 0  # tokens to compute that were neither cached nor shared when it last began to wait
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None
     state: State = State.WAITING
@@ -107,9 +109,9 @@ class Request:
         return len(self.token_ids) - self.prompt_tokens
 
     @property
-    def turn(self) -> tuple[int, int]:
-        """Who is served first: a lower priority number, then the earlier arrival. The last is preempted first."""
-        return self.priority, self.order
+    def turn(self) -> tuple[int, int, int]:
+        """Who is served first: a lower priority number, then the lower rank. The last is preempted first."""
+        return self.priority, self.rank, self.order
 
     @property
     def uncomputed(self) -> int:

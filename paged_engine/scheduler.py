@@ -10,7 +10,7 @@ given to anybody else. What a step has left goes to tokens that are only propose
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from paged_engine.blocks import BlockPool
 from paged_engine.endings import Endings
@@ -47,7 +47,6 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingLine(self._requests, block_tokens)
-        self._arrivals = 0
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
@@ -65,9 +64,7 @@ class Scheduler:
         if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._requests[request.request_id] = request
-        self._arrivals += 1
-        request.order = self._arrivals
-        self._waiting.join(request)
+        self._wait(request)
 
     def get(self, request_id: str) -> Request | None:
         """The live request of this id."""
@@ -127,7 +124,11 @@ class Scheduler:
             self._running.append(request)
             return
         self._drop_blocks(request)
-        self._waiting.join(request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        cached = [] if request.fetch is not None else self._cached_prefix(request, len(request.token_ids) - 1)
+        self._waiting.join(request, len(cached) * self._block_tokens)
 
     # --- probes: blocks of no request ----------------------------------------------------------------------------
 
@@ -149,35 +150,42 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's work and take its blocks."""
-        chunks: list[Chunk] = []
-        budget = self._max_batched_tokens
-        preempted = False
+        plan = StepPlan([], [], [])
+        budget, preemptions = self._max_batched_tokens, self.preemptions
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
-        for request in sorted(self._running, key=lambda r: r.uncomputed > 1):
-            if request.state is not State.RUNNING or not budget or self._endings.awaited(request):
-                continue
-            chunk = Chunk.next_of(request, budget)
-            while not self._grow(request, chunk.start + chunk.count):
-                preempted = True
-                # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
-                going_on = [r for r in self._running if not (r.offered or self._endings.awaited(r))]
-                victim = max(going_on, key=lambda r: r.turn, default=None)
-                if victim is None:
-                    break
-                self._preempt(victim)
-                chunks = [chunk for chunk in chunks if chunk.request is not victim]
-                if victim is request:
-                    break
-            else:
-                chunks.append(chunk)
-                budget -= chunk.count
-        offers: list[Request] = []
-        if preempted:
-            return StepPlan(chunks, [], offers)
-        fetches = list(self._admit(chunks, offers, budget, now))
-        left = min(self._max_batched_tokens - sum(c.count for c in chunks), self._max_running - len(chunks))
-        chunks = self.speculation.extended(chunks, left, self._endings.max_model_len, self._room_for)
-        return StepPlan(chunks, fetches, offers)
+        decodes = [request for request in self._running if request.uncomputed <= 1]
+        prompts = sorted((each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn)
+        for request in decodes:
+            budget = self._go_on(request, plan.chunks, budget)
+        for request in prompts:
+            # Nor must a long prompt that has begun delay one whose turn comes before its own.
+            if self.preemptions == preemptions:
+                budget = self._admit(plan, budget, now, before=request)
+            budget = self._go_on(request, plan.chunks, budget)
+        if self.preemptions != preemptions:
+            return plan
+        self._admit(plan, budget, now)
+        left = min(self._max_batched_tokens - sum(c.count for c in plan.chunks), self._max_running - len(plan.chunks))
+        chunks = self.speculation.extended(plan.chunks, left, self._endings.max_model_len, self._room_for)
+        return StepPlan(chunks, plan.fetches, plan.offers)
+
+    def _go_on(self, request: Request, chunks: list[Chunk], budget: int) -> int:
+        """A running request's next chunk, others preempted if there is no room for it; the budget that is left."""
+        if request.state is not State.RUNNING or not budget or self._endings.awaited(request):
+            return budget
+        chunk = Chunk.next_of(request, budget)
+        while not self._grow(request, chunk.start + chunk.count):
+            # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
+            going_on = [r for r in self._running if not (r.offered or self._endings.awaited(r))]
+            victim = max(going_on, key=lambda r: r.turn, default=None)
+            if victim is None:
+                return budget
+            self._preempt(victim)
+            chunks[:] = [each for each in chunks if each.request is not victim]
+            if victim is request:
+                return budget
+        chunks.append(chunk)
+        return budget - chunk.count
 
     def _room_for(self, request: Request, tokens: int) -> int:
         """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
@@ -188,20 +196,21 @@ class Scheduler:
         """Whether the tokens of the step under way should be awaited before the next step is scheduled."""
         return self.speculation.wants_tokens(self._running, self._max_running)
 
-    def _admit(self, chunks: list[Chunk], offers: list[Request], budget: int, now: float) -> Iterator[Fetch]:
-        """Start waiting requests in the order of their turns, while seats, budget and blocks last."""
-        for request in self._waiting.candidates():
+    def _admit(self, plan: StepPlan, budget: int, now: float, before: Request | None = None) -> int:
+        """Start waiting requests in the order of their turns, while seats, budget and blocks last; those whose turn
+        comes before another's. The budget that is left."""
+        for request in self._waiting.candidates(before):
             if len(self._running) + len(self._fetching) >= self._max_running:
-                return
+                break
             if request.fetch is not None:
                 fetch = self._start_fetch(request)
                 if fetch is None:
-                    return
+                    break
                 request.first_scheduled_s = request.fetch_started_s = now
-                yield fetch
+                plan.fetches.append(fetch)
                 continue
             if not budget or not self._start(request):
-                return
+                break
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
             chunk = Chunk.next_of(request, budget)
@@ -209,9 +218,10 @@ class Scheduler:
             assert grown, "admission checked that the whole request fits"
             if request.hold and not request.offered:
                 request.offered = True
-                offers.append(request)
-            chunks.append(chunk)
+                plan.offers.append(request)
+            plan.chunks.append(chunk)
             budget -= chunk.count
+        return budget
 
     def _start(self, request: Request) -> bool:
         """Give a waiting request the blocks of its parent or its cached prefix, and a seat, if all its tokens are known
@@ -278,7 +288,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
         self._drop_blocks(request)
-        self._waiting.join(request)
+        self._wait(request)
         self.preemptions += 1
 
     # --- after the step ------------------------------------------------------------------------------------------

@@ -1,5 +1,9 @@
 """Requests that wait for a seat, blocks or another request: in which order, and who cannot begin yet. Pure.
 
+The shortest prompt goes first, with ageing, among requests of equal priority. Age is counted in tokens of work that has
+arrived since, so the order needs no clock and no speed, and never changes: a request is overtaken by later ones of
+together less than OVERTAKEN times its own tokens. What must be fetched keeps the order of arrival.
+
 A *fork* has the prompt of another request, its parent, and waits until that prompt is computed or fetched. A fork whose
 parent is gone starts by itself.
 """
@@ -11,7 +15,10 @@ from collections.abc import Mapping
 
 from paged_engine.request import Request, State
 
-__all__ = ["WaitingLine"]
+__all__ = ["OVERTAKEN", "WaitingLine"]
+
+# With 2, a request waits for at most thrice its own tokens more than if it had come alone behind those that were there.
+OVERTAKEN = 2
 
 
 class WaitingLine:
@@ -21,6 +28,8 @@ class WaitingLine:
         self._live = live
         self._block_tokens = block_tokens
         self._line: list[Request] = []
+        self._arrivals = 0
+        self._arrived_tokens = 0
 
     def __len__(self) -> int:
         return len(self._line)
@@ -28,18 +37,25 @@ class WaitingLine:
     def __bool__(self) -> bool:
         return bool(self._line)
 
-    def join(self, request: Request) -> None:
-        """It waits, before all whose turn comes later."""
+    def join(self, request: Request, cached: int = 0) -> None:
+        """It waits, before all whose turn comes later. So many of its first tokens need not be computed."""
         request.state = State.WAITING
+        shared = max(cached, self._forked(request) * self._block_tokens)
+        request.work = 0 if request.fetch is not None else request.uncomputed - shared
+        if not request.order:
+            self._set_turn(request)
         bisect.insort(self._line, request, key=lambda each: each.turn)
 
     def leave(self, request: Request) -> None:
         """It waits no more."""
         self._line.remove(request)
 
-    def candidates(self) -> list[Request]:
-        """Those that may begin now, in order; the line may change meanwhile."""
-        return [request for request in self._line if not self._held_back(request)]
+    def candidates(self, before: Request | None = None) -> list[Request]:
+        """Those that may begin now, in order, and before another's turn; the line may change meanwhile."""
+        end = len(self._line)
+        if before is not None:
+            end = bisect.bisect_left(self._line, before.turn, key=lambda each: each.turn)
+        return [request for request in self._line[:end] if not self._held_back(request)]
 
     def parents_blocks(self, request: Request) -> list[int]:
         """Of a fork, the blocks that it shares with its parent; none if that is gone."""
@@ -48,13 +64,23 @@ class WaitingLine:
 
     @property
     def tokens(self) -> int:
-        """Tokens to compute before all of them decode, without what they will share."""
-        return sum(each.uncomputed - self._forked(each) * self._block_tokens for each in self._line)
+        """Tokens to compute before all of them decode, as far as was known when each began to wait."""
+        return sum(each.work for each in self._line)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(each.state is State.WAITING and not each.blocks for each in self._line)
         assert self._line == sorted(self._line, key=lambda each: each.turn)
+
+    def _set_turn(self, request: Request) -> None:
+        """Once, when it arrives: a request that is preempted comes back to its place."""
+        self._arrivals += 1
+        request.order = self._arrivals
+        self._arrived_tokens += request.work if request.fetch is None else request.fetch.num_tokens
+        request.rank = self._arrived_tokens + OVERTAKEN * request.work
+        parent = self._parent(request)
+        if parent is not None:
+            request.rank = max(request.rank, parent.rank)
 
     def _parent(self, request: Request) -> Request | None:
         return None if request.fork_of is None else self._live.get(request.fork_of)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -28,27 +29,32 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
+from router.admin import add_admin_routes
 from router.chores import Chores
 from router.door import HotRoutes
 from router.handoff import Walk
 from router.health import watching
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, for_model, parse_job, parts_of
+from router.heartbeats import hearing
+from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
+from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response
 from router.reply import Reply
 from router.state import health_of
 from router.timeline import Timeline
-from wire.config import RouterConfig
+from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NotFound, RequestError, Unauthorized
 
 __all__ = ["Router", "create_app"]
 
 _SHUTDOWN_DEADLINE_S = 5.0
+_MAX_ADMIN_BYTES = 1 << 16
+_ADMIN_READ_S = 10.0
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -60,7 +66,8 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
-        self.pool = Pool(config.prefill, config.decode, rng)
+        policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
+        self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.metrics = Metrics(self.pool)
         self.chores = Chores()
@@ -72,7 +79,11 @@ class Router:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
         try:
-            async with watching(self.pool, legs, self.config.health_interval_s):
+            config = self.config
+            async with (
+                watching(self.pool, legs, config.health_interval_s),
+                hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+            ):
                 yield
         finally:
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
@@ -84,7 +95,8 @@ class Router:
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
-            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53))
+            session = request.headers.get(SESSION_HEADER, "")
+            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53), session)
             job = for_model(job, self.models.named(job.model))
             parts = parts_of(job)
         except KvrelayError as why:
@@ -118,6 +130,11 @@ class Router:
         assert self._legs is not None
         body = translate(await self._body(request))
         return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
+
+    def legs(self) -> Legs:
+        """The connections to the nodes."""
+        assert self._legs is not None
+        return self._legs
 
     def check_key(self, request: Request) -> None:
         """Was done before any route was chosen: _KeyGate."""
@@ -216,6 +233,8 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
     for path in hot:  # for what is not a POST
         app.post(path, response_model=None)(complete)
     add_routes(app, router)
+    read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
+    add_admin_routes(app, router.pool, router.legs, config.admin_key, read)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)

@@ -17,6 +17,7 @@ from openai_api.stages import with_stages
 from router.chores import Chores
 from router.job import Job, decode_body, prefill_body
 from router.legs import LegFailed, Legs, Refused
+from router.measured import learn
 from router.metrics import Metrics
 from router.policies.policy import Ask
 from router.pool import Lease, Node, Pool
@@ -142,7 +143,7 @@ class Walk:
         body = prefill_body(self.job)
         tried: list[Node] = []
         while True:
-            with self._pool.lease(Ask(Role.PREFILL, self.job.model, self.job.prompt_tokens), tried) as lease:
+            with self._pool.lease(self._ask(Role.PREFILL, self.job.prompt_tokens), tried) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
@@ -171,7 +172,7 @@ class Walk:
         while True:
             params = self.progress.decode_params()
             tokens = self.progress.tokens_to_compute(params)
-            with self._pool.lease(Ask(Role.DECODE, self.job.model, tokens), tried) as lease:
+            with self._pool.lease(self._ask(Role.DECODE, tokens), tried) as lease:
                 self.decode_node = lease.node
                 try:
                     await self._leg(lease, decode_body(self.job, params), Place.behind(params))
@@ -185,20 +186,40 @@ class Walk:
                     failure = why
             self._require_another(Role.DECODE, tried, failure)
 
+    def _ask(self, role: Role, tokens: int) -> Ask:
+        """For a leg that must compute so many tokens before it goes on."""
+        job, peer = self.job, self.prefill_node
+        if role is Role.PREFILL:
+            return Ask(role, job.model, tokens, priority=job.priority, session=job.session)
+        return Ask(
+            role,
+            job.model,
+            tokens,
+            kv_tokens=self.prompt_tokens or job.prompt_tokens,
+            output_tokens=job.max_tokens,
+            priority=job.priority,
+            session=job.session,
+            peer="" if peer is None else peer.url,
+        )
+
     async def _leg(self, lease: Lease, body: bytes, place: Place) -> FrameKind:
         """One leg on one node, its frames passed on. Raises LegFailed, Refused, Diverged."""
-        decoding = place.decoding
+        decoding, begin = place.decoding, place.at.get(0, 0)
 
         def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
             for frame in frames:
                 now = time.monotonic()
                 if frame.timing is not None:
                     self.timeline.inside(frame.timing, decoding)
+                    told = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
+                    learn(lease, frame, 0 if len(place.at) > 1 else told, self.prefill_node if decoding else None)
                 self.counts = frame.usage or self.counts
                 if self.progress.take(frame, place):
                     if frame.token_ids:
                         self.timeline.tokens(now)
                     self.reply.put(self._timed(frame, now))
+                if frame.token_ids:
+                    lease.node.answered(lease)
                 if frame.token_ids and not frame.choice:
                     self.timeline.told(place.at[0], now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
@@ -217,9 +238,12 @@ class Walk:
         return with_stages(frame.payload, {name: took * 1e3 for name, took in self.timeline.stages_s(now).items()})
 
     def _blame(self, node: Node, why: LegFailed, tried: list[Node]) -> None:
+        tried.append(node)
+        if why.draining:
+            self._pool.drains(node, time.monotonic())
+            return
         _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, node.role, node.url, why.detail)
         self._pool.blame(node, f"a leg broke on it: {why.detail}", time.monotonic())
-        tried.append(node)
 
     def _require_another(self, role: Role, tried: list[Node], why: LegFailed) -> None:
         """Count a fail-over, or raise what the client is told when there is nowhere left to go."""

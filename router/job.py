@@ -14,10 +14,21 @@ from openai_api.body import check_choices
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 
-__all__ = ["CHAT_PATH", "COMPLETIONS_PATH", "Job", "decode_body", "for_model", "parse_job", "parts_of", "prefill_body"]
+__all__ = [
+    "CHAT_PATH",
+    "COMPLETIONS_PATH",
+    "SESSION_HEADER",
+    "Job",
+    "decode_body",
+    "for_model",
+    "parse_job",
+    "parts_of",
+    "prefill_body",
+]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+SESSION_HEADER = "x-session-id"
 
 _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
@@ -49,6 +60,9 @@ class _Asked(msgspec.Struct):
     echo: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    priority: int | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
     stream_options: _StreamOptions | None = None
 
 
@@ -80,6 +94,9 @@ class Job:
     part: bool = False
     """One prompt of several: its answer is joined with theirs (router/joined_walk.py)."""
     first_index: int = 0
+    priority: int = 0
+    session: str = ""
+    """What the requests of one conversation, or else of one user, have in common."""
 
     @property
     def prompt_field(self) -> str:
@@ -123,8 +140,11 @@ def for_model(job: Job, model: str) -> Job:
     return replace(job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))})
 
 
-def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int) -> Job:
-    """Read a client's body. `drawn_seed` is taken if the client gave none. Raises RequestError."""
+def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int, session: str = "") -> Job:
+    """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its headers name.
+
+    Raises RequestError.
+    """
     fields = _decode(body, dict[str, msgspec.Raw])
     for name in sorted(_HANDOVER_FIELDS & fields.keys()):
         if bytes(fields[name]).strip() != b"null":
@@ -158,6 +178,8 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         prompt_only=prompt_only,
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
+        priority=asked.priority or 0,
+        session=session or asked.prompt_cache_key or asked.user or "",
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 from router.chores import Chores
 from router.pool import HealthReport, Lease, Node
 from wire.config import RouterConfig
-from wire.errors import DeadlineExceeded, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
+from wire.errors import DeadlineExceeded, Draining, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
 from wire.outputs import Load
 
@@ -59,11 +59,18 @@ class LegFailed(NodeFailed):
     """The node broke: no connection, a 5xx, a cut stream, or silence. The leg may be tried on another one."""
 
     def __init__(
-        self, message: str, status: int = NodeFailed.status, retry_after_s: int | None = None, detail: str = ""
+        self,
+        message: str,
+        status: int = NodeFailed.status,
+        retry_after_s: int | None = None,
+        detail: str = "",
+        draining: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.draining = draining
+        """The node takes nothing new, and is not to be blamed for it."""
         self.detail = detail or message
         """For the log: may name addresses, which are no business of a client."""
 
@@ -112,12 +119,15 @@ class Legs:
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
         async with self._session.get(f"{node.url}/health", timeout=timeout) as answer:
             body = await _read_short(answer.content)
-            if answer.status != 200:
-                return f"its health check answers {answer.status}"
         try:
-            return msgspec.json.decode(body, type=HealthReport)
+            report = msgspec.json.decode(body, type=HealthReport)
         except _MALFORMED as why:
-            return f"its health report is malformed: {why}"
+            if answer.status == 200:
+                return f"its health report is malformed: {why}"
+        else:
+            if answer.status == 200 or report.draining:
+                return report
+        return f"its health check answers {answer.status}"
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
         """The answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
@@ -236,7 +246,7 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
         return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
     if 400 <= answer.status < 500:
         return Refused(answer.status, error, retry_after_s)
-    return LegFailed(error.message, max(answer.status, 500), retry_after_s)
+    return LegFailed(error.message, max(answer.status, 500), retry_after_s, draining=error.code == Draining.code)
 
 
 def _message(body: bytes) -> str:

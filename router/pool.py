@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
 from router.members import Change, Members, NodeSpec, Source
-from router.policies.least_queue import least_queue
+from router.policies.cost import cost
 from router.policies.policy import Ask, NodeView, Policy
+from router.rates import NodeRates
 from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load
@@ -30,12 +32,13 @@ __all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
 LOST_AFTER_MISSES = 3
 
 _NEW = "not checked yet"
+_DRAINING = "draining"
 
 _log = logging.getLogger("kvrelay.router")
 
 
 class HealthReport(msgspec.Struct, frozen=True):
-    """The 200 answer of a node's GET /health."""
+    """A node's answer to GET /health."""
 
     role: Role
     model: str
@@ -45,6 +48,12 @@ class HealthReport(msgspec.Struct, frozen=True):
     generation: str = ""
     load: Load = Load()
     adapters: list[str] = []
+    held_blocks: int = 0
+
+    @property
+    def draining(self) -> bool:
+        """It takes nothing new and ends what it has: a 503 with a report."""
+        return self.status == _DRAINING
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +64,10 @@ class Lease:
     tokens: int
     kv_tokens: int = 0
     """Of KV that the node has yet to make room for."""
+    company: int = 0
+    """Requests that were there before it."""
+    expected_queue_ms: float = 0.0
+    """How long it was expected to wait for its turn."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
 
@@ -76,6 +89,10 @@ class Node(NodeView):
     max_model_len: int = 0
     engine_id: str = ""
     generation: str = ""
+    drain_asked: bool = False
+    """An operator drains it through this router: until it is asked to end that, or another process stands there."""
+    held_blocks: int = 0
+    """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
     misses: int = 0
     blamed_at: float = float("-inf")
     load: Load = field(default_factory=Load)
@@ -115,10 +132,11 @@ class Node(NodeView):
 
     def answered(self, lease: Lease) -> None:
         """The leg tells of its first token: nothing is to be computed, and its KV is in what the node reports."""
-        self.own_tokens -= lease.tokens
-        self.own_kv_tokens -= lease.kv_tokens
-        lease.tokens = lease.kv_tokens = 0
-        self._sum_up()
+        if lease.tokens or lease.kv_tokens:
+            self.own_tokens -= lease.tokens
+            self.own_kv_tokens -= lease.kv_tokens
+            lease.tokens = lease.kv_tokens = 0
+            self._sum_up()
 
     def _sum_up(self) -> None:
         """Our own legs, exact, plus what others were seen to have there."""
@@ -131,17 +149,28 @@ class Node(NodeView):
 class Pool:
     """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], rng: random.Random) -> None:
-        """`prefill` and `decode` are the static list of nodes. Raises RequestError for an address that is none."""
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        rng: random.Random,
+        policies: Mapping[Role, Policy] = MappingProxyType({}),
+    ) -> None:
+        """`prefill` and `decode` are the static list of nodes, `policies` by role: cost where none is named.
+
+        Raises RequestError for an address that is none.
+        """
         self.nodes: list[Node] = []
         """A new list with every change, so that who goes through one may wait meanwhile."""
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with legs that have not ended."""
         self.members = Members()
+        self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
-        self._policy: Policy = least_queue
+        self._policies = policies
         self._turns = 0
+        self._fleets: dict[tuple[Role, str], NodeRates] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
 
@@ -178,12 +207,11 @@ class Pool:
 
     def find(self, url: str) -> Node | None:
         """The wanted node at this address."""
-        return next((node for node in self.nodes if node.url == url.rstrip("/")), None)
+        return self._by_url.get(url.rstrip("/"))
 
     def _change(self, change: Change, now: float) -> None:
         for url in change.left:
-            node = self.find(url)
-            assert node is not None
+            node = self._by_url.pop(url)
             self.nodes = [each for each in self.nodes if each is not node]
             self.leaving = [*self.leaving, node]
             node.wanted = False
@@ -200,10 +228,10 @@ class Pool:
         if back is not None:
             self.leaving = [each for each in self.leaving if each is not back]
             back.wanted, back.reason, back.blamed_at = True, _NEW, now
-            self.nodes = [*self.nodes, back]
+            self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
             return
         node = Node(spec.url, role=spec.role, model=spec.model)
-        self.nodes = [*self.nodes, node]
+        self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
         for joined, _ in self._followers:
             joined(node)
 
@@ -275,10 +303,16 @@ class Pool:
         nodes = self.up(ask.role, exclude, ask.model)
         if not nodes:
             raise self._no_node(ask.role, ask.model)
-        node = self._policy(ask, nodes, self._rng)
+        node = self._policies.get(ask.role, cost)(ask, nodes, self._rng)
         self._turns += 1
         node.turn = self._turns
-        lease = Lease(node, ask.uncached(node), ask.kv_tokens)
+        lease = Lease(
+            node,
+            ask.uncached(node),
+            ask.kv_needed(node),
+            company=node.requests,
+            expected_queue_ms=node.rates.queue_ms(node.tokens),
+        )
         node.take(lease)
         try:
             yield lease
@@ -296,13 +330,19 @@ class Pool:
         """A health check that was started at `started` succeeded."""
         if node.generation and report.generation != node.generation:
             self._cut(node)
+            node.drain_asked = False
         node.misses = 0
         node.generation, node.engine_id = report.generation, report.engine_id
+        node.held_blocks = report.held_blocks
         node.note_load(report.load)
         why = self._misfit(node, report)
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
+            fleet = self._fleets.setdefault((node.role, report.model), NodeRates())
+            if node.rates.fleet is not fleet:
+                node.rates = NodeRates(fleet)
+            node.rates.age(now)
             node.model, node.max_model_len = report.model, report.max_model_len
             if started >= node.adapters_at:
                 node.adapters = frozenset(report.adapters)
@@ -314,6 +354,20 @@ class Pool:
         """The node has just said that it has loaded or unloaded an adapter."""
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
         node.adapters_at = now
+
+    def drains(self, node: Node, now: float) -> None:
+        """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
+        node.blamed_at = now
+        self._take_down(node, "it is draining", now)
+
+    def drain(self, node: Node, now: float) -> None:
+        """An operator wants it to take no new legs; those that it has go on."""
+        node.drain_asked = True
+        self.drains(node, now)
+
+    def undrain(self, node: Node, now: float) -> None:
+        """It takes legs again when its next health check says that it does."""
+        node.drain_asked, node.blamed_at = False, now
 
     def unready(self, node: Node, why: str, now: float) -> None:
         """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
@@ -330,6 +384,8 @@ class Pool:
     def _misfit(self, node: Node, report: HealthReport) -> str | None:
         if not node.wanted:
             return "it was removed"
+        if report.draining or node.drain_asked:
+            return "it is draining"
         if report.role != node.role:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"

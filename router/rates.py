@@ -1,36 +1,218 @@
-"""How fast a node is, measured from what the router sees of it. Pure: no clock, no node; milliseconds and tokens.
+"""How fast a node is, measured online from what the router sees of it. Pure: no clock and no node.
 
-Estimates are priors until something was measured, and what is old counts less and less.
+Every rate is a *curve*: milliseconds as a function of a size, by classes of size, that never falls. A curve begins as a
+prior; each measurement says by what ratio the prior of that size was wrong. Classes that were not measured follow those
+that were, and a node follows its *fleet* (the nodes of its role and model) until it is measured itself. Old
+measurements count less with each new one and with time, so a node that was slow once is found out when it no longer is.
+Outliers move an estimate by a bounded factor.
 """
 
 from __future__ import annotations
 
-__all__ = ["NodeRates"]
+import math
 
-_PREFILL_MS_PER_TOKEN = 0.05
-_STEP_MS = 10.0
-_STEP_MS_PER_REQUEST = 0.1
-_TRANSFER_MS = 2.0
-_TRANSFER_MS_PER_TOKEN = 0.001
+__all__ = ["Curve", "NodeRates"]
+
+_KEPT = 0.9  # of the weight of older measurements, with each new one: about ten of them count
+_HALF_LIFE_S = 60.0
+_AGEING_INTERVAL_S = 5.0
+_PRIOR_WEIGHT = 1.0
+# A measurement beyond this factor of a settled estimate counts as one at it: a pause of a node is no news of its speed,
+# and a true change gets through with a few measurements.
+_MOST_OFF = 4.0
+_MOST_OFF_LOG = math.log(_MOST_OFF)
+_SETTLED = 2.5
+_CLASSES = 12
+_MOST_PEERS = 256
+_LEAST_WAIT_MS = 1.0
+
+# Priors: about a model of 8 billion parameters on one GPU. Only their shape matters for long.
+_PREFILL_MS = (5.0, 0.04)
+_STEP_MS = (8.0, 0.1)
+_TRANSFER_MS = (2.0, 0.002)
+_OUTPUT_TOKENS = 200.0
+# Length of a prompt in a queue, for tokens of which nobody knows how they are divided.
+_TYPICAL_PROMPT = 1024
+
+
+class Curve:
+    """Milliseconds for a size, at least 0 and never less for more. The prior is fixed_ms + ms_each * size.
+
+    Class k holds sizes from 2**(bits * k) on. `parent` is the fleet's curve of the same shape.
+    """
+
+    __slots__ = ("_bits", "_heights", "_knots", "_parent", "_prior", "_sums", "_weights", "measured")
+    _knots: list[float]
+
+    def __init__(self, fixed_ms: float, ms_each: float, bits: int, parent: Curve | None = None) -> None:
+        self._prior = fixed_ms, ms_each
+        self._bits = bits
+        self._parent = parent
+        self._sums = [0.0] * _CLASSES
+        self._weights = [0.0] * _CLASSES
+        self._knots = [2.0 ** (bits * (at + 0.5)) for at in range(_CLASSES)] if parent is None else parent._knots
+        self._heights: list[float] | None = None  # at the knots; None: to be drawn anew
+        self.measured = False
+        """Whether anything was, ever."""
+
+    def at(self, size: float) -> float:
+        """The estimate in milliseconds; 0 for nothing."""
+        if size <= 0:
+            return 0.0
+        if not self.measured and self._parent is not None:
+            return self._parent.at(size)
+        knots, heights = self._knots, self._heights or self._drawn()
+        # The knot at or above `size` is that of its class, or the next one.
+        above = min(int(size).bit_length() // self._bits, _CLASSES - 1) if size >= 1 else 0
+        while above and knots[above - 1] >= size:
+            above -= 1
+        while above < _CLASSES and knots[above] < size:
+            above += 1
+        if above == _CLASSES:
+            return heights[-1] * size / knots[-1]
+        if not above:
+            fixed_ms, ms_each = self._prior
+            return heights[0] * (fixed_ms + ms_each * size) / (fixed_ms + ms_each * knots[0])
+        left, right = knots[above - 1], knots[above]
+        return heights[above - 1] + (heights[above] - heights[above - 1]) * (size - left) / (right - left)
+
+    def measure(self, size: float, ms: float) -> None:
+        """So long it took. Sizes below 1 say nothing."""
+        if size < 1 or ms <= 0:
+            return
+        fixed_ms, ms_each = self._prior
+        prior_ms = fixed_ms + ms_each * size
+        if sum(self._weights) > _SETTLED:
+            known = self.at(size)
+            ms = min(max(ms, known / _MOST_OFF), known * _MOST_OFF)
+        at = min((int(size).bit_length() - 1) // self._bits, _CLASSES - 1)
+        self._sums[at] = self._sums[at] * _KEPT + ms / prior_ms
+        self._weights[at] = self._weights[at] * _KEPT + 1.0
+        self.measured = True
+        self._heights = None
+
+    def fade(self, factor: float) -> None:
+        """What was measured counts so much less from now on."""
+        if self.measured:
+            self._sums = [each * factor for each in self._sums]
+            self._weights = [each * factor for each in self._weights]
+            self._heights = None
+
+    def _ratios(self) -> list[float]:
+        """By class, how far the prior is off."""
+        theirs = [1.0] * _CLASSES if self._parent is None else self._parent._ratios()
+        weight = sum(self._weights)
+        if not weight:
+            return theirs
+        expected = sum(count * ratio for count, ratio in zip(self._weights, theirs, strict=True))
+        typical = _PRIOR_WEIGHT * expected / weight
+        off = (sum(self._sums) + typical) / (expected + typical)
+        return [
+            (total + _PRIOR_WEIGHT * off * ratio) / (count + _PRIOR_WEIGHT)
+            for total, count, ratio in zip(self._sums, self._weights, theirs, strict=True)
+        ]
+
+    def _drawn(self) -> list[float]:
+        """Heights at the knots, from the ratios as they are now."""
+        (fixed_ms, ms_each), highest = self._prior, 0.0
+        heights = []
+        for knot, ratio in zip(self._knots, self._ratios(), strict=True):
+            highest = max(highest, ratio * (fixed_ms + ms_each * knot))
+            heights.append(highest)
+        self._heights = heights
+        return heights
 
 
 class NodeRates:
-    """Of one node."""
+    """Of one node; or of a fleet, which learns from all of its nodes."""
 
-    __slots__ = ()
+    __slots__ = ("_aged_at_s", "_output", "_peers", "_prefill", "_step", "_transfer", "_wait_ratio", "fleet")
+    _prefill: Curve
+    _step: Curve
+    _transfer: Curve
+    _output: float
 
-    def prefill_ms(self, tokens: int) -> float:
-        """To compute a prompt of which so many tokens are not cached; never less for more tokens."""
-        return tokens * _PREFILL_MS_PER_TOKEN
+    def __init__(self, fleet: NodeRates | None = None) -> None:
+        self.fleet = fleet
+        self._prefill = Curve(*_PREFILL_MS, 2, None if fleet is None else fleet._prefill)
+        self._step = Curve(*_STEP_MS, 1, None if fleet is None else fleet._step)
+        self._transfer = Curve(*_TRANSFER_MS, 2, None if fleet is None else fleet._transfer)
+        self._peers: dict[str, tuple[float, float]] = {}  # logarithms of how far each is off, and their weight
+        self._wait_ratio = 1.0
+        self._output = _OUTPUT_TOKENS
+        self._aged_at_s: float | None = None
 
-    def queue_ms(self, tokens: int, requests: int) -> float:
-        """Until so many tokens, of so many requests, are computed that are ahead in the queue."""
-        return tokens * _PREFILL_MS_PER_TOKEN
+    # --- estimates -----------------------------------------------------------------------------------------------
 
-    def step_ms(self, running: int, context_tokens: int = 0) -> float:
-        """One decode step of so many running requests that have so many tokens of KV together."""
-        return _STEP_MS + running * _STEP_MS_PER_REQUEST
+    def prefill_ms(self, tokens: float) -> float:
+        """To compute a prompt of which so many tokens are not cached."""
+        return self._prefill.at(tokens)
 
-    def transfer_ms(self, peer: str, tokens: int) -> float:
-        """What a request waits for the KV of so many tokens to come from `peer` (any, if empty)."""
-        return _TRANSFER_MS + tokens * _TRANSFER_MS_PER_TOKEN
+    def queue_ms(self, tokens: float) -> float:
+        """Until so many tokens are computed that are ahead in the queue."""
+        return self._wait_ratio * self._prefill.at(_TYPICAL_PROMPT) * tokens / _TYPICAL_PROMPT
+
+    def step_ms(self, running: float) -> float:
+        """One decode step with so many running requests."""
+        return self._step.at(running)
+
+    def transfer_ms(self, peer: str, tokens: float) -> float:
+        """What a request waits for the KV of so many tokens from `peer` beside its prefill; from any, if empty."""
+        total, weight = self._peers.get(peer, (0.0, 0.0))
+        return self._transfer.at(tokens) * math.exp(total / (weight + _PRIOR_WEIGHT))
+
+    def output_tokens(self, limit: int = 0) -> float:
+        """How long an answer will probably be that may have `limit` tokens (0: any number). Equal in a fleet."""
+        usual = self._output if self.fleet is None else self.fleet._output
+        return min(usual, limit) if limit else usual
+
+    # --- measurements --------------------------------------------------------------------------------------------
+
+    def prefilled(self, tokens: int, ms: float) -> None:
+        """So many tokens of a prompt were computed in this time."""
+        self._prefill.measure(tokens, ms)
+        if self.fleet is not None:
+            self.fleet.prefilled(tokens, ms)
+
+    def waited(self, expected_ms: float, ms: float) -> None:
+        """A prompt waited so long for its turn, when queue_ms() had said how long."""
+        if expected_ms >= _LEAST_WAIT_MS:
+            ratio = min(max(self._wait_ratio * ms / expected_ms, 1 / _MOST_OFF), _MOST_OFF)
+            self._wait_ratio = self._wait_ratio * _KEPT + ratio * (1 - _KEPT)
+
+    def stepped(self, running: float, ms: float) -> None:
+        """Decode steps took this time each, with so many running requests on average."""
+        self._step.measure(running, ms)
+        if self.fleet is not None:
+            self.fleet.stepped(running, ms)
+
+    def fetched(self, peer: str, tokens: int, ms: float) -> None:
+        """A request waited so long for KV of so many tokens from `peer`; empty: this node was the one read from."""
+        if peer and tokens > 0 and ms > 0:
+            total, weight = self._peers.pop(peer, (0.0, 0.0))
+            off, known = math.log(ms / self._transfer.at(tokens)), total / (weight + _PRIOR_WEIGHT)
+            off = min(max(off, known - _MOST_OFF_LOG), known + _MOST_OFF_LOG)
+            if len(self._peers) >= _MOST_PEERS:
+                del self._peers[next(iter(self._peers))]
+            self._peers[peer] = total * _KEPT + off, weight * _KEPT + 1.0
+        self._transfer.measure(tokens, ms)
+        if self.fleet is not None:
+            self.fleet.fetched("", tokens, ms)
+
+    def generated(self, tokens: int) -> None:
+        """An answer ended with so many tokens."""
+        self._output = self._output * (0.5 + _KEPT / 2) + tokens * (0.5 - _KEPT / 2)
+        if self.fleet is not None:
+            self.fleet.generated(tokens)
+
+    def age(self, now: float) -> None:
+        """Time has passed, by any one monotonic clock in seconds; call it as often as you like."""
+        passed_s = now - (now if self._aged_at_s is None else self._aged_at_s)
+        if self._aged_at_s is not None and passed_s < _AGEING_INTERVAL_S:
+            return
+        self._aged_at_s = now
+        factor = 0.5 ** (passed_s / _HALF_LIFE_S)
+        for curve in (self._prefill, self._step, self._transfer):
+            curve.fade(factor)
+        self._peers = {peer: (total * factor, weight * factor) for peer, (total, weight) in self._peers.items()}
+        self._wait_ratio = 1.0 + (self._wait_ratio - 1.0) * factor

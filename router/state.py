@@ -26,6 +26,7 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
         "generation": node.generation,
         "sources": pool.members.sources(node.url) if node.wanted else [],
         "legs": len(node.leases),
+        "held_blocks": node.held_blocks,
         "queue_depth": round(node.depth, 3),
         "load": msgspec.structs.asdict(node.load),
     }

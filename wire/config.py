@@ -13,6 +13,7 @@ from wire.errors import ConfigError
 
 __all__ = [
     "MAX_URL_CHARS",
+    "POLICY_NAMES",
     "REASONING_PARSERS",
     "TOOL_CALL_PARSERS",
     "EngineConfig",
@@ -25,6 +26,8 @@ __all__ = [
     "is_loopback",
 ]
 
+# How a router may choose nodes (router/policies/).
+POLICY_NAMES = ("cost", "least_queue", "power_of_two", "prefix", "random", "round_robin", "session")
 MIN_SECRET_CHARS = 16
 MAX_LORA_RANK = 512
 MAX_URL_CHARS = 512
@@ -359,15 +362,38 @@ class NodeConfig:
     """A request may take this long."""
     start_deadline_s: float = 600.0
     """The engine process must be ready within this time."""
+    router: tuple[str, ...] = ()
+    """A router to which this node announces itself, as tcp://HOST:PORT with the router's heartbeat_port. Give it again
+    for more."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        for router in self.router:
+            scheme, _, address = router.partition("://")
+            host, _, port = address.rpartition(":")
+            valid = scheme == "tcp" and host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
+            _require(bool(valid), f"router must be tcp://HOST:PORT, got {router!r}")
+            _require(
+                bool(self.api_key) or is_loopback(host.strip("[]")),
+                f"router {router} is on another machine and hears only who signs with its node_api_key; set the same "
+                "KVRELAY_NODE_API_KEY on all",
+            )
+        _require(
+            not self.router or self.role is not Role.AGGREGATED,
+            "router is for prefill and decode nodes: a router has no use for a node alone",
+        )
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             value = getattr(self, name)
             _require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
+
+    @property
+    def url(self) -> str:
+        """Where others reach this node: its host, or kv_host if it listens on all addresses."""
+        host = self.transfer.kv_host if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +404,9 @@ class RouterConfig:
     """Base URLs of prefill nodes, for example http://127.0.0.1:8100."""
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
+    heartbeat_port: int = 0
+    """Port on which nodes announce themselves (their --router), on the address of host and signed with node_api_key; 0
+    hears none."""
     alias: tuple[str, ...] = ()
     """A further name for a model or an adapter, name=model: clients may ask for either. Give it again for more."""
     host: str = "127.0.0.1"
@@ -388,6 +417,8 @@ class RouterConfig:
     """If set, clients must send `Authorization: Bearer <api_key>`."""
     node_api_key: str = ""
     """Sent to the nodes."""
+    admin_key: str = ""
+    """What /admin routes want as `Authorization: Bearer <admin_key>`; without one they answer this machine only."""
     max_body_bytes: int = 16 << 20
     """Longest request body."""
     request_deadline_s: float = 600.0
@@ -400,6 +431,10 @@ class RouterConfig:
     """A health check must be answered within this time."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
+    prefill_policy: str = "cost"
+    """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
+    decode_policy: str = "cost"
+    """How a decode node is chosen: one of the same."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
@@ -414,10 +449,21 @@ class RouterConfig:
             "health_deadline_s",
             "attempts",
         )
+        for role in ("prefill", "decode"):
+            name = getattr(self, f"{role}_policy")
+            _require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
         for url in (*self.prefill, *self.decode):
             _require(
                 is_base_url(url), f"node address {url!r} must start with http:// or https://, and name a host and port"
             )
+        _require(
+            0 <= self.heartbeat_port < 65536, f"heartbeat_port must be between 0 and 65535, got {self.heartbeat_port}"
+        )
+        _require(
+            not self.heartbeat_port or bool(self.node_api_key) or is_loopback(self.host),
+            f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the same "
+            "KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
+        )
         names = list(self.aliases)
         _require(
             len(names) == len(self.alias), f"alias gives a name twice: {', '.join(self.alias)}; give each name once"

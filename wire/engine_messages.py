@@ -14,6 +14,7 @@ __all__ = [
     "AdapterFacts",
     "AdapterLoaded",
     "AdapterRefused",
+    "AskStats",
     "EngineFailed",
     "EngineReady",
     "EngineStats",
@@ -118,7 +119,13 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter
+class AskStats(msgspec.Struct, frozen=True, tag=True):
+    """Tell EngineStats now, with all in it that was sent before this."""
+
+    number: int
+
+
+ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter | AskStats
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):
@@ -228,6 +235,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     leases_expired: int = 0
     running_adapters: list[str] = []
     waiting_adapters: list[str] = []
+    asked: int = 0
+    """The number of the newest AskStats that these answer."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

@@ -10,6 +10,7 @@ KvrelayError 500
 +-- Unavailable 503             try again; carries Retry-After
 |   +-- NoNode 503              no node of a role is up
 |   +-- EngineDead 503          the engine process of this node has ended
+|   +-- Draining 503            this node takes nothing new
 |   +-- Overloaded 429          a queue is full
 +-- NodeFailed 502              a node broke after it had been chosen
 +-- KvNotLoaded 502             a decode node could not get the KV, and its operator wants no recomputation
@@ -29,6 +30,7 @@ __all__ = [
     "BodyTooLarge",
     "ConfigError",
     "DeadlineExceeded",
+    "Draining",
     "EngineDead",
     "ErrorBody",
     "Incompatible",
@@ -135,6 +137,12 @@ class NoNode(Unavailable):
 
 class EngineDead(Unavailable):
     """The engine process of this node has ended."""
+
+
+class Draining(Unavailable):
+    """This node ends what it has and takes nothing new. No fault of it: others go on."""
+
+    code = "draining"
 
 
 class Overloaded(Unavailable):

@@ -26,7 +26,7 @@ class Ask:
     tokens: int = 0
     """To compute before the leg can answer, if the node has nothing of them."""
     kv_tokens: int = 0
-    """Whose KV the node must have room for when the leg begins: those of `tokens` and those that it fetches."""
+    """Whose KV the node must have room for when the leg begins, if more than `tokens`: it fetches the others."""
     output_tokens: int = 0
     """The most that the leg may generate; 0: nobody has said."""
     priority: int = 0
@@ -43,6 +43,10 @@ class Ask:
     def uncached(self, node: NodeView) -> int:
         """Tokens that this node would have to compute."""
         return max(0, self.tokens - self.cached.get(node.url, 0)) if self.cached else self.tokens
+
+    def kv_needed(self, node: NodeView) -> int:
+        """Tokens whose KV finds no place there yet."""
+        return max(0, max(self.tokens, self.kv_tokens) - self.cached.get(node.url, 0))
 
 
 @dataclass(eq=False, slots=True)

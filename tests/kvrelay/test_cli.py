@@ -28,7 +28,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(cli, "check_port", lambda host, port: None)  # whoever listens there on this machine
-    for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_CLUSTER_SECRET"):
+    for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_ADMIN_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.delenv(variable, raising=False)
     return configs
 

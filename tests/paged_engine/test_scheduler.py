@@ -336,11 +336,11 @@ def test_forks_wait_for_the_prompt_and_share_its_blocks():
     prompt = list(range(40))
     parent = request("r", prompt)
     forks = [request(f"r.{i}", prompt, choice=i, fork_of="r") for i in (1, 2)]
-    for each in (parent, *forks, request("other", [7] * 3)):
+    for each in (parent, *forks, request("other", [7] * 30)):
         scheduler.add(each)
     assert step(scheduler) == [("r", 0, 32)]
-    # The budget is spent on older work first; the two blocks that the prompt fills are there.
-    assert step(scheduler) == [("r", 32, 8), ("r.1", 32, 8), ("r.2", 32, 8), ("other", 0, 3)]
+    # The budget is spent on what comes first; the two blocks that the prompt fills are there.
+    assert step(scheduler) == [("r", 32, 8), ("r.1", 32, 8), ("r.2", 32, 8), ("other", 0, 8)]
     assert scheduler.forked_blocks == 4
     assert [each.blocks[:2] for each in forks] == [parent.blocks[:2]] * 2
     assert len({each.blocks[2] for each in (parent, *forks)}) == 3
@@ -433,10 +433,11 @@ def test_a_lower_priority_number_is_admitted_first_and_preempted_last():
 def test_load_counts_what_waits_and_runs():
     scheduler = make(max_running=1)
     scheduler.add(request("a", [3] * 100))
-    scheduler.add(request("b", [4] * 50))
+    scheduler.add(request("b", [4] * 70))
     step(scheduler)
     load = scheduler.load()
-    assert (load.running, load.waiting, load.waiting_tokens) == (1, 1, 36 + 50)
+    assert (load.running, load.waiting, load.waiting_tokens) == (1, 1, 36 + 70)
+    assert (load.block_tokens, load.context_tokens) == (BLOCK, 64)
     assert load.total_blocks - load.free_blocks == 4
 
 

@@ -157,6 +157,8 @@ class FakeNode:
     load: Load = field(default_factory=Load)
     health_status: int = 200
     health_hangs: bool = False
+    draining: bool = False
+    drain_status: int = 200
     adapters: list[str] = field(default_factory=list)
     adapter_status: int = 200
     told: list[tuple[str, bytes, str]] = field(default_factory=list)
@@ -172,6 +174,9 @@ class FakeNode:
     resume: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def leg(self, request: web.Request) -> web.StreamResponse:
+        if self.draining:
+            error = {"message": "this node is draining", "type": "service_unavailable", "code": "draining"}
+            return web.json_response({"error": error}, status=503)
         call = Call(await request.json(), {name.lower(): value for name, value in request.headers.items()}, request)
         self.calls.append(call)
         self.called.set()
@@ -186,7 +191,7 @@ class FakeNode:
         if self.health_hangs:
             await asyncio.sleep(30)
         body = {
-            "status": "ok",
+            "status": "draining" if self.draining else "ok",
             "role": self.role,
             "model": self.model,
             "max_model_len": 128,
@@ -195,7 +200,12 @@ class FakeNode:
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
         }
-        return web.json_response(body, status=self.health_status)
+        return web.json_response(body, status=503 if self.draining else self.health_status)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        if self.drain_status == 200:
+            self.draining = request.path == "/drain"
+        return web.json_response({"draining": self.draining}, status=self.drain_status)
 
     async def release(self, request: web.Request) -> web.Response:
         self.released.append((await request.json())["request_ids"])
@@ -224,6 +234,8 @@ class FakeNode:
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)
         app.router.add_get("/health", self.health)
+        app.router.add_post("/drain", self.drain)
+        app.router.add_post("/undrain", self.drain)
         app.router.add_post("/kv/release", self.release)
         app.router.add_post("/v1/load_lora_adapter", self.adapter)
         app.router.add_post("/v1/unload_lora_adapter", self.adapter)

@@ -1,0 +1,148 @@
+"""The admin routes: who is in the pool, add and remove nodes, drain them. For operators, with a key of their own.
+
+Without a key they answer only who is on this machine and no browser: a page there could ask for anything, but cannot
+help saying where it is from. All of them may be repeated; what is changed is logged with who has asked. Nothing is kept
+on disk: a router that is started again knows the nodes of its flags and those that announce themselves.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from openai_api.routes import given_key
+from router.legs import Legs
+from router.members import NodeSpec, Source
+from router.pool import Node, Pool
+from router.state import node_of
+from wire.config import Role, is_loopback
+from wire.errors import NotFound, RequestError, Unauthorized
+
+__all__ = ["add_admin_routes"]
+
+_TELL_DEADLINE_S = 5.0
+_THROUGH_OTHERS = ("origin", "forwarded", "x-forwarded-for", "via", "x-real-ip")
+
+_log = logging.getLogger("kvrelay.router")
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+class _Add(msgspec.Struct, frozen=True):
+    url: str
+    role: Role
+    model: str = ""
+
+
+class _Name(msgspec.Struct, frozen=True):
+    url: str
+
+
+def add_admin_routes(
+    app: FastAPI, pool: Pool, legs: Callable[[], Legs], key: str, read: Callable[[Request], Awaitable[bytes]]
+) -> None:
+    """Add them all. `read` gives a request's body, checked for size."""
+    desk = _Desk(pool, legs)
+
+    @app.get("/admin/nodes", response_model=None)
+    async def nodes(request: Request) -> Response:
+        _check(key, request)
+        return _json({"nodes": [desk.row(node) for node in (*pool.nodes, *pool.leaving)]})
+
+    @app.post("/admin/nodes", response_model=None)
+    async def add(request: Request) -> Response:
+        _check(key, request)
+        return _json(desk.add(_decoded(await read(request), _Add), _peer(request)))
+
+    @app.delete("/admin/nodes", response_model=None)
+    async def remove(request: Request) -> Response:
+        _check(key, request)
+        url = request.query_params.get("url", "")
+        if not url:
+            raise RequestError("name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url")
+        return _json(desk.remove(url, _peer(request)))
+
+    @app.post("/admin/drain", response_model=None)
+    @app.post("/admin/undrain", response_model=None)
+    async def drain(request: Request) -> Response:
+        _check(key, request)
+        asked = _decoded(await read(request), _Name)
+        return _json(await desk.drain(asked.url, _peer(request), begin=request.url.path == "/admin/drain"))
+
+
+class _Desk:
+    """What the routes do."""
+
+    def __init__(self, pool: Pool, legs: Callable[[], Legs]) -> None:
+        self._pool = pool
+        self._legs = legs
+
+    def row(self, node: Node) -> dict[str, Any]:
+        return node_of(node, self._pool, time.monotonic())
+
+    def add(self, asked: _Add, peer: str) -> dict[str, Any]:
+        spec = NodeSpec(asked.url, asked.role, asked.model)
+        known = self._pool.find(spec.url)
+        if known is not None and known.role is not spec.role:
+            raise RequestError(f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role")
+        self._pool.add(spec, Source.ADMIN, time.monotonic())
+        _log.info("admin: %s adds %s node %s (%s)", peer, spec.role, spec.url, "known" if known else "new")
+        node = self._pool.find(spec.url)
+        assert node is not None
+        return {"added": known is None, "node": self.row(node)}
+
+    def remove(self, url: str, peer: str) -> dict[str, Any]:
+        node = self._pool.find(url)
+        url = url.rstrip("/")
+        self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
+        left = self._pool.members.sources(url)
+        _log.info("admin: %s removes node %s (%s)", peer, url, "unknown" if node is None else f"named by {left}")
+        answer: dict[str, Any] = {"removed": node is not None and not left, "sources": left}
+        if left:
+            answer["message"] = f"the node is still named by {', '.join(left)}; drain it, or stop it"
+        return answer
+
+    async def drain(self, url: str, peer: str, *, begin: bool) -> dict[str, Any]:
+        node = self._pool.find(url)
+        if node is None:
+            raise NotFound(f"no node {url!r} is known; GET /admin/nodes lists them", param="url")
+        change = self._pool.drain if begin else self._pool.undrain
+        change(node, time.monotonic())
+        # Other routers see it by its health; one that is not ours does not know the route, and is drained by us alone.
+        path = "/drain" if begin else "/undrain"
+        status, _ = await self._legs().tell(node, path, b"{}", _TELL_DEADLINE_S)
+        _log.info("admin: %s asks to %s node %s, which answers %d", peer, path[1:], node.url, status)
+        return {"node_told": status == 200, "node": self.row(node)}
+
+
+def _check(key: str, request: Request) -> None:
+    """Raise Unauthorized unless the caller is an operator."""
+    if key:
+        if not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
+            raise Unauthorized("the admin key is missing or wrong; send it as `Authorization: Bearer <key>`")
+    elif not is_loopback(_peer(request)) or any(name in request.headers for name in _THROUGH_OTHERS):
+        raise Unauthorized(
+            "without --admin-key the admin routes answer this machine only, and neither browser nor proxy"
+        )
+
+
+def _peer(request: Request) -> str:
+    return request.client.host if request.client is not None else "unknown"
+
+
+def _decoded(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+        fields = ", ".join(kind.__struct_fields__)
+        raise RequestError(f"the body must be a JSON object with {fields}: {why}") from why
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,0 +1,154 @@
+"""The admin routes, and nodes that drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from router_doubles import Call, Cluster, cluster, decode, prefill, until
+
+KEY = {"authorization": "Bearer operator"}
+
+
+async def admin(c: Cluster, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    async with c.http.request(method, c.url + path, json=body, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_nodes_are_added_and_removed_while_requests_run() -> None:
+    p, d, d2 = prefill(), decode(), decode()
+    async with cluster(p, d) as c, d2.running():
+        body = {"url": d2.url + "/", "role": "decode"}
+        status, told = await admin(c, "POST", "/admin/nodes", body)
+        assert (status, told["added"], told["node"]["sources"]) == (200, True, ["admin"])
+        assert (await admin(c, "POST", "/admin/nodes", body))[1]["added"] is False
+        await until(lambda: c.node(d2).up)
+        _, told = await admin(c, "DELETE", f"/admin/nodes?url={d.url}")
+        assert told == {"removed": True, "sources": []}
+        assert (await admin(c, "DELETE", f"/admin/nodes?url={d.url}"))[1]["removed"] is False
+        await c.text()
+        assert (len(d.calls), len(d2.calls)) == (0, 1)
+        _, told = await admin(c, "GET", "/admin/nodes")
+        assert [(node["url"], node["up"], node["sources"]) for node in told["nodes"]] == [
+            (p.url, True, ["static"]),
+            (d2.url, True, ["admin"]),
+        ]
+        async with c.http.get(f"{c.url}/metrics") as answer:
+            text = await answer.text()
+        assert f'node="{d2.url}"' in text
+        assert d.url not in text
+
+
+async def test_a_leg_on_a_node_that_is_removed_ends_by_itself() -> None:
+    async def slow(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        await d.resume.wait()
+        await call.tokens(13, "c", 3)
+        await call.end()
+
+    p, d = prefill(), decode(slow)
+    async with cluster(p, d) as c:
+        answer = asyncio.create_task(c.text({"stream": True}))
+        await until(lambda: bool(d.calls))
+        await admin(c, "DELETE", f"/admin/nodes?url={d.url}")
+        _, told = await admin(c, "GET", "/admin/nodes")
+        assert [node["sources"] for node in told["nodes"] if node["url"] == d.url] == [[]]
+        d.resume.set()
+        assert "[DONE]" in await answer
+        await until(lambda: not c.router.pool.leaving)
+
+
+@pytest.mark.parametrize("url", ["p:80", "http://", 7])
+async def test_what_is_no_node_is_refused_in_the_openai_shape(url: Any) -> None:
+    async with cluster() as c:
+        for body in ({"url": url, "role": "decode"}, {"url": "http://p", "role": "aggregated"}, {"role": "decode"}):
+            status, told = await admin(c, "POST", "/admin/nodes", body)
+            assert (status, told["error"]["type"]) == (400, "invalid_request_error")
+        assert (await admin(c, "POST", "/admin/drain", {"url": "http://p"}))[0] == 404
+        assert (await admin(c, "DELETE", "/admin/nodes"))[0] == 400
+
+
+async def test_a_node_is_not_added_under_another_role() -> None:
+    d = decode()
+    async with cluster(prefill(), d) as c:
+        status, told = await admin(c, "POST", "/admin/nodes", {"url": d.url, "role": "prefill"})
+        assert (status, told["error"]["param"]) == (400, "role")
+
+
+async def test_with_a_key_only_who_has_it_may_ask(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.router")
+    async with cluster(admin_key="operator", api_key="client") as c:
+        body = {"url": "http://127.0.0.1:9", "role": "decode"}
+        for headers in ({}, {"authorization": "Bearer client"}):
+            assert (await admin(c, "POST", "/admin/nodes", body, **headers))[0] == 401
+            assert (await admin(c, "GET", "/admin/nodes", **headers))[0] == 401
+        assert (await admin(c, "POST", "/admin/nodes", body, **KEY))[0] == 200
+        assert [node.url for node in c.router.pool.nodes] == [body["url"]]
+    assert "admin: 127.0.0.1 adds decode node http://127.0.0.1:9 (new)" in caplog.text
+    assert "operator" not in caplog.text
+
+
+@pytest.mark.parametrize("header", ["origin", "x-forwarded-for"])
+async def test_without_a_key_neither_a_browser_nor_a_proxy_may_ask(header: str) -> None:
+    async with cluster() as c:
+        assert (await admin(c, "GET", "/admin/nodes"))[0] == 200
+        assert (await admin(c, "GET", "/admin/nodes", **{header: "http://elsewhere"}))[0] == 401
+
+
+async def test_a_node_that_is_drained_takes_no_new_legs_and_comes_back() -> None:
+    nodes = [prefill(), decode(), decode()]
+    async with cluster(*nodes) as c:
+        status, told = await admin(c, "POST", "/admin/drain", {"url": nodes[1].url})
+        assert (status, told["node_told"], told["node"]["reason"]) == (200, True, "it is draining")
+        assert nodes[1].draining
+        for _ in range(4):
+            await c.text()
+        assert [len(node.calls) for node in nodes] == [4, 0, 4]
+        await admin(c, "POST", "/admin/undrain", {"url": nodes[1].url})
+        await until(lambda: c.node(nodes[1]).up)
+
+
+async def test_a_node_that_knows_no_drain_is_drained_by_the_router_until_another_process_stands_there() -> None:
+    nodes = [prefill(), decode(), decode(drain_status=404)]
+    async with cluster(*nodes) as c:
+        _, told = await admin(c, "POST", "/admin/drain", {"url": nodes[2].url})
+        assert told["node_told"] is False
+        node = c.node(nodes[2])
+        checked = node.load
+        await until(lambda: node.load is not checked)  # a check later
+        assert (node.up, node.reason) == (False, "it is draining")
+        nodes[2].generation = "g2"
+        await until(lambda: node.up)
+
+
+async def test_a_leg_that_a_draining_node_refuses_goes_to_another_one_and_nobody_is_blamed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    p, p2, d = prefill(), prefill(), decode()
+    async with cluster(p, p2, d, health_interval_s=30.0) as c:
+        p.draining = True  # and the router does not know it yet
+        for _ in range(4):
+            await c.text()
+        assert [len(node.calls) for node in (p, p2)] == [0, 4]
+        assert c.node(p).reason == "it is draining"
+    assert "broke" not in caplog.text
+
+
+async def test_a_node_that_says_so_by_its_health_takes_no_new_legs_and_ends_those_it_has() -> None:
+    async def slow(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        await first.resume.wait()
+        await call.tokens(13, "c", 3)
+        await call.end()
+
+    p, first = prefill(), decode(slow)
+    async with cluster(p, first) as c:
+        answer = asyncio.create_task(c.text({"stream": True}))
+        await until(lambda: bool(first.calls))
+        first.draining = True
+        await until(lambda: not c.node(first).up)
+        first.resume.set()
+        assert "[DONE]" in await answer
+        assert len(first.calls) == 1

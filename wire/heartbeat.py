@@ -1,0 +1,78 @@
+"""What a node tells routers of itself every few seconds: a message of its own, signed with the nodes' key.
+
+A signature is HMAC-SHA256 over the whole message, so a stranger can add no node, and an old message cannot be played
+again: each is newer than the last one of its node, and none is taken whose time is further than MAX_SKEW_S from now.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+
+import msgspec
+
+from wire.config import Role
+from wire.errors import RequestError, Unauthorized
+from wire.outputs import Load
+
+__all__ = ["HEARTBEAT_S", "LOST_AFTER_S", "MAX_BYTES", "MAX_SKEW_S", "Heartbeat", "NodeState", "opened", "sealed"]
+
+HEARTBEAT_S = 3.0
+# Three missed, and half of one for the way.
+LOST_AFTER_S = 3.5 * HEARTBEAT_S
+MAX_BYTES = 4096
+MAX_SKEW_S = 60.0
+
+_MAC_BYTES = 32
+_CONTEXT = b"kvrelay heartbeat 1\0"
+
+
+class NodeState(enum.StrEnum):
+    """How a node that announces itself is."""
+
+    OK = "ok"
+    DRAINING = "draining"
+    LEAVING = "leaving"
+    """Its last word: the process ends."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """One announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's clock."""
+
+    url: str
+    role: Role
+    model: str
+    generation: str
+    load: Load
+    sent_at: float
+    state: NodeState = NodeState.OK
+
+
+def sealed(beat: Heartbeat, key: str) -> bytes:
+    """The message, signed; without a key it proves nothing."""
+    told = msgspec.msgpack.encode(beat)
+    return _mac(told, key) + told
+
+
+def opened(message: bytes, key: str, unix_now: float) -> Heartbeat:
+    """The inverse of sealed(). Raises Unauthorized, RequestError for what no node with the same key has sent lately."""
+    if not _MAC_BYTES < len(message) <= MAX_BYTES:
+        raise RequestError(f"a heartbeat has up to {MAX_BYTES} bytes, got {len(message)}")
+    told = message[_MAC_BYTES:]
+    if not hmac.compare_digest(message[:_MAC_BYTES], _mac(told, key)):
+        raise Unauthorized("a heartbeat was signed with another key; give the router and its nodes the same one")
+    try:
+        beat = msgspec.msgpack.decode(told, type=Heartbeat)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+        raise RequestError(f"a heartbeat is malformed: {why}") from why
+    if not abs(beat.sent_at - unix_now) <= MAX_SKEW_S:
+        raise RequestError(
+            f"a heartbeat of {beat.url[:100]} is {unix_now - beat.sent_at:.0f} s old, and {MAX_SKEW_S:g} s are taken; "
+            "set the clocks of both machines"
+        )
+    return beat
+
+
+def _mac(told: bytes, key: str) -> bytes:
+    return hmac.digest(key.encode(), _CONTEXT + told, hashlib.sha256)
