@@ -1,10 +1,11 @@
 """A node without a model, for benchmarks/router.py: it says what a node says, as cheaply as Python can.
 
-    python -m benchmarks.mock_nodes prefill|decode
+    python -m benchmarks.mock_nodes prefill|decode [--http]
 
-Prints its port. Speaks what our nodes speak (frames over HTTP) and the plain OpenAI API with `kv_transfer_params`,
-which other routers drive. An answer has `max_tokens` events, each written on its own, as fast as they are read; with
-`"stop": ["paced-N"]` one comes every N ms, for all streams at once, as the steps of an engine do. Checks nothing.
+Prints its port. Speaks what our nodes speak (a leg stream; with `--http` only frames over HTTP) and the plain OpenAI
+API with `kv_transfer_params`, which other routers drive. An answer has `max_tokens` events, each written on its own, as
+fast as they are read; with `"stop": ["paced-N"]` one comes every N ms, for all streams at once, as the steps of an
+engine do. Checks nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import sys
 from collections.abc import Callable
 from typing import cast
 
+import httptools
 import msgspec
 import uvloop
 
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, LEGS_VERSION, Answer, Kind, MessageReader, message
 from wire.outputs import Finish, Load
 from wire.transfer import KvTransferParams
 
@@ -30,6 +33,8 @@ _MAX_TOKENS, _PACE = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)'), re.co
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(\d+)", re.IGNORECASE)
 _OK = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n"
 _LOAD = Load(running=1, free_blocks=1000, total_blocks=1000)
+_LEGS = b"POST %b HTTP/1.1" % LEGS_PATH.encode()
+_TAKEN = msgspec.msgpack.encode(Answer(200, _LOAD))
 
 
 def _event(text: str, finish: str | None = None) -> bytes:
@@ -87,7 +92,25 @@ class _Steps:
     def __init__(self) -> None:
         self._waiting: dict[int, list[Callable[[], bool]]] = {}
 
-    def join(self, gap_ms: int, step: Callable[[], bool]) -> None:
+    def tell(self, events: list[bytes], body: bytes, told: Callable[[bytes, bytes], bool]) -> None:
+        """All of them, at the pace that the body asks for; the last comes with the one before it. `told` goes on?"""
+        at, pace = 0, _PACE.search(body)
+
+        def step() -> bool:
+            nonlocal at
+            at += 1
+            return told(events[at - 1], events[at] if at == len(events) - 1 else b"") and at < len(events) - 1
+
+        def at_once() -> None:
+            if step():
+                asyncio.get_running_loop().call_soon(at_once)
+
+        if pace is None:
+            at_once()
+        elif step():
+            self._join(int(pace[1]), step)
+
+    def _join(self, gap_ms: int, step: Callable[[], bool]) -> None:
         if gap_ms not in self._waiting:
             self._waiting[gap_ms] = []
             loop = asyncio.get_running_loop()
@@ -101,21 +124,74 @@ class _Steps:
         loop.call_later(due - loop.time(), self._step, gap_ms, due)
 
 
+class _Stream:
+    """A leg stream: what legs say in one turn of the event loop leaves in one write."""
+
+    def __init__(self, transport: asyncio.Transport, role: str, steps: _Steps) -> None:
+        self._transport, self._role, self._steps = transport, role, steps
+        self._parser, self._reader = httptools.HttpRequestParser(self), MessageReader()
+        self._out: list[bytes] = []
+        transport.write(_OK % LEGS_MEDIA_TYPE.encode() + b"transfer-encoding: chunked\r\n\r\n")
+        self._say(message(Kind.PONG))
+
+    def feed(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        for leg, kind, said in self._reader.feed(body):
+            if kind == Kind.PING:
+                self._say(message(Kind.PONG))
+            elif kind == Kind.OPEN:
+                self._say(message(Kind.ANSWER, leg, _TAKEN))
+                self._leg(leg, bytes(said))
+
+    def _leg(self, leg: int, body: bytes) -> None:
+        def step(payload: bytes, last: bytes) -> bool:
+            self._say(message(Kind.FRAME, leg, payload[4:]))
+            if last:
+                self._say(message(Kind.FRAME, leg, last[4:]))
+            return not self._transport.is_closing()
+
+        if self._role == "prefill":
+            self._say(message(Kind.FRAME, leg, _TICKET[4:]))
+            asyncio.get_running_loop().call_soon(step, _TOKENS[0], _HANDOVER)
+        else:
+            self._steps.tell([*_TOKENS[: _max_tokens(body)], _END], body, step)
+
+    def _say(self, said: bytes) -> None:
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out.append(said)
+
+    def _flush(self) -> None:
+        said = b"".join(self._out)
+        self._out.clear()
+        self._transport.write(b"%x\r\n%b\r\n" % (len(said), said))
+
+
 class _Node(asyncio.Protocol):
     """One connection."""
 
     def __init__(self, role: str, steps: _Steps) -> None:
         self._role, self._steps = role, steps
         self._buffer = b""
+        self._stream: _Stream | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
         self._transport.set_write_buffer_limits(high=1 << 30)
 
     def data_received(self, data: bytes) -> None:
+        if self._stream is not None:
+            self._stream.feed(data)
+            return
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = self._buffer[:end]
+            if head.startswith(_LEGS):
+                self._stream = _Stream(self._transport, self._role, self._steps)
+                self._stream.feed(self._buffer)
+                return
             found = _LENGTH.search(head)
             size = end + 4 + (int(found[1]) if found else 0)
             if len(self._buffer) < size:
@@ -136,7 +212,7 @@ class _Node(asyncio.Protocol):
         elif b'"stream":true' in body or b'"stream": true' in body:
             self._transport.write(_OK % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n")
             events = [_EVENT] * (1 if self._role == "prefill" else _max_tokens(body)) + [_LAST]
-            self._events(events, body, 0)
+            self._events(events, body)
         else:
             self._whole(_PLAIN_HANDOVER)
 
@@ -148,31 +224,14 @@ class _Node(asyncio.Protocol):
             self._chunk(_TICKET)
             asyncio.get_running_loop().call_soon(lambda: self._end(_TOKENS[0] + _HANDOVER))
         else:
-            self._events([*_TOKENS[: _max_tokens(body)], _END], body, 0)
+            self._events([*_TOKENS[: _max_tokens(body)], _END], body)
 
-    def _events(self, events: list[bytes], body: bytes, at: int) -> None:
-        """All of them, the last ends the answer."""
-        pace = _PACE.search(body)
+    def _events(self, events: list[bytes], body: bytes) -> None:
+        def step(payload: bytes, last: bytes) -> bool:
+            self._end(payload + last) if last else self._chunk(payload)
+            return not self._transport.is_closing()
 
-        def step() -> bool:
-            nonlocal at
-            at += 1
-            if self._transport.is_closing():
-                return False
-            if at < len(events) - 1:
-                self._chunk(events[at - 1])
-                return True
-            self._end(events[at - 1] + events[at])
-            return False
-
-        def at_once() -> None:
-            if step():
-                asyncio.get_running_loop().call_soon(at_once)
-
-        if pace is None:
-            at_once()
-        elif step():
-            self._steps.join(int(pace[1]), step)
+        self._steps.tell(events, body, step)
 
     def _chunk(self, payload: bytes) -> None:
         self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
@@ -195,6 +254,7 @@ class _Node(asyncio.Protocol):
                 "engine_id": f"engine-{self._role}",
                 "generation": "g",
                 "load": _LOAD,
+                "legs": 0 if "--http" in sys.argv else LEGS_VERSION,
                 "object": "list",
                 "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "mock"}],
             }

@@ -143,13 +143,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
     parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "kvrelay-router-peers")
+    parser.add_argument("--http", action="store_true", help="our nodes have no leg stream")
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of our router")
     args = parser.parse_args()
     names = [DIRECT, *([args.only] if args.only else [OURS, *(PEERS if args.peers else ())])]
     paced = [pace for pace in args.streams.split(",") if pace]
     seen: dict[str, list[Row]] = {name: [] for name in names}
-    with mock_node("prefill") as prefill, mock_node("decode") as decode:
+    http = ("--http",) if args.http else ()
+    with mock_node("prefill", *http) as prefill, mock_node("decode", *http) as decode:
         for _ in range(args.rounds):
             for name in names:
                 started: AbstractContextManager[Running] = (

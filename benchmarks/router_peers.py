@@ -56,9 +56,9 @@ def _argv(name: str, venvs: Path, prefill: str, decode: str, port: int, flags: S
 
 
 @contextmanager
-def mock_node(role: str) -> Iterator[Running]:
+def mock_node(role: str, *flags: str) -> Iterator[Running]:
     """One mock node as a process of its own."""
-    argv = [sys.executable, "-m", "benchmarks.mock_nodes", role]
+    argv = [sys.executable, "-m", "benchmarks.mock_nodes", role, *flags]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]) as process:
         assert process.stdout is not None
         try:

@@ -28,6 +28,7 @@ async def watching(pool: Pool, legs: Legs, interval_s: float) -> AsyncIterator[N
 
     def left(node: Node) -> None:
         watches.pop(node).cancel()
+        legs.forget(node)
 
     unfollow = pool.follow(joined, left)
     try:

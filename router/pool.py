@@ -49,6 +49,8 @@ class HealthReport(msgspec.Struct, frozen=True):
     load: Load = Load()
     adapters: list[str] = []
     held_blocks: int = 0
+    legs: int = 0
+    """The version of the leg stream (wire/leg_stream.py) that it speaks; 0: none."""
 
     @property
     def draining(self) -> bool:
