@@ -95,12 +95,13 @@ def in_engine(
 
 
 async def through(
-    url: str, model: str, prompts: list[list[int]], *, seeded: bool, max_tokens: int, concurrency: int
+    url: str, model: str, prompts: list[list[int]], *, seeded: bool, max_tokens: int, concurrency: int, key: str = ""
 ) -> list[Answer]:
-    """Answers of an endpoint, streamed for every second prompt."""
+    """Answers of an endpoint, streamed for every second prompt. `key`: the API key, if it wants one."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     answers: list[Answer | None] = [None] * len(prompts)
     waiting = list(range(len(prompts)))
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), headers=headers) as session:
 
         async def worker() -> None:
             while waiting:

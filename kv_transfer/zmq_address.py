@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import zmq
 
@@ -16,15 +17,18 @@ def tcp(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def listen(router: zmq.Socket[bytes], host: str, port: int = 0) -> int:
+def listen(
+    listener: zmq.Socket[Any], host: str, port: int = 0, called: tuple[str, str] = ("kv_host", "kv_port")
+) -> int:
     """Listen at this address of this machine; returns the port, which is a free one for 0. Raises ConfigError.
 
-    zmq binds to numbers only, so names are looked up first."""
+    `called`: the options that host and port come from. zmq binds to numbers only, so names are looked up first."""
     try:
         number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-        router.bind(tcp(number, port or "*"))
+        listener.bind(tcp(number, port or "*"))
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"cannot listen at kv_host {host!r}, kv_port {port}: {error}; take an address of this machine, or kv_port 0"
+            f"cannot listen at {called[0]} {host!r}, {called[1]} {port}: {error}; take an address of this machine, or "
+            f"{called[1]} 0"
         ) from error
-    return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+    return int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

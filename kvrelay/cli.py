@@ -72,6 +72,8 @@ def _serving_router(values: dict[str, object]) -> int:
             "announce themselves"
         )
     check_port(config.host, config.port)
+    if config.heartbeat_port:
+        check_port(config.host, config.heartbeat_port)
     _log_to_stderr()
     from router.server import run as run_router
 
@@ -290,6 +292,22 @@ def _doctor(
     from kvrelay.doctor import run as run_doctor
 
     return run_doctor(router, prefill or [], decode or [], node_api_key, as_json=json)
+
+
+@app.command("drain")
+def _drain(
+    node: Annotated[str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")],
+    router: Annotated[
+        str, typer.Option(help="A router to ask; without one the node is asked, and all routers see it.")
+    ] = "",
+    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 600.0,
+) -> int:
+    """Have a node take nothing new, and wait until all that it has is done: then it can be stopped at no cost."""
+    from kvrelay.drain import run as run_drain
+
+    return run_drain(node, router, admin_key, node_api_key, wait, Console(highlight=False, soft_wrap=True))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

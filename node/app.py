@@ -26,6 +26,7 @@ from node.drain import Drain
 from node.engine_client import EngineClient, Updates
 from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
+from node.kv_events import KvEvents
 from node.leg_stream import LegStreams
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
@@ -75,6 +76,7 @@ class Node:
     created: int
     serving: Serving | None = None
     metrics: NodeMetrics | None = None
+    kv_events: KvEvents | None = None
     failure: str | None = None
     drain: Drain = field(init=False)
     streams: LegStreams = field(default_factory=LegStreams)
@@ -181,6 +183,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "generation": serving.info.generation,
                 "load": node.engine.load,
                 "legs": LEGS_VERSION,
+                "kv_events": None if node.kv_events is None else node.kv_events.report(),
                 "requests": node.engine.queue_depth(),
                 "held_blocks": node.engine.stats.held_blocks,
                 "quarantined_blocks": node.engine.stats.quarantined_blocks,
@@ -208,9 +211,10 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
-    legs, parsed, frames = await _begun(node, Call(chat, body, request_id(request.headers.get("x-request-id"))))
+    call = Call(chat, body, request_id(request.headers.get("x-request-id")))
+    legs, parsed, frames = await _begun(node, call)
     leg = legs[0]
-    headers = {LOAD_HEADER: node.engine.load.header()}
+    headers = {LOAD_HEADER: node.engine.load.header(), "x-request-id": call.id}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
     first = await unless_gone(request, anext(frames))

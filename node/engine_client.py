@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,6 +27,7 @@ from wire.engine_messages import (
     AdapterLoaded,
     AdapterRefused,
     AskStats,
+    CacheChanges,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -112,6 +113,8 @@ class EngineClient:
         self.stats = EngineStats(Load())
         self.load = Load()
         self.heard_at = time.monotonic()
+        self.on_changes: Callable[[CacheChanges], None] | None = None
+        """Told what the prefix cache holds. To be set before the first request."""
         self.ended = asyncio.Event()
         self._ready = asyncio.Event()
         self._failed = asyncio.Event()
@@ -283,6 +286,9 @@ class EngineClient:
                     for number, wanted in self._stats_asked.items():
                         if number <= stats.asked and not wanted.done():
                             wanted.set_result(stats)
+                case CacheChanges() as changes:
+                    if self.on_changes is not None:
+                        self.on_changes(changes)
                 case ProbeOffered() | ProbeFetched() | ProbeRefused() as answer:
                     asked = self._probes.get(answer.probe_id)
                     if asked is not None and not asked.done():

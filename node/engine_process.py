@@ -20,6 +20,7 @@ import zmq
 from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, Released, Settled
 from kv_transfer.open import open_connector
 from node.adapter_loads import AdapterLoads, content
+from node.cache_changes import CacheTeller
 from node.compiling import Compiling
 from node.engine_stats import stats_of
 from node.last_words import leave, sentence
@@ -85,6 +86,8 @@ class EngineProcess:
 
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
+        blocks, told = self.engine.scheduler.pool, config.kv_events and config.engine.prefix_cache
+        self._cache = CacheTeller(blocks, self.engine.pool.block_tokens, self._send, on=told)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._adapters = AdapterLoads(self.engine, self._send, self.wake)
@@ -306,7 +309,8 @@ class EngineProcess:
         """See Handover. The ticket goes out at once, not after the step: a decode node makes room meanwhile."""
         prompt, made_with = request.prompt_tokens, content(request)
         ticket = self.connector.offer(request.request_id, request.blocks, prompt, ready=0, adapter=made_with)
-        update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=request.cached_tokens or 0)
+        cached, names = request.cached_tokens or 0, self._cache.blocks_of(request)
+        update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=cached, blocks=names)
         self._send(StepOutputs([update], self.engine.scheduler.load()))
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -361,6 +365,7 @@ class EngineProcess:
             self._send(StepOutputs(self._updates, self.engine.scheduler.load()))
             self._updates = []
         now = time.monotonic()
+        self._cache.turn(now, idle=not self.engine.has_work)
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
             stats = stats_of(self.engine, self.connector, self._adapters, self._asked)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from node.app import Node, frames_of, legs_of
 from node.engine_client import EngineClient
@@ -60,6 +61,7 @@ class Offline:
 @asynccontextmanager
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
+    config = replace(config, kv_events=False)
     engine = EngineClient(config)
     await engine.start()
     try:

@@ -17,6 +17,7 @@ from node.app import Node, create_app
 from node.drain import DRAIN_DEADLINE_S
 from node.engine_client import EngineClient
 from node.heartbeat import Announcer
+from node.kv_events import KvEvents
 from node.loading import serving_of
 from node.metrics import NodeMetrics
 from wire.config import NodeConfig
@@ -76,6 +77,9 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
         await asyncio.gather(*tasks, return_exceptions=True)
         if node.drain.begun:
             await node.drain.over(_CUT_S)  # a request that came just before may have left KV behind
+        if node.kv_events is not None:
+            node.engine.on_changes = None
+            await node.kv_events.close()
         await node.engine.stop()
 
 
@@ -131,6 +135,9 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     config = node.config
     try:
         serving = await serving_of(config, node.engine)
+        if config.kv_events and config.engine.prefix_cache:
+            node.kv_events = KvEvents(config, serving.info, serving.model_name)
+            node.engine.on_changes = node.kv_events.tell
     except Exception as why:
         node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
         log.error("the node cannot serve: %s", node.failure, exc_info=not isinstance(why, KvrelayError))

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from wire.hashes import BlockHash
 
-__all__ = ["NULL_BLOCK", "BlockPool"]
+__all__ = ["NULL_BLOCK", "BlockPool", "Changes"]
 
 NULL_BLOCK = 0
+
+
+@dataclass(slots=True)
+class Changes:
+    """Which hashes have become findable, each with its parent's (None: it is a prompt's first), and which no more."""
+
+    stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
+    removed: set[BlockHash] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.removed)
 
 
 class BlockPool:
@@ -27,6 +39,7 @@ class BlockPool:
         # Least recently used first. A freed request appends its last blocks first: tails are evicted before heads.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._quarantined: set[int] = set()
+        self._changes: Changes | None = None
 
     @property
     def total(self) -> int:
@@ -79,11 +92,29 @@ class BlockPool:
             self._forget(block)
         return taken
 
-    def publish(self, block: int, block_hash: BlockHash) -> None:
+    def publish(self, block: int, block_hash: BlockHash, parent: BlockHash | None = None) -> None:
         """Make a full, used block findable. The first block of equal content wins."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            if self._changes is not None:
+                self._changes.stored[block_hash] = parent
+                self._changes.removed.discard(block_hash)
+
+    def note_changes(self) -> None:
+        """Take down from now on what becomes findable and what no more; somebody takes it away with `changes`."""
+        self._changes = Changes()
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is anything to take away."""
+        return bool(self._changes)
+
+    def changes(self) -> Changes:
+        """What has changed since the last call: of each hash, how it is now."""
+        taken = self._changes or Changes()
+        self._changes = Changes()
+        return taken
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block of a request, given in the order of its tokens."""
@@ -120,3 +151,6 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
+            if self._changes is not None:
+                self._changes.stored.pop(block_hash, None)
+                self._changes.removed.add(block_hash)

@@ -366,7 +366,7 @@ class Scheduler:
         if self._prefix_cache and full > request.num_published:
             hashes = request.block_hashes(self._block_tokens)
             for index in range(request.num_published, full):
-                self.pool.publish(request.blocks[index], hashes[index])
+                self.pool.publish(request.blocks[index], hashes[index], hashes[index - 1] if index else None)
         request.num_published = max(request.num_published, full)
 
     def _blocks_for(self, tokens: int) -> int:

@@ -46,7 +46,7 @@ class PrefillLeg(Leg):
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
             early = msgspec.structs.replace(self._params(update, None), sent_text=None)
-            yield Frame(FrameKind.TICKET, params=early, load=load)
+            yield Frame(FrameKind.TICKET, params=early, load=load, blocks=update.blocks)
 
     def last_frames(
         self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load

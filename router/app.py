@@ -37,18 +37,21 @@ from router.health import watching
 from router.heartbeats import hearing
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
 from router.joined_walk import JoinedWalk
+from router.kv_events import KvEvents
 from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
+from router.pairs import Pairs
 from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
-from router.relay import CLIENT_GONE, Relay, error_response
+from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.state import health_of
 from router.timeline import Timeline
+from router.warm_up import warming
 from wire.config import Role, RouterConfig
-from wire.errors import BodyTooLarge, DeadlineExceeded, KvrelayError, NotFound, RequestError, Unauthorized
+from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 
 __all__ = ["Router", "create_app"]
 
@@ -56,6 +59,7 @@ _SHUTDOWN_DEADLINE_S = 5.0
 _MAX_ADMIN_BYTES = 1 << 16
 _ADMIN_READ_S = 10.0
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
+_TRACE_HEADERS = ("traceparent", "tracestate")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _log = logging.getLogger("kvrelay.router")
@@ -69,6 +73,7 @@ class Router:
         policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
+        self.pairs = Pairs()
         self.metrics = Metrics(self.pool)
         self.chores = Chores()
         self._legs: Legs | None = None
@@ -78,39 +83,44 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
         try:
             config = self.config
             async with (
-                watching(self.pool, legs, config.health_interval_s),
+                watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                warming(self.pool, self.pairs, legs, lambda how: self.metrics.meetings.labels(how).inc()),
             ):
                 yield
         finally:
+            await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline = request.scope["path"], Timeline(time.monotonic())
+        request.state.job_id = self._new_id(request)
         try:
             body, dialect = speak(await self._body(request))
             leg_path = path if dialect is AS_IS else CHAT_PATH
+            if request.state.job_id in self._live:  # since the body was waited for
+                request.state.job_id = self._new_id(request)
             session = request.headers.get(SESSION_HEADER, "")
-            job = parse_job(body, leg_path, self._new_id(request), int(time.time()), secrets.randbits(53), session)
+            job = parse_job(body, leg_path, request.state.job_id, int(time.time()), secrets.randbits(53), session)
             job = for_model(job, self.models.named(job.model))
             parts = parts_of(job)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
-            _log.info("id=- path=%s status=%d error=%r", path, why.status, why.message)
+            _log.info("id=%s path=%s status=%d error=%r", request.state.job_id, path, why.status, why.message)
             raise
         except ClientDisconnect:
             self.metrics.finished(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        headers = {"x-request-id": job.id}
-        if "traceparent" in request.headers:
-            headers["traceparent"] = request.headers["traceparent"]
+        trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
+        headers = {"x-request-id": job.id, **trace}
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
             assert self._legs is not None
@@ -141,7 +151,7 @@ class Router:
 
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
-        ready, body = health_of(self.pool, self.models, len(self._live), time.monotonic())
+        ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:
@@ -207,6 +217,16 @@ class _KeyGate:
         await self._app(scope, receive, send)
 
 
+class _App(FastAPI):
+    """All routes. The hot ones need no matching, and nothing that FastAPI puts around a route."""
+
+    hot: ASGIApp
+    has_hot: Callable[[Scope], bool]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.hot(scope, receive, send) if self.has_hot(scope) else super().__call__(scope, receive, send))
+
+
 def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAPI:
     """The router as an ASGI application. `rng` breaks ties between nodes."""
     router = Router(config, rng or random.Random())
@@ -216,7 +236,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
         async with router.running():
             yield
 
-    app = FastAPI(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.router = router
     app.add_exception_handler(KvrelayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
@@ -225,12 +245,13 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
     async def complete(request: Request) -> Response:
         return await router.complete(request, as_it_is)
 
-    hot = dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete)
-    app.add_middleware(HotRoutes, routes=hot, failed=_answer_error, kinds=KvrelayError)
+    hot = HotRoutes(dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete), _answer_any)
+    app.hot, app.has_hot = hot, hot.has
     if config.api_key:
+        app.hot = _KeyGate(hot, config.api_key, router.metrics)
         app.add_middleware(_KeyGate, key=config.api_key, metrics=router.metrics)
 
-    for path in hot:  # for what is not a POST
+    for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)
     add_routes(app, router)
     read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
@@ -280,13 +301,14 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
                 if len(body) > limit_bytes:
                     raise too_large
     except TimeoutError as why:
-        raise DeadlineExceeded(f"the request body did not arrive within {deadline_s:g} s") from why
+        raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s") from why
     return bytes(body)
 
 
 async def _answer_error(request: Request, why: Exception) -> Response:
     assert isinstance(why, KvrelayError)
-    return error_response(why, shape=error_shape(request.url.path))
+    headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else None
+    return error_response(why, headers, error_shape(request.url.path))
 
 
 async def _answer_http_error(request: Request, why: Exception) -> Response:
@@ -297,6 +319,13 @@ async def _answer_http_error(request: Request, why: Exception) -> Response:
     error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
     error.status = why.status_code
     return error_response(error, why.headers, shape)
+
+
+async def _answer_any(request: Request, why: Exception) -> Response:
+    if isinstance(why, KvrelayError):
+        return await _answer_error(request, why)
+    _log.error("%s broke", request.url.path, exc_info=why)
+    return await _answer_crash(request, why)
 
 
 async def _answer_crash(request: Request, why: Exception) -> Response:

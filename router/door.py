@@ -9,11 +9,10 @@ the requests need no matching of routes.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 __all__ = ["Client", "Door", "HotRoutes", "client_of"]
@@ -48,6 +47,7 @@ class Client:
     def __init__(self, door: Door, cycle: RequestResponseCycle) -> None:
         self._door = door
         self._cycle = cycle
+        self._unsent: list[bytes] = []
 
     @property
     def gone(self) -> bool:
@@ -67,12 +67,12 @@ class Client:
         lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
-        cycle.transport.write(head)
+        self._send(head)
 
     def write(self, payload: bytes) -> None:
         """A piece of the body. What is written in one turn of the event loop goes out in one send."""
         if payload and not self._cycle.disconnected:
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+            self._send(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     def room(self) -> Awaitable[None] | None:
         """Something to wait for while the client has yet to read what was written; None if it has."""
@@ -84,7 +84,8 @@ class Client:
         cycle = self._cycle
         if cycle.disconnected:
             return
-        cycle.transport.write(b"0\r\n\r\n")
+        self._unsent.append(b"0\r\n\r\n")
+        self._flush()
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
@@ -92,6 +93,16 @@ class Client:
         cycle.on_response()
         if cycle.flow.write_paused:
             self._door.loop.call_later(_FLUSH_DEADLINE_S, self._abandon)
+
+    def _send(self, data: bytes) -> None:
+        if not self._unsent:
+            self._door.loop.call_soon(self._flush)
+        self._unsent.append(data)
+
+    def _flush(self) -> None:
+        if self._unsent and not self._cycle.disconnected:
+            self._cycle.transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     def _abandon(self) -> None:
         """It has not read its answer, nor asked for anything else."""
@@ -107,30 +118,25 @@ def client_of(scope: Scope) -> Client:
 
 
 class HotRoutes:
-    """Middleware: answers POSTs on some paths itself; `failed` answers what is raised there."""
+    """An ASGI application: POSTs on a few paths. `failed` answers what is raised there."""
 
     def __init__(
         self,
-        app: ASGIApp,
         routes: Mapping[str, Callable[[Request], Awaitable[Response]]],
         failed: Callable[[Request, Exception], Awaitable[Response]],
-        kinds: type[Exception],
     ) -> None:
-        """`kinds`: of the errors that `failed` answers."""
-        self._app = app
-        self._routes: dict[Any, Callable[[Request], Awaitable[Response]]] = dict(routes)
+        self._routes = dict(routes)
         self._failed = failed
-        self._kinds = kinds
+
+    def has(self, scope: Scope) -> bool:
+        """Whether a request is for one of them."""
+        return scope["type"] == "http" and scope["path"] in self._routes and scope["method"] == "POST"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        route = self._routes.get(scope.get("path"))
-        if route is None or scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
+        """Answer one that is."""
         request = Request(scope, receive)
         try:
-            answer = await route(request)
-        except self._kinds as why:
+            answer = await self._routes[scope["path"]](request)
+        except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             answer = await self._failed(request, why)
         await answer(scope, receive, send)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.chores import Chores
-from router.job import Job, decode_body, prefill_body
+from router.job import Job, decode_body, prefill_body, prefix_of
 from router.legs import LegFailed, Legs, Refused
 from router.measured import learn
 from router.metrics import Metrics
@@ -52,6 +52,7 @@ class Walk:
         self.job = job
         self.reply = reply or Reply()
         self.progress = Progress(job)
+        self._prefix = prefix_of(job)
         self.timeline = timeline
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
@@ -190,7 +191,7 @@ class Walk:
         """For a leg that must compute so many tokens before it goes on."""
         job, peer = self.job, self.prefill_node
         if role is Role.PREFILL:
-            return Ask(role, job.model, tokens, priority=job.priority, session=job.session)
+            return Ask(role, job.model, tokens, priority=job.priority, session=job.session, prefix=self._prefix)
         return Ask(
             role,
             job.model,
@@ -199,6 +200,7 @@ class Walk:
             output_tokens=job.max_tokens,
             priority=job.priority,
             session=job.session,
+            prefix=self._prefix,
             peer="" if peer is None else peer.url,
         )
 
@@ -222,6 +224,8 @@ class Walk:
                     lease.node.answered(lease)
                 if frame.token_ids and not frame.choice:
                     self.timeline.told(place.at[0], now, decoding)
+                if frame.kind is FrameKind.TICKET and not decoding:
+                    self._learn(frame, lease)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
             return self.reply.room()
@@ -230,6 +234,15 @@ class Walk:
         if decoding and ended is FrameKind.HANDOVER:
             raise LegFailed("the node handed a decode leg over")
         return ended
+
+    def _learn(self, frame: Frame, lease: Lease) -> None:
+        """A prefill node has tokenized the prompt, and looked it up in its prefix cache."""
+        if frame.params is None:
+            return
+        self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
+        if frame.blocks is not None:
+            self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
+            self._pool.prefixes.learn(self._prefix)
 
     def _timed(self, frame: Frame, now: float) -> bytes:
         """A frame's bytes for the client, at the end of the answer with the stages if it asked for them."""

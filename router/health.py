@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
+from router.kv_events import KvEvents
 from router.legs import Legs
 from router.pool import HealthReport, Node, Pool
 
@@ -16,19 +17,20 @@ __all__ = ["watching"]
 
 
 @asynccontextmanager
-async def watching(pool: Pool, legs: Legs, interval_s: float) -> AsyncIterator[None]:
-    """Check all nodes for the length of the block, from when they join until they are gone.
+async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) -> AsyncIterator[None]:
+    """Check all nodes for the length of the block, from when they join until they are gone, and follow their KV events.
 
     A slow one does not delay the others.
     """
     watches: dict[Node, asyncio.Task[None]] = {}
 
     def joined(node: Node) -> None:
-        watches[node] = asyncio.create_task(_watch(node, pool, legs, interval_s))
+        watches[node] = asyncio.create_task(_watch(node, pool, legs, events, interval_s))
 
     def left(node: Node) -> None:
         watches.pop(node).cancel()
         legs.forget(node)
+        events.leave(node.url)
 
     unfollow = pool.follow(joined, left)
     try:
@@ -40,13 +42,13 @@ async def watching(pool: Pool, legs: Legs, interval_s: float) -> AsyncIterator[N
         await asyncio.gather(*watches.values(), return_exceptions=True)
 
 
-async def _watch(node: Node, pool: Pool, legs: Legs, interval_s: float) -> None:
+async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents, interval_s: float) -> None:
     while True:
-        await _check(node, pool, legs)
+        await _check(node, pool, legs, events)
         await asyncio.sleep(interval_s)
 
 
-async def _check(node: Node, pool: Pool, legs: Legs) -> None:
+async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
     started = time.monotonic()
     try:
         report = await legs.health(node)
@@ -63,5 +65,6 @@ async def _check(node: Node, pool: Pool, legs: Legs) -> None:
     else:
         if isinstance(report, HealthReport):
             pool.report(node, report, started, time.monotonic())
+            events.heard(node.url, report.generation, report.kv_events)
         else:
             pool.unready(node, report, time.monotonic())

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from openai_api.body import check_choices
+from router.prefix_index import Prefix
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 
@@ -24,6 +25,7 @@ __all__ = [
     "parse_job",
     "parts_of",
     "prefill_body",
+    "prefix_of",
 ]
 
 CHAT_PATH = "/v1/chat/completions"
@@ -37,6 +39,23 @@ _MAX_INT = 2**63 - 1
 _HANDOVER_FIELDS = {"kv_transfer_params"} | {
     name for name in KvTransferParams.__struct_fields__ if name.startswith(("remote_", "do_remote_"))
 }
+
+# What beside the prompt itself decides its tokens, or the name of their KV.
+_CONTEXT_FIELDS = (
+    "model",
+    "cache_salt",
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "suffix",
+)
 
 _T = TypeVar("_T")
 
@@ -181,6 +200,12 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         priority=asked.priority or 0,
         session=session or asked.prompt_cache_key or asked.user or "",
     )
+
+
+def prefix_of(job: Job) -> Prefix:
+    """By what the prefix index knows the prompt of this job."""
+    context = hash((job.path, *(bytes(job.fields.get(name, b"")) for name in _CONTEXT_FIELDS)))
+    return Prefix.of(context, bytes(job.fields.get(job.prompt_field, b"")))
 
 
 def prefill_body(job: Job) -> bytes:

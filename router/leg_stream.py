@@ -129,7 +129,9 @@ class LegStream(asyncio.Protocol):
     """One connection. `ready` once the node has said something; `broken` for good."""
 
     def __init__(self, head: bytes) -> None:
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self._unsent: list[bytes] = []
         self.broken = False
         self.paused = False
         """The node does not read."""
@@ -251,7 +253,16 @@ class LegStream(asyncio.Protocol):
             self._say(credit(number, size))
 
     def _say(self, said: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(said), said))
+        """What is said in one turn of the event loop goes out in one send."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(said)
+
+    def _flush(self) -> None:
+        said = b"".join(self._unsent)
+        self._unsent.clear()
+        if not self.broken:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(said), said))
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from openai_api.stages import STAGES
 from router.pool import Node, Pool
+from router.prefix_metrics import PrefixMetrics
 from router.timeline import Timeline
 
 __all__ = ["Metrics"]
@@ -61,6 +62,13 @@ class Metrics:
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
+        self.meetings = Counter(
+            "kvrelay_router_meetings",
+            "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.prefix = PrefixMetrics(registry, pool.prefixes)
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
 

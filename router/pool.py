@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import msgspec
@@ -22,9 +22,11 @@ import msgspec
 from router.members import Change, Members, NodeSpec, Source
 from router.policies.cost import cost
 from router.policies.policy import Ask, NodeView, Policy
+from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
 from wire.config import Role
 from wire.errors import NoNode
+from wire.kv_events import KvEventsReport
 from wire.outputs import Load
 
 __all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
@@ -48,6 +50,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     generation: str = ""
     load: Load = Load()
     adapters: list[str] = []
+    kv_events: KvEventsReport | None = None
     held_blocks: int = 0
     legs: int = 0
     """The version of the leg stream (wire/leg_stream.py) that it speaks; 0: none."""
@@ -70,6 +73,8 @@ class Lease:
     """Requests that were there before it."""
     expected_queue_ms: float = 0.0
     """How long it was expected to wait for its turn."""
+    cached_tokens: int = 0
+    """Of the prompt, which the node was believed to have when it was chosen."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
 
@@ -167,6 +172,7 @@ class Pool:
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with legs that have not ended."""
         self.members = Members()
+        self.prefixes = PrefixIndex()
         self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
@@ -256,6 +262,7 @@ class Pool:
     def _end_if_idle(self, node: Node) -> None:
         if node in self.leaving and not node.leases:
             self.leaving = [each for each in self.leaving if each is not node]
+            self.prefixes.forget(node.url)
             for _, left in self._followers:
                 left(node)
 
@@ -305,6 +312,8 @@ class Pool:
         nodes = self.up(ask.role, exclude, ask.model)
         if not nodes:
             raise self._no_node(ask.role, ask.model)
+        if isinstance(ask.prefix, Prefix):
+            ask = self._with_cached(ask, ask.prefix)
         node = self._policies.get(ask.role, cost)(ask, nodes, self._rng)
         self._turns += 1
         node.turn = self._turns
@@ -312,16 +321,23 @@ class Pool:
             node,
             ask.uncached(node),
             ask.kv_needed(node),
+            cached_tokens=ask.cached.get(node.url, 0),
             company=node.requests,
             expected_queue_ms=node.rates.queue_ms(node.tokens),
         )
         node.take(lease)
         try:
-            yield lease
+            with self.prefixes.under_way(ask.prefix, node.url):
+                yield lease
         finally:
             node.give_back(lease)
             if not node.wanted:
                 self._end_if_idle(node)
+
+    def _with_cached(self, ask: Ask, prefix: Prefix) -> Ask:
+        """With what the prefix index knows of its prompt; also how long that is, if it is all to be computed."""
+        cached = self.prefixes.lookup(prefix)
+        return replace(ask, cached=cached, tokens=cached.prompt_tokens if ask.role is Role.PREFILL else ask.tokens)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
@@ -332,6 +348,7 @@ class Pool:
         """A health check that was started at `started` succeeded."""
         if node.generation and report.generation != node.generation:
             self._cut(node)
+            self.prefixes.forget(node.url)
             node.drain_asked = False
         node.misses = 0
         node.generation, node.engine_id = report.generation, report.engine_id

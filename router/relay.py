@@ -19,7 +19,7 @@ from router.handoff import Walk
 from router.joined_walk import JoinedWalk
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
 
-__all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response"]
+__all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
 HOLD_S = 10.0
 """Headers wait this long for the first payload; after them, a comment is sent when nothing came for this long."""
@@ -48,6 +48,11 @@ def error_response(
     return Response(shape(why.status, why.body()), why.status, every, "application/json")
 
 
+def id_headers(job_id: str) -> dict[str, str]:
+    """How an answer tells its request's id."""
+    return {"x-request-id": job_id, "request-id": job_id}  # the second is Anthropic's name of it
+
+
 class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
@@ -55,8 +60,7 @@ class Relay(Response):
         super().__init__()
         self._dialect = dialect
         self._walk = walk
-        # The second is Anthropic's name of it.
-        self._extra = {"x-request-id": walk.job.id, "request-id": walk.job.id}
+        self._extra = id_headers(walk.job.id)
         self._finished = finished
         self._walking = False
         self._left = False  # the client went away before the end

@@ -7,10 +7,13 @@ from typing import Any
 import msgspec
 
 from router.models import Models
+from router.pairs import Pairs
 from router.pool import Node, Pool
 from wire.config import Role
 
 __all__ = ["health_of", "node_of"]
+
+_MOST_SHOWN = 20
 
 
 def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
     }
 
 
-def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
+def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
     """Whether requests for any model can be served now; and the state of every model and node."""
     counts = {
         role.value: {"up": len(pool.up(role)), "listed": sum(node.role == role for node in pool.nodes)}
@@ -42,4 +45,8 @@ def health_of(pool: Pool, models: Models, requests: int, now: float) -> tuple[bo
     ready = any(by_model.values())
     nodes = [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
     status = "ok" if ready else "unavailable"
-    return ready, {"status": status, **counts, "models": by_model, "requests": requests, "nodes": nodes}
+    failed = [
+        {"prefill": prefill, "decode": decode, "reason": why} for prefill, decode, why in pairs.failed()[:_MOST_SHOWN]
+    ]
+    met = {"met": pairs.count(), "failed": failed}
+    return ready, {"status": status, **counts, "models": by_model, "pairs": met, "requests": requests, "nodes": nodes}

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-ALONE = ("cluster", "gpu", "alone")
+ALONE = ("alone", "gpu")
 """Markers of tests that want the machine, or its GPU, for themselves."""
 
 

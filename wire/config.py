@@ -367,9 +367,17 @@ class NodeConfig:
     for more."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
+    kv_events: bool = True
+    """Tell routers which blocks the prefix cache holds: hashes, in vLLM's format (ZMQ)."""
+    kv_events_port: int = 0
+    """Port of the KV events, at this node's host; the one after it answers who has lost some. 0 takes free ones."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
+        _require(
+            0 <= self.kv_events_port < 65535,
+            f"kv_events_port must be between 0 and 65534, got {self.kv_events_port}",
+        )
         _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
         for router in self.router:
             scheme, _, address = router.partition("://")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from wire.outputs import Finish, Load, TokenLogprobs
+from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
@@ -15,6 +15,7 @@ __all__ = [
     "AdapterLoaded",
     "AdapterRefused",
     "AskStats",
+    "CacheChanges",
     "EngineFailed",
     "EngineReady",
     "EngineStats",
@@ -180,6 +181,8 @@ class RequestUpdate(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     lacks_adapter: bool = False
     """With an error: its adapter was unloaded while the request was on its way here."""
+    blocks: PromptBlocks | None = None
+    """With the first `held`: what the prompt's blocks are called."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -237,6 +240,14 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     waiting_adapters: list[str] = []
     asked: int = 0
     """The number of the newest AskStats that these answer."""
+
+
+class CacheChanges(msgspec.Struct, frozen=True, tag=True):
+    """Which block hashes the prefix cache holds anew, each with its parent's, and which no more. Sent a few times a
+    second, if the node tells KV events."""
+
+    stored: dict[bytes, bytes | None]
+    removed: list[bytes]
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -299,6 +310,7 @@ FromEngine = (
     StepOutputs
     | EngineReady
     | EngineStats
+    | CacheChanges
     | EngineFailed
     | ProbeOffered
     | ProbeFetched

@@ -12,7 +12,7 @@ import enum
 import msgspec
 
 from wire.errors import ErrorBody, NodeFailed
-from wire.outputs import Finish, Load, TokenLogprobs
+from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from wire.transfer import KvTransferParams
 
 __all__ = [
@@ -71,6 +71,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
     usage: tuple[int, int, int] | None = None
     """In END frames: tokens of the prompt, generated ones, and those of the prompt that a prefix cache held."""
+    blocks: PromptBlocks | None = None
+    """In TICKET frames: what the prompt's blocks are called, so that a router knows them in KV events."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-__all__ = ["Finish", "Load", "TokenLogprobs"]
+__all__ = ["Finish", "Load", "PromptBlocks", "TokenLogprobs"]
 
 
 class Finish(enum.StrEnum):
@@ -50,3 +50,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     def parse(cls, header: str) -> Load:
         """The inverse of header(); raises msgspec.DecodeError on anything else."""
         return msgspec.json.decode(header, type=cls)
+
+
+class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """What the full blocks of a prompt are called: their hashes (wire/hashes.py), one behind the other."""
+
+    block_tokens: int
+    hashes: bytes

@@ -1,13 +1,19 @@
-"""An environment of its own for client libraries that want other versions than we do."""
+"""What modules share: a cluster of the embedded model; an environment for client libraries that want other versions."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from real_cluster import EMBEDDED_KEY, Cluster, running
+
+from kvrelay.embedded import embedded_model
+from wire.errors import ConfigError
 
 INSTALL_DEADLINE_S = 500.0
 
@@ -18,10 +24,30 @@ def clients(repository: Path) -> Path:
     requirements = Path(__file__).parents[1] / "clients" / "requirements.txt"
     folder = repository / ".venv-clients"
     stamp, wanted = folder / "installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=INSTALL_DEADLINE_S)
-        # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of an hour.
-        install = [str(folder / "bin" / "pip"), "install", "-q", "--no-deps", "-r", str(requirements)]
-        subprocess.run(install, check=True, timeout=INSTALL_DEADLINE_S)
-        stamp.write_text(wanted)
+    with folder.with_suffix(".lock").open("w") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)  # tests may run in several processes
+        if not stamp.exists() or stamp.read_text() != wanted:
+            create = [sys.executable, "-m", "venv", "--clear", str(folder)]
+            # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of an hour.
+            install = [str(folder / "bin" / "pip"), "install", "-q", "--no-deps", "-r", str(requirements)]
+            for command in (create, install):
+                subprocess.run(command, check=True, timeout=INSTALL_DEADLINE_S)
+            stamp.write_text(wanted)
     return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """1P1D of the embedded model, for modules whose clients change nothing of it. Both nodes propose tokens, which
+    must make no difference to any answer."""
+    try:
+        model = str(embedded_model())
+    except ConfigError as why:
+        pytest.skip(why.message)
+    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
+    flags += ["--tool-call-parser", "hermes", "--trust-request-chat-template"]
+    flags += ["--speculative-tokens", "3", "--ngram-min", "1"]
+    folder, router_flags = tmp_path_factory.mktemp("embedded"), ["--api-key", EMBEDDED_KEY]
+    with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
+        yield ours
+        ours.all_blocks_free(within_s=4)

@@ -24,15 +24,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import httpx2
+import msgspec
 from gates import Gate, Gates, can_cut, cut_connections, family
 from real_cluster import TINY, Cluster, Process, free_port, wait_until
 
 from wire.config import EngineConfig
+from wire.outputs import Load
 
 KINDS = (
     "kill", "restart", "short stop", "long stop", "cut between nodes", "cut from router", "refusal", "client gone",
@@ -239,9 +242,13 @@ class Faults:
     def _all_free(self, since: float) -> float:
         """Seconds from `since` until all blocks are free."""
 
+        def has_all(report: dict[str, Any]) -> bool:
+            load = msgspec.convert(report["load"], Load)
+            return load.free_blocks == load.total_blocks
+
         def used() -> dict[str, object]:
             reports = {f"{node.role}:{node.port}": node.health() for node in self._up()}
-            return {name: r for name, r in reports.items() if r is None or r["load"][-2] != r["load"][-1]}
+            return {name: report for name, report in reports.items() if report is None or not has_all(report)}
 
         while left := used():
             over_s = time.monotonic() - since

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
+
+from wire.outputs import Load
 
 START_DEADLINE_S = 90.0
+EMBEDDED_KEY = "token-abc123"  # wants the router of the cluster that modules share (conftest.py)
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,8 +95,8 @@ class Process:
         """Free and total KV blocks."""
         report = self.health()
         assert report is not None, f"{self.role} on port {self.port} is not healthy: {self.tail()}"
-        *_, free, total = report["load"]
-        return free, total
+        load = msgspec.convert(report["load"], Load)
+        return load.free_blocks, load.total_blocks
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
@@ -134,10 +138,10 @@ class Cluster:
         argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
         return self._launch(role, port, argv, env)
 
-    def restart(self, process: Process) -> Process:
+    def restart(self, process: Process, env: dict[str, str] | None = None) -> Process:
         """Start a killed process again on its port."""
         process.popen.wait(10)
-        fresh = self._launch(process.role, process.port, process.argv)
+        fresh = self._launch(process.role, process.port, process.argv, env)
         self.nodes[self.nodes.index(process)] = fresh
         return fresh
 
@@ -166,6 +170,17 @@ class Cluster:
                 return process.health()
 
             wait_until(healthy, within_s, f"{process.role} on port {process.port} ready", 0.1)
+
+    def wait_met(self, pairs: int, within_s: float = 20.0) -> None:
+        """Until so many pairs of nodes have handed a first block over, or have failed to: no probe is under way."""
+        assert self.router is not None
+        router = self.router
+
+        def met() -> bool:
+            told = (router.health() or {"pairs": {"met": 0, "failed": []}})["pairs"]
+            return told["met"] + len(told["failed"]) >= pairs
+
+        wait_until(met, within_s, f"{pairs} pairs of nodes met")
 
     def all_blocks_free(self, within_s: float) -> None:
         """Every block of every live node is free within the time."""
@@ -213,6 +228,7 @@ def running(
         peers = [f"--{node.role}={node.url}" for node in cluster.nodes]
         cluster.router = cluster.start("router", [*peers, *router_flags])
         cluster.wait_ready(cluster.router)
+        cluster.wait_met(prefill * decode)
         yield cluster
     finally:
         cluster.stop()

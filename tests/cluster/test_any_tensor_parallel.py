@@ -18,7 +18,7 @@ import httpx2
 import pytest
 from real_cluster import Cluster, Process, tiny_model, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 PREFILL, DECODE = (1, 2), (1, 2, 4)  # two KV heads: four ranks hold each of them twice
 PAIRS = [(p, d) for p in PREFILL for d in DECODE]

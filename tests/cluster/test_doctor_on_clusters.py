@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from real_cluster import Cluster, Process, running, tiny_model, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 KEY = "node-key"
 LEASE_S = 1.5

@@ -15,7 +15,7 @@ from fault_schedules import KINDS, Asked, Faults, cluster_of_faults, prompt_of
 from gates import family
 from real_cluster import Process, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 COUNT = 30
 LONG = 4000

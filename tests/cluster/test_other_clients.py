@@ -9,35 +9,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_cluster import Cluster, running
-
-from kvrelay.embedded import embedded_model
-from wire.errors import ConfigError
+from real_cluster import EMBEDDED_KEY, Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
-KEY, MODEL = "token-abc123", "SmolLM2-135M-Instruct"
+KEY, MODEL = EMBEDDED_KEY, "SmolLM2-135M-Instruct"
 SCRIPTS = Path(__file__).parents[1] / "clients"
 DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    try:
-        model = str(embedded_model())
-    except ConfigError as why:
-        pytest.skip(why.message)
-    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
-    flags += ["--tool-call-parser", "hermes"]
-    folder = tmp_path_factory.mktemp("clients")
-    with running(folder, prefill=1, decode=1, flags=flags, router_flags=["--api-key", KEY]) as ours:
-        yield ours
-        ours.all_blocks_free(within_s=2.0)
+def cluster(embedded: Cluster) -> Cluster:
+    return embedded
 
 
 def run(clients: Path, name: str, cluster: Cluster) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from real_cluster import Cluster, Process, running, tiny_model, wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 TOKENS = 6000
 LAST = 8

@@ -7,31 +7,23 @@ The cluster proposes tokens and the engine alone does not, which must make no di
 import asyncio
 
 import pytest
-from real_cluster import running
+from real_cluster import EMBEDDED_KEY, Cluster
 
 from benchmarks.equality import in_engine, through, varied_prompts
 from kvrelay.embedded import embedded_model
 from openai_api.tokenizer import Tokenizer
 from paged_engine.engine import Engine
 from wire.config import EngineConfig
-from wire.errors import ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
 MAX_TOKENS = 8
 
 
-@pytest.fixture(scope="module")
-def model() -> str:
-    try:
-        return str(embedded_model())
-    except ConfigError as why:
-        pytest.skip(why.message)
-
-
-def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(model, tmp_path):
+def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(embedded: Cluster) -> None:
+    model = str(embedded_model())
     tokenizer = Tokenizer.load(model)
-    prompts = varied_prompts(tokenizer, 10, longest=300)
+    prompts = varied_prompts(tokenizer, 6, longest=300)
     engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_memory=256 << 20))
     alone, batch = (
         [
@@ -42,21 +34,21 @@ def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(model, tmp_path
     )
     assert batch == alone
     del engine
-    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
-    flags += ["--speculative-tokens", "3", "--ngram-min", "1"]
-    with running(tmp_path, prefill=1, decode=1, flags=flags) as cluster:
-        name = "SmolLM2-135M-Instruct"
-        handed_over = [
-            asyncio.run(through(cluster.url, name, prompts, seeded=seeded, max_tokens=MAX_TOKENS, concurrency=5))
-            for seeded in (False, True)
-        ]
-        (decode,) = cluster.of("decode")
-        assert decode.metric("kvrelay_fetches_total") == 2 * len(prompts)
-        assert decode.metric("kvrelay_fetches_failed_total") == 0
-        drafted, accepted = (
-            decode.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in ("draft", "accepted")
-        )
-        assert 0 < accepted < drafted
-        aggregated = asyncio.run(through(decode.url, name, prompts, seeded=True, max_tokens=MAX_TOKENS, concurrency=5))
-    assert handed_over == alone
-    assert aggregated == alone[1]
+    (decode,) = embedded.of("decode")
+    counted = [
+        "kvrelay_fetches_total",
+        "kvrelay_fetches_failed_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+    ]
+    before = [decode.metric(name) for name in counted]
+
+    def asked(url: str, *, seeded: bool) -> object:
+        sampling = {"seeded": seeded, "max_tokens": MAX_TOKENS, "concurrency": 5, "key": EMBEDDED_KEY}
+        return asyncio.run(through(url, "SmolLM2-135M-Instruct", prompts, **sampling))
+
+    assert [asked(embedded.url, seeded=seeded) for seeded in (False, True)] == alone
+    fetches, failed, drafted, accepted = (decode.metric(name) - was for name, was in zip(counted, before, strict=True))
+    assert (fetches, failed) == (2 * len(prompts), 0)
+    assert 0 < accepted < drafted
+    assert asked(decode.url, seeded=True) == alone[1]

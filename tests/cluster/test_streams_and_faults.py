@@ -18,7 +18,7 @@ from real_cluster import Cluster, running, tiny_model, wait_until
 from kv_transfer.tickets import signed
 from wire.transfer import KvTransferParams
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 KEY = "test-key"
 

@@ -190,3 +190,10 @@ def test_a_node_is_asked_for_its_key_in_either_header(node: Process) -> None:
     assert httpx2.get(f"{node.url}/openapi.json").json()["info"]["title"] == "kvrelay node"
     refused = httpx2.post(f"{node.url}/v1/messages", json={})
     assert refused.json()["error"]["type"] == "authentication_error"
+
+
+def test_an_answer_has_the_id_that_its_request_came_with(node: Process) -> None:
+    headers = {"x-api-key": KEY, "x-request-id": "mine-1"}
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+    answer = httpx2.post(f"{node.url}/v1/completions", json=asked, headers=headers, timeout=60)
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine-1", "cmpl-mine-1")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from openai_api.beginning import Beginning
@@ -213,6 +213,8 @@ _TOKENS = st.lists(st.sampled_from([*b"abEND", 0xC3, 0xA9, 2]), min_size=1, max_
 
 
 @settings(max_examples=100, deadline=None)
+@example([[97]], [1, 0, 0], "completion", False, [], True, {"echo": True})
+@example(ids=[[97]], cuts=[1, 0, 0], kind="completion", stream=False, stop=[], logprobs=True, extra={"echo": True})
 @given(
     ids=st.lists(_TOKENS, min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 12), min_size=3, max_size=3),
@@ -269,6 +271,7 @@ def test_each_choice_goes_on_where_another_node_left_it(
             )
         )
     second = writer(bytewise, kind, fields, so_far, beginning=begins)
+    second.scored_prompt = first.scored_prompt  # the hand-over brings it, also if nothing is left to be computed
     for c, tokens in enumerate(ids):
         assert second.choices[c].ended == (so_far[c].finish is not None)
         if not second.choices[c].ended:

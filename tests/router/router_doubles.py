@@ -163,6 +163,8 @@ class FakeNode:
     adapter_status: int = 200
     told: list[tuple[str, bytes, str]] = field(default_factory=list)
     """About adapters: path, body, authorization."""
+    posts: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
+    """Further routes."""
     asked: list[bytes] = field(default_factory=list)
     """Bodies of /tokenize."""
     url: str = ""
@@ -234,6 +236,8 @@ class FakeNode:
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)
         app.router.add_get("/health", self.health)
+        for path, answer in self.posts.items():
+            app.router.add_post(path, answer)
         app.router.add_post("/drain", self.drain)
         app.router.add_post("/undrain", self.drain)
         app.router.add_post("/kv/release", self.release)

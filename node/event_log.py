@@ -1,0 +1,75 @@
+"""KV events of a node in order: numbered batches, the newest of which can be told again, and all that is held. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from wire.engine_messages import CacheChanges
+from wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, pack_batch
+
+__all__ = ["EventLog"]
+
+# A listener that has lost more than this gets all that is held instead, which is no more for a pool of 200,000 blocks.
+BUFFER_BYTES = 4 << 20
+
+
+class EventLog:
+    """Numbers count from 0. `generation` names this process, so that its numbers are not taken for another's."""
+
+    def __init__(self, generation: str, block_tokens: int, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self.next_number = 0
+        self._generation = generation
+        self._block_tokens = block_tokens
+        self._buffer_bytes = buffer_bytes
+        self._held: dict[bytes, bytes | None] = {}
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+
+    @property
+    def held(self) -> int:
+        """Blocks that are held now."""
+        return len(self._held)
+
+    def note(self, changes: CacheChanges, now: float) -> tuple[int, bytes]:
+        """The next batch and its number. `now`: Unix seconds."""
+        for block_hash in changes.removed:
+            self._held.pop(block_hash, None)
+        for block_hash, parent in changes.stored.items():
+            self._held.pop(block_hash, None)  # behind its parent again
+            self._held[block_hash] = parent
+        events: list[Event] = [BlockRemoved(list(changes.removed))] if changes.removed else []
+        events += self._chains(changes.stored)
+        number, payload = self.next_number, self._packed(events, now)
+        self.next_number += 1
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while self._kept_bytes > self._buffer_bytes:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        return number, payload
+
+    def since(self, number: int, now: float) -> list[tuple[int, bytes]]:
+        """The batches from `number` on, or if the first of them is kept no more, one that says all that is held."""
+        if number >= self.next_number:
+            return []
+        first = self.next_number - len(self._kept)
+        if number >= first:
+            return [kept for kept in self._kept if kept[0] >= number]
+        return [(self.next_number - 1, self._packed([AllBlocksCleared(), *self._chains(self._held)], now))]
+
+    def _packed(self, events: list[Event], now: float) -> bytes:
+        return pack_batch(EventBatch(now, events, self._generation))
+
+    def _chains(self, stored: dict[bytes, bytes | None]) -> Iterator[BlockStored]:
+        """Each event is a chain: its blocks are parents of one another."""
+        run: list[bytes | int] = []
+        begins: bytes | None = None
+        for block_hash, parent in stored.items():
+            if run and parent != run[-1]:
+                yield BlockStored(run, begins, [], self._block_tokens)
+                run = []
+            if not run:
+                begins = parent
+            run.append(block_hash)
+        if run:
+            yield BlockStored(run, begins, [], self._block_tokens)

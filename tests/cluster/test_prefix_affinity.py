@@ -1,0 +1,118 @@
+"""Two prefill and two decode nodes: a prompt goes to where its beginning is, as long as it is there."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+import httpx2
+import pytest
+from real_cluster import Cluster, Process, running, tiny_model, wait_until
+
+pytestmark = pytest.mark.cluster
+
+BLOCK = 16
+SHARED = 500
+# Of the estimate, which goes by text, against what the node finds: where a token ends in the text is not known.
+NEARLY = 2 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("affinity")
+    flags = tiny_model(folder, max_position_embeddings=2048)
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(1 << 20)]
+    policies = ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
+    with running(folder, prefill=2, decode=2, flags=flags, router_flags=policies) as ours:
+        yield ours
+
+
+def ids(name: int, count: int) -> list[int]:
+    return [2 + (name * 7919 + at * at * (name + 3)) % 300 for at in range(count)]
+
+
+class Answer:
+    """A request's tokens, what was cached of it, and where it was."""
+
+    def __init__(self, cluster: Cluster, prompt: list[int], at: Process | None = None, max_tokens: int = 4) -> None:
+        name = uuid.uuid4().hex
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        url = cluster.url if at is None else at.url
+        answer = httpx2.post(f"{url}/v1/completions", json=body, headers={"x-request-id": name}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        self.token_ids = answer.json()["choices"][0]["token_ids"]
+        self.cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        if at is None:
+            assert cluster.router is not None
+            log = cluster.router.log
+            line = wait_until(lambda: re.search(rf"id={name} .*", log.read_text()), 10, "the router's log line")
+            self.prefill, self.decode = (re.search(rf" {role}=(\S+)", line[0])[1] for role in ("prefill", "decode"))
+
+
+def told(cluster: Cluster, blocks: float) -> None:
+    """All nodes are listened to, and the router has heard of so many blocks, stored and removed, at least."""
+    router = cluster.router
+    assert router is not None
+    wait_until(lambda: router.metric("kvrelay_router_kv_event_doubted_nodes") == 0, 20, "all nodes are listened to")
+    name = "kvrelay_router_kv_event_blocks_total"
+    wait_until(lambda: router.metric(name) >= blocks, 20, f"events of {blocks} blocks")
+
+
+def counted(cluster: Cluster) -> tuple[float, float]:
+    """Cached tokens of prompts so far: estimated by the router, reported by the nodes."""
+    assert cluster.router is not None
+    text = httpx2.get(f"{cluster.url}/metrics", timeout=5).text
+    found = {by: re.search(rf'cached_prompt_tokens_total{{by="{by}"}} (\S+)', text) for by in ("estimate", "report")}
+    estimate, report = (0.0 if match is None else float(match[1]) for match in found.values())
+    return estimate, report
+
+
+def test_a_prompt_goes_to_where_its_beginning_is(cluster: Cluster) -> None:
+    router = cluster.router
+    assert router is not None
+    blocks = SHARED // BLOCK
+    first, other = Answer(cluster, ids(1, SHARED)), Answer(cluster, ids(2, SHARED))
+    assert (first.cached, other.cached) == (0, 0)
+    told(cluster, 4 * blocks)
+    before = counted(cluster)
+    for at in range(3):
+        for mine, name in ((first, 1), (other, 2)):
+            again = Answer(cluster, [*ids(name, SHARED), *ids(10 + at, 30)])
+            assert again.prefill == mine.prefill
+            assert again.cached == blocks * BLOCK
+    estimated, reported = (now - then for now, then in zip(counted(cluster), before, strict=True))
+    assert reported == 6 * blocks * BLOCK
+    assert abs(estimated - reported) <= 6 * NEARLY
+    assert router.metric("kvrelay_router_kv_event_gaps_total") == 0
+
+    # A turn later the text holds what the decode node has generated, which no prefill node has computed.
+    turn = Answer(cluster, ids(3, SHARED), max_tokens=100)
+    told(cluster, 6 * blocks + (SHARED + 99) // BLOCK - blocks)
+    for _ in range(3):
+        assert Answer(cluster, [*ids(3, SHARED), *turn.token_ids, *ids(4, 20)]).decode == turn.decode
+
+
+def test_what_a_node_has_evicted_it_is_not_chosen_for(cluster: Cluster) -> None:
+    router = cluster.router
+    assert router is not None
+    blocks = SHARED // BLOCK
+    first = Answer(cluster, ids(20, SHARED))
+    before = router.metric("kvrelay_router_kv_event_blocks_total")
+    node = next(node for node in cluster.nodes if node.url == first.prefill)
+    _, total = node.free_blocks()
+    others = total // blocks + 1
+    for at in range(others):
+        Answer(cluster, ids(30 + at, SHARED), at=node)
+    told(cluster, before + others * blocks + (others + 1) * blocks - total)
+    then = counted(cluster)
+    again = Answer(cluster, [*ids(20, SHARED), *ids(1, 30)])
+    assert again.cached == 0
+    estimated, reported = (now - before for now, before in zip(counted(cluster), then, strict=True))
+    assert (estimated, reported) == (0, 0)

@@ -1,0 +1,72 @@
+"""`kvrelay drain`: what it waits for, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvrelay import cli
+
+
+async def drained(answers: dict[str, list[Any]], *flags: str, node: str = "") -> tuple[int, dict[str, list[str]]]:
+    """Run the command against a server with these answers, in turn; its exit code, and the keys it came with."""
+    keys: dict[str, list[str]] = {}
+
+    async def answer(request: web.Request) -> web.Response:
+        keys.setdefault(request.path, []).append(request.headers.get("authorization", ""))
+        left = answers[request.path]
+        status, body = left.pop(0) if len(left) > 1 else left[0]
+        return web.json_response(body, status=status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    arguments = ["drain", node or url, *(flag.replace("URL", url) for flag in flags)]
+    try:
+        return await asyncio.to_thread(cli.run, arguments), keys
+    finally:
+        await runner.cleanup()
+
+
+def left(requests: int, blocks: int) -> tuple[int, dict[str, Any]]:
+    return 503, {"status": "draining", "requests": requests, "held_blocks": blocks}
+
+
+async def test_it_returns_when_the_node_has_ended_what_it_had(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = {"/drain": [(200, {})], "/health": [left(2, 4), left(0, 4), left(0, 0)]}
+    code, keys = await drained(answers, "--node-api-key", "k")
+    assert (code, keys["/drain"]) == (0, ["Bearer k"])
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "2 requests and 4 held blocks" in told
+    assert "is drained" in told
+
+
+async def test_of_a_node_that_is_not_ours_the_router_tells_what_is_left() -> None:
+    node = "http://127.0.0.1:9"
+    rows = [(200, {"nodes": [{"url": node, "legs": legs, "held_blocks": 0}]}) for legs in (1, 0)]
+    answers = {"/admin/drain": [(200, {"node_told": False})], "/admin/nodes": rows}
+    code, keys = await drained(answers, "--router", "URL", "--admin-key", "a", node=node)
+    assert (code, keys["/admin/nodes"]) == (0, ["Bearer a", "Bearer a"])
+
+
+async def test_a_node_that_is_not_idle_in_time_and_one_that_refuses_end_with_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (await drained({"/drain": [(200, {})], "/health": [left(1, 0)]}, "--wait", "0.1"))[0] == 1
+    assert "still has 1 requests" in capsys.readouterr().err
+    refusal = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
+    assert (await drained({"/drain": [(401, refusal)]}))[0] == 1
+    assert "API key" in capsys.readouterr().err
+
+
+def test_what_is_no_address_and_who_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["drain", "localhost"]) == 2
+    assert cli.run(["drain", "http://127.0.0.1:9"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err

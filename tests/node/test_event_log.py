@@ -1,0 +1,179 @@
+"""A prefix cache tells its changes; they are lost, doubled and reordered, and after a replay all is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.event_log import EventLog
+from paged_engine.blocks import BlockPool
+from router.event_stream import MAX_AHEAD, EventStream
+from wire.engine_messages import CacheChanges
+from wire.hashes import extend
+from wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, is_snapshot, read_batch
+
+
+def applied(held: set[bytes], batches: list[EventBatch]) -> set[bytes]:
+    held = set(held)
+    for batch in batches:
+        for event in batch.events:
+            match event:
+                case AllBlocksCleared():
+                    held.clear()
+                case BlockStored():
+                    held.update(h for h in event.block_hashes if isinstance(h, bytes))
+                case BlockRemoved():
+                    held.difference_update(h for h in event.block_hashes if isinstance(h, bytes))
+    return held
+
+
+def chain(prompt: int, blocks: int) -> list[bytes]:
+    """Prompts share their first block."""
+    hashes: list[bytes] = []
+    extend(hashes, [0, *(prompt * 100 + at for at in range(1, blocks))], 1)
+    return hashes
+
+
+class Cache:
+    """A pool whose prompts come and go, and the log of it."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self.pool = BlockPool(9)
+        self.pool.note_changes()
+        self.log = EventLog("g1", 1, buffer_bytes)
+        self.truth: set[bytes] = set()
+
+    def serve(self, prompt: int, blocks: int) -> None:
+        hashes = chain(prompt, blocks)
+        shared = self.pool.lookup(hashes)
+        self.pool.share(shared)
+        fresh = self.pool.take(blocks - len(shared))
+        assert fresh is not None
+        for at, block in enumerate(fresh, len(shared)):
+            self.pool.publish(block, hashes[at], hashes[at - 1] if at else None)
+        self.pool.give_back([*shared, *fresh])
+        self.truth = {h for p in range(10) for h in chain(p, 9) if self.pool.lookup([h])}
+
+    def tell(self) -> tuple[int, bytes]:
+        changes = self.pool.changes()
+        assert not self.pool.changed
+        return self.log.note(CacheChanges(changes.stored, list(changes.removed)), 1.0)
+
+
+steps = st.lists(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), min_size=1, max_size=4), min_size=1, max_size=12
+)
+
+
+@given(steps, st.integers(0, 2**32), st.sampled_from([0, 600, 1 << 20]), st.booleans())
+@settings(max_examples=60)
+def test_after_a_replay_the_listener_knows_what_the_node_holds(
+    told: list[list[tuple[int, int]]], seed: int, buffer_bytes: int, late: bool
+) -> None:
+    rng, cache = random.Random(seed), Cache(buffer_bytes)
+    stream, held = EventStream(), set[bytes]()
+    for at, prompts in enumerate(told):
+        for prompt, blocks in prompts:
+            cache.serve(prompt, blocks)
+        number, payload = cache.tell()
+        arrivals = [(number, payload)] * rng.choice([0, 1, 1, 2])
+        if not late or at > len(told) // 2:
+            for came, batch in rng.sample(arrivals, len(arrivals)):
+                held = applied(held, stream.heard(came, read_batch(batch)))
+        if stream.gap and rng.random() < 0.5:
+            held = replayed(cache, stream, held, rng)
+        if stream.complete and stream.next_number == cache.log.next_number:
+            assert held == cache.truth
+    held = replayed(cache, stream, held, rng)
+    assert not stream.gap
+    assert stream.next_number == cache.log.next_number
+    assert held == cache.truth
+
+
+def replayed(cache: Cache, stream: EventStream, held: set[bytes], rng: random.Random) -> set[bytes]:
+    again = cache.log.since(stream.next_number, 1.0)
+    again += rng.sample(again, len(again) // 2)
+    for number, payload in again:
+        held = applied(held, stream.heard(number, read_batch(payload)))
+    batches, lost = stream.replayed()
+    assert not lost
+    return applied(held, batches)
+
+
+@given(steps)
+def test_changes_are_what_has_changed(told: list[list[tuple[int, int]]]) -> None:
+    cache, held = Cache(1 << 20), set[bytes]()
+    for prompts in told:
+        for prompt, blocks in prompts:
+            cache.serve(prompt, blocks)
+        changes = cache.pool.changes()
+        assert not changes.stored.keys() & changes.removed
+        held = (held - changes.removed) | changes.stored.keys()
+        assert held == cache.truth
+    cache.pool.check()
+
+
+def test_nobody_asks_and_nothing_is_noted() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.take(1) or []
+    pool.publish(block, chain(1, 1)[0])
+    assert not pool.changed
+
+
+def test_chains_are_told_with_their_parents() -> None:
+    log = EventLog("g1", 16)
+    one, two = chain(1, 4), chain(2, 4)
+    stored = {h: p for run in (one, two[1:]) for p, h in zip([None, *run], run, strict=False)}
+    stored[two[1]] = one[0]
+    _, payload = log.note(CacheChanges(stored, []), 1.0)
+    batch = read_batch(payload)
+    assert [(e.parent_block_hash, e.block_hashes) for e in batch.events if isinstance(e, BlockStored)] == [
+        (None, one),
+        (one[0], two[1:]),
+    ]
+    assert batch.generation == "g1"
+    assert all(isinstance(e, BlockStored) and not e.token_ids and e.block_size == 16 for e in batch.events)
+
+
+def test_who_comes_too_late_is_told_all_that_is_held() -> None:
+    log = EventLog("g1", 16, buffer_bytes=1_500)
+    assert log.since(0, 1.0) == []
+    for at in range(40):
+        log.note(CacheChanges({chain(at, 2)[1]: None}, [chain(at - 1, 2)[1]] if at else []), 1.0)
+    ((number, payload),) = log.since(0, 1.0)
+    assert number == 39
+    assert is_snapshot(read_batch(payload))
+    assert applied({b"old"}, [read_batch(payload)]) == {chain(39, 2)[1]}
+    newest = log.since(38, 1.0)
+    assert [number for number, _ in newest] == [38, 39]
+    assert log.since(40, 1.0) == []
+
+
+def test_a_node_that_tells_no_snapshots_is_known_from_its_oldest_batch_on() -> None:
+    stream = EventStream(rebuilds=False)
+    batches = [EventBatch(float(at), []) for at in range(9)]
+    assert stream.heard(7, batches[7]) == []
+    assert stream.heard(6, batches[6]) == []
+    assert stream.replayed() == ([batches[6], batches[7]], True)
+    assert stream.heard(8, batches[8]) == [batches[8]]
+    assert not stream.gap
+
+
+def test_a_gap_that_a_replay_leaves_is_still_one() -> None:
+    stream = EventStream()
+    stream.heard(5, EventBatch(1.0, []))
+    assert stream.replayed() == ([], False)
+    assert stream.gap
+
+
+@pytest.mark.parametrize("ahead", [MAX_AHEAD + 10])
+def test_what_waits_is_limited(ahead: int) -> None:
+    stream, batch = EventStream(), EventBatch(1.0, [])
+    stream.replayed()
+    for number in range(1, ahead):
+        assert stream.heard(number, batch) == []
+    assert len(stream.heard(0, batch)) == MAX_AHEAD + 1
+    assert stream.next_number == MAX_AHEAD + 1

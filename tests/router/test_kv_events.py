@@ -1,0 +1,299 @@
+"""A node's sockets and a router that listens to them: batches are lost, the buffer overruns, the node is restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from node import event_log, kv_events
+from node.kv_events import KvEvents as Told
+from router.kv_events import KvEvents, _Source
+from router.prefix_index import Prefix, PrefixIndex
+from router.prefix_metrics import PrefixMetrics
+from wire.config import EngineConfig, NodeConfig
+from wire.engine_messages import CacheChanges, EngineReady
+from wire.kv_events import END, KvEventsReport, packed_number, read_batch
+from wire.outputs import PromptBlocks
+
+URL = "http://127.0.0.1:9"
+DEADLINE_S = 20.0
+
+
+def ready(generation: str) -> EngineReady:
+    return EngineReady("prefill-1", generation, "m", 10, 100, 16, 10, 1, [], "", 0, 0.0)
+
+
+def chain(count: int, name: int = 0) -> list[bytes]:
+    return [bytes([name, at >> 8, at & 255]).ljust(16, b"\1") for at in range(count)]
+
+
+def stored(hashes: list[bytes]) -> CacheChanges:
+    return CacheChanges(dict(zip(hashes, [None, *hashes], strict=False)), [])
+
+
+def run(coroutine: Callable[[], Any]) -> None:
+    """On uvloop, as both processes do."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(coroutine(), 3 * DEADLINE_S))
+
+
+async def until(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def telling(generation: str = "g1", port: int = 0) -> AsyncIterator[Told]:
+    config = NodeConfig(EngineConfig("m"), kv_events_port=port)
+    node = Told(config, ready(generation), "m")
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+class Listening:
+    """A router's end. `has` are the first blocks of chain(…, name) that it believes the node to have."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.registry = CollectorRegistry()
+        self.events = KvEvents(self.index, PrefixMetrics(self.registry, self.index))
+
+    def heard(self, node: Told, generation: str = "g1") -> None:
+        self.events.heard(URL, generation, node.report())
+
+    def has(self, hashes: list[bytes]) -> int:
+        prefix = Prefix.of(0, b"x").known(PromptBlocks(1, b"".join(hashes)), len(hashes))
+        return self.index.lookup(prefix).get(URL, 0)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"kvrelay_router_{name}", labels) or 0.0
+
+    async def trusted(self) -> None:
+        await until(lambda: self.index.trusts(URL), "trusted")
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Listening]:
+    router = Listening()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(router.events.close)
+        yield router
+
+
+def test_a_router_follows_what_a_node_holds() -> None:
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            before, live = chain(3), chain(5, 1)
+            node.tell(stored(before))
+            router.heard(node)
+            await router.trusted()
+            assert router.has(before) == 3, "what was held before it listened"
+            node.tell(stored(live))
+            await until(lambda: router.has(live) == 5, "what is stored now")
+            node.tell(CacheChanges({}, live[2:]))
+            await until(lambda: router.has(live) == 2, "what is removed")
+            assert router.count("kv_event_blocks_total") == 11
+            assert router.count("kv_event_doubted_nodes") == 0
+            router.events.leave(URL)
+            assert router.has(before) == 0
+            router.events.heard(URL, "g1", None)  # it tells no events: nothing happens
+            node.tell(stored(chain(2, 2)))
+
+    run(test)
+
+
+def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost on the way, in the middle and at the end; at the end only the health report shows it."""
+    losing, lost, take = True, 0, _Source._take
+
+    def lossy(self: _Source, frames: list[bytes]) -> None:
+        nonlocal lost
+        if not losing or self._replay is not None:
+            take(self, frames)
+        else:
+            lost += 1
+
+    async def test() -> None:
+        nonlocal losing, lost
+        async with telling() as node, listening() as router:
+            router.heard(node)
+            await router.trusted()
+            monkeypatch.setattr(_Source, "_take", lossy)
+            node.tell(stored(chain(3)))
+            node.tell(stored(chain(3, 1)))
+            router.heard(node)  # those may still be on their way
+            router.heard(node)
+            await until(lambda: router.has(chain(3)) == router.has(chain(3, 1)) == 3, "a replay of the end")
+            await until(lambda: router.count("kv_event_replays_total", outcome="ok") == 2, "counted")
+            assert router.count("kv_event_gaps_total") == 1
+            await until(lambda: router.events._sources[URL]._replay is None, "the replay has ended")
+            lost = 0
+            while not lost:  # those of the end may come as late as now, and are known by now
+                node.tell(stored(chain(3, 2)))
+                await asyncio.sleep(0.02)
+            losing = False
+            node.tell(stored(chain(3, 3)))
+            await until(lambda: router.has(chain(3, 2)) == router.has(chain(3, 3)) == 3, "a replay of the middle")
+            assert router.count("kv_event_gaps_total") == 2
+            assert router.count("kv_event_snapshots_total") == 0
+
+    run(test)
+
+
+def test_after_an_overrun_of_the_buffer_a_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router does not read while a node tells more than its sockets hold, and more than the node keeps."""
+    monkeypatch.setattr(kv_events, "_WAITING_BATCHES", 10)
+    monkeypatch.setattr("router.kv_events._WAITING_BATCHES", 10)
+    monkeypatch.setattr("router.kv_events._OPTIONS", ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)))
+    monkeypatch.setattr(event_log.EventLog.__init__, "__defaults__", (50_000,))
+
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            router.heard(node)
+            await router.trusted()
+            node.tell(stored(chain(100)))
+            await until(lambda: router.has(chain(100)) == 100, "the first batch")
+            node.tell(CacheChanges({}, chain(100)[40:]))
+            for _ in range(1_500):  # 20 KB each: nothing holds that many
+                node.tell(stored(chain(1_000, 1)))
+            node.tell(stored(chain(2, 2)))
+            for _ in range(2):
+                router.heard(node)
+                await asyncio.sleep(0)
+            await until(lambda: router.has(chain(2, 2)) == 2, "the last batch")
+            assert router.has(chain(100)) == 40
+            assert router.has(chain(1_000, 1)) == 1_000
+            assert router.count("kv_event_snapshots_total") >= 1
+            assert router.index.trusts(URL)
+
+    run(test)
+
+
+def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
+    async def test() -> None:
+        async with listening() as router:
+            async with telling() as node:
+                node.tell(stored(chain(3)))
+                router.heard(node)
+                await router.trusted()
+                assert router.has(chain(3)) == 3
+                port = node.report().port
+            async with telling("g2") as fresh:
+                for _ in range(3):
+                    fresh.tell(stored(chain(1, 1)))
+                # As if it were the old one's: same place, higher numbers. Whatever is read of it is another process's.
+                router.events._sources[URL]._socket.connect(f"tcp://127.0.0.1:{fresh.report().port}")
+                await asyncio.sleep(0.1)
+                for _ in range(3):
+                    fresh.tell(stored(chain(2, 1)))
+                assert port != fresh.report().port
+                assert router.has(chain(2, 1)) == 0
+                router.heard(fresh, "g2")
+                await router.trusted()
+                assert router.has(chain(3)) == 0
+                assert router.has(chain(2, 1)) == 2
+
+    run(test)
+
+
+def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.kv_events.REPLAY_DEADLINE_S", 0.1)
+    monkeypatch.setattr("router.kv_events.RETRY_S", 0.0)
+
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            with zmq.Context.instance().socket(zmq.ROUTER) as deaf:
+                port = deaf.bind_to_random_port("tcp://127.0.0.1")
+                router.events.heard(URL, "g1", KvEventsReport(node.report().port, port, 1))
+                await until(lambda: router.count("kv_event_replays_total", outcome="failed") == 1, "counted")
+                assert router.count("kv_event_doubted_nodes") == 1
+                prefix = Prefix.of(0, b"y" * 4_000)
+                with router.index.under_way(prefix, URL):
+                    pass
+                assert router.index.lookup(prefix)[URL] > 900, "what was sent there counts"
+            router.heard(node)
+            await router.trusted()
+            assert URL not in router.index.lookup(prefix)
+
+    run(test)
+
+
+def test_a_listener_that_speaks_as_vllm_s_do() -> None:
+    """Subscribes with no topic, asks for a replay from a number on, and is told when it ends."""
+
+    async def test() -> None:
+        async with telling() as node:
+            context = zmq.asyncio.Context.instance()
+            with context.socket(zmq.SUB) as sub, context.socket(zmq.DEALER) as replay:
+                report = node.report()
+                sub.subscribe(b"")
+                sub.connect(f"tcp://127.0.0.1:{report.port}")
+                replay.connect(f"tcp://127.0.0.1:{report.replay_port}")
+                node.tell(stored(chain(3)))
+                node.tell(stored(chain(3, 1)))
+                await replay.send_multipart((b"", packed_number(1)))
+                _, number, payload = await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S)
+                assert (number, read_batch(payload).generation) == (packed_number(1), "g1")
+                assert await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S) == [b"", END, b""]
+                await replay.send_multipart((b"odd", b"frames"))
+                await replay.send_multipart((b"", packed_number(2)))
+                assert await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S) == [b"", END, b""]
+                heard = asyncio.ensure_future(sub.recv_multipart())
+                while not heard.done():  # a subscription takes a moment, and until then nothing is told
+                    node.tell(stored(chain(3, 2)))
+                    await asyncio.wait({heard}, timeout=0.05)
+                topic, number, payload = heard.result()
+                assert topic == b"kv@prefill-1@m"
+                assert int.from_bytes(number, "big") < node.report().next_number
+                assert read_batch(payload).generation == "g1"
+
+    run(test)
+
+
+def test_a_node_of_vllm_is_listened_to() -> None:
+    """Arrays, integers as hashes, other media, no generation, and a replay that begins in the middle."""
+
+    def batch(*events: list[Any]) -> bytes:
+        return msgspec.msgpack.encode([1.0, list(events), 0])
+
+    batches = {
+        number: batch(["BlockStored", [number], None, [1], 1, None, medium, None])
+        for number, medium in ((5, "GPU"), (6, "CPU"), (7, None))
+    }
+
+    async def answer(replays: zmq.asyncio.Socket) -> None:
+        who, _, start = await replays.recv_multipart()
+        for number, payload in batches.items():
+            if number >= int.from_bytes(start, "big"):
+                await replays.send_multipart((who, b"", packed_number(number), payload))
+        await replays.send_multipart((who, b"", END, b""))
+
+    async def test() -> None:
+        context = zmq.asyncio.Context.instance()
+        async with listening() as router:
+            with context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as replays:
+                ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (pub, replays)]
+                events, again = (f"tcp://127.0.0.1:{port}" for port in ports)
+                answering = asyncio.create_task(answer(replays))
+                router.events.follow(URL, "", events, again, rebuilds=False)
+                await router.trusted()
+                await answering
+                held = {number: bool(router.index.blocks.steps([number], ~0)) for number in batches}
+                assert held == {5: True, 6: False, 7: True}
+
+    run(test)

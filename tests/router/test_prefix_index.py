@@ -1,0 +1,255 @@
+"""The prefix index against naive models: which node was sent what, which node holds what."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.held_blocks import HeldBlocks
+from router.prefix_index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
+from router.text_tree import EDGE_BYTES, TextTree
+from wire.hashes import extend
+from wire.outputs import PromptBlocks
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda chunks: array("q", chunks))
+BLOCK = 16
+
+
+def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def depth_of(steps: list[tuple[int, int]], node: int) -> int:
+    return max((depth for depth, marks in steps if marks >> node & 1), default=0)
+
+
+@given(st.lists(st.tuples(texts, st.integers(0, 3), st.booleans()), max_size=40), texts)
+def test_the_tree_knows_how_much_of_a_text_each_node_was_sent(
+    legs: list[tuple[array[int], int, bool]], asked: array[int]
+) -> None:
+    tree, going = TextTree(), Counter[tuple[tuple[int, ...], int]]()
+    for chunks, node, ends in legs:
+        tree.send(chunks, node)
+        if ends:
+            tree.end(chunks, node)
+        else:
+            going[tuple(chunks), node] += 1
+        tree.check()
+    sent_steps, going_steps = tree.steps(tree.path(asked))
+    for node in range(4):
+        sent = max((common(chunks, asked) for chunks, at, _ in legs if at == node), default=0)
+        assert depth_of(sent_steps, node) == sent
+        assert depth_of(going_steps, node) == max(
+            (common(list(chunks), asked) for (chunks, at) in going if at == node), default=0
+        )
+    for (chunks, node), count in going.items():
+        for _ in range(count):
+            tree.end(array("q", chunks), node)
+    assert tree.steps(tree.path(asked))[1] == []
+
+
+@given(st.lists(texts, min_size=1, max_size=12), texts)
+def test_blocks_of_a_shared_beginning_are_those_of_the_texts_that_share_it(
+    sent: list[array[int]], asked: array[int]
+) -> None:
+    """Two blocks to each chunk; the key of a block is its text so far. What is learned is a beginning of the truth."""
+
+    def truth(chunks: array[int]) -> array[int]:
+        seen, keys = 0, array("Q")
+        for chunk in chunks[1:]:
+            for half in (1, 2):
+                seen = hash((seen, chunk, half))
+                keys.append(seen & (2**64 - 1))
+        return array("Q", [key ^ chunks[0] for key in keys])
+
+    tree = TextTree()
+    for chunks in sent:
+        tree.send(chunks, 0)
+        tree.learn(chunks, truth(chunks), 2.0)
+        tree.check()
+        keys, depth = tree.known_keys(tree.path(chunks))
+        assert (keys, depth) == (truth(chunks), len(chunks))
+    shared = max(common(chunks, asked) for chunks in sent)
+    assert tree.known_keys(tree.path(asked))[0] == truth(asked[:shared])
+
+
+@given(st.lists(st.tuples(texts, st.integers(0, 3)), max_size=40), st.integers(1, 6))
+def test_the_tree_stays_in_its_limit_and_forgets_the_oldest(legs: list[tuple[array[int], int]], edges: int) -> None:
+    limit = edges * (EDGE_BYTES + 8 * 8)
+    tree = TextTree(limit)
+    for chunks, node in legs:
+        tree.send(chunks, node)
+        tree.check()
+        assert tree.size_bytes <= limit
+    if legs and edges > 2:
+        assert depth_of(tree.steps(tree.path(legs[-1][0]))[0], legs[-1][1]) == len(legs[-1][0])
+
+
+def test_a_template_that_changes_its_tokens_replaces_what_was_learned() -> None:
+    tree, chunks = TextTree(), array("q", range(9))
+    tree.send(chunks, 0)
+    tree.learn(chunks, array("Q", range(16)), 2.0)
+    tomorrow = array("Q", range(100, 116))
+    tree.learn(chunks, tomorrow, 2.0)
+    assert tree.known_keys(tree.path(chunks))[0] == tomorrow
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 9), max_size=4)), max_size=40),
+    st.lists(st.integers(0, 9), max_size=8),
+)
+def test_held_blocks_are_what_nodes_have_told(told: list[tuple[int, bool, list[int]]], asked: list[int]) -> None:
+    blocks, held = HeldBlocks(), {node: set[int]() for node in range(3)}
+    for node, stored, keys in told:
+        (blocks.stored if stored else blocks.removed)(1 << node, keys)
+        held[node] = held[node] | set(keys) if stored else held[node] - set(keys)
+    steps = blocks.steps(asked, 0b111)
+    for node in range(3):
+        longest = next((at for at, key in enumerate(asked) if key not in held[node]), len(asked))
+        assert depth_of(steps, node) == longest
+    assert len(blocks) == len(set.union(*held.values()))
+
+
+def test_forgotten_marks_are_swept_while_other_events_come() -> None:
+    blocks = HeldBlocks()
+    blocks.stored(1, range(5_000))
+    blocks.stored(2, range(1_000))
+    blocks.forget(1)
+    for at in range(5):
+        assert blocks.sweeping
+        blocks.stored(2, [at])
+    assert not blocks.sweeping
+    assert len(blocks) == 1_000
+
+
+def test_blocks_that_are_asked_for_are_dropped_last() -> None:
+    blocks = HeldBlocks(limit=100)
+    blocks.stored(1, range(60))
+    assert blocks.steps(range(5), 1) == [(5, 1)]
+    for begin in range(60, 1_000, 10):
+        blocks.stored(1, range(begin, begin + 10))
+        assert blocks.steps(range(5), 1) == [(5, 1)]
+        assert len(blocks) <= 100
+
+
+def blocks_of(token_ids: list[int]) -> PromptBlocks:
+    hashes: list[bytes] = []
+    extend(hashes, token_ids, BLOCK)
+    return PromptBlocks(BLOCK, b"".join(hashes))
+
+
+def tokenized(text: str) -> list[int]:
+    """Four characters to a token."""
+    return [hash(text[at : at + 4]) & 0xFFFF for at in range(0, len(text), 4)]
+
+
+def asked(index: PrefixIndex, text: str, url: str = "") -> Prefix:
+    """A request with this prompt, through a leg on `url` that has ended, if it is given."""
+    prefix = Prefix.of(7, text.encode())
+    if url:
+        with index.under_way(prefix, url):
+            pass
+        ids = tokenized(text)
+        prefix = prefix.known(blocks_of(ids), len(ids))
+        index.learn(prefix)
+        return prefix
+    return prefix
+
+
+SYSTEM = "".join(f"rule {at}: be good and brief. " for at in range(80))
+
+
+def test_a_node_has_what_its_events_say() -> None:
+    index = PrefixIndex()
+    first = asked(index, SYSTEM + "question one", "a")
+    asked(index, SYSTEM + "another thing", "b")
+    for url in ("a", "b"):
+        index.trust(url)
+    assert dict(index.lookup(asked(index, SYSTEM))) == {}
+    assert first.keys is not None
+    index.stored("a", first.keys)
+    has = index.lookup(asked(index, SYSTEM + "a third question"))
+    shared = len(tokenized(SYSTEM)) // BLOCK * BLOCK
+    assert set(has) == {"a"}
+    assert shared - 2 * BLOCK <= has["a"] <= shared
+    assert has.get("b", 0) == 0
+    again = index.lookup(asked(index, SYSTEM + "question one"))
+    assert again["a"] == len(tokenized(SYSTEM + "question one")) // BLOCK * BLOCK
+    index.removed("a", first.keys[10:])
+    assert index.lookup(asked(index, SYSTEM + "a third question"))["a"] == 10 * BLOCK
+    index.forget("a")
+    assert not index.lookup(first)
+
+
+def test_without_events_a_node_has_what_was_sent_there() -> None:
+    index = PrefixIndex()
+    asked(index, SYSTEM + "question one", "a")
+    has = index.lookup(asked(index, SYSTEM + "a third question"))
+    assert abs(has["a"] - len(tokenized(SYSTEM))) <= CHUNK_BYTES // 4
+    assert set(has) == {"a"}
+    index.trust("a")
+    assert "a" not in index.lookup(asked(index, SYSTEM + "a third question"))
+    index.doubt("a")
+    assert index.lookup(asked(index, SYSTEM + "a third question"))["a"] == has["a"]
+
+
+def test_a_leg_under_way_counts_for_who_comes_next() -> None:
+    index = PrefixIndex()
+    index.trust("a")
+    with index.under_way(Prefix.of(7, SYSTEM.encode()), "a"):
+        assert index.lookup(asked(index, SYSTEM + "more"))["a"] > 400
+        assert not index.lookup(Prefix.of(8, SYSTEM.encode())), "the same text for another model"
+    assert "a" not in index.lookup(asked(index, SYSTEM + "more"))
+
+
+def test_a_decode_node_that_holds_the_last_turn_is_found_by_token_ids() -> None:
+    index = PrefixIndex()
+    index.trust("d")
+    turn = tokenized(SYSTEM) + list(range(40))  # what was generated is not in any text
+    whole = Prefix.of(7, SYSTEM.encode()).known(blocks_of(turn), len(turn))
+    assert whole.keys is not None
+    index.stored("d", whole.keys)
+    now = Prefix.of(7, (SYSTEM + "and what was generated").encode())
+    assert "d" not in index.lookup(now)
+    assert index.lookup(now.known(blocks_of([*turn, *range(90)]), len(turn) + 90))["d"] == len(turn) // BLOCK * BLOCK
+
+
+def test_the_length_of_a_prompt_is_learned() -> None:
+    index = PrefixIndex()
+    dense = "0123456789" * 400
+    for at in range(100):
+        prefix = Prefix.of(7, (str(at) + dense).encode())
+        with index.under_way(prefix, "a"):
+            index.learn(prefix.known(PromptBlocks(BLOCK, bytes(16 * 125)), 2_000))
+    assert abs(index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens - 2_000) < 50
+
+
+def test_a_very_long_prompt_is_looked_at_in_part() -> None:
+    index = PrefixIndex()
+    prefix = Prefix.of(7, bytes(2 * MAX_TEXT_BYTES))
+    assert len(prefix.chunks) == 1 + MAX_TEXT_BYTES // CHUNK_BYTES
+    tokens = MAX_TEXT_BYTES // 2
+    known = prefix.known(PromptBlocks(BLOCK, b"".join(at.to_bytes(16) for at in range(tokens // BLOCK))), tokens)
+    with index.under_way(prefix, "a"):
+        index.learn(known)
+    keys, _ = index.texts.known_keys(index.texts.path(prefix.chunks))
+    assert len(keys) == tokens // BLOCK // 2
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 200))
+def test_numbers_of_nodes_that_are_gone_are_used_again(restarts: int) -> None:
+    index = PrefixIndex()
+    keys = list(range(50))
+    for at in range(restarts):
+        index.trust("a")
+        index.stored("a", keys)
+        asked(index, SYSTEM, "a")
+        index.stored("b", [1_000 + at % 3])
+        index.forget("a")
+        assert index.lookup(asked(index, SYSTEM)).get("a") == 0
+    assert len(index.blocks) <= 53
+    assert index._next <= 2 * 64 + 2
