@@ -249,7 +249,17 @@ _add(
     "Answer a file of requests (OpenAI's batch format), by a running server or by an engine started for it.",
     NodeConfig,
     _running_batch,
-    ("role", "router", "host", "port", "api_key", "max_body_bytes", *settings_of(TransferConfig)),
+    (
+        "role",
+        "router",
+        "host",
+        "port",
+        "api_key",
+        "max_body_bytes",
+        "kv_events",
+        "kv_events_port",
+        *settings_of(TransferConfig),
+    ),
     {},
     (
         _typed(

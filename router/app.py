@@ -42,7 +42,6 @@ from router.legs import Legs
 from router.metrics import Metrics
 from router.models import Models
 from router.pairs import Pairs
-from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
@@ -70,7 +69,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
-        policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
+        policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.pairs = Pairs()

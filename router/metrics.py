@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
 from router.pool import Node, Pool
@@ -62,6 +65,7 @@ class Metrics:
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
+        registry.register(_Choices(pool))
         self.meetings = Counter(
             "kvrelay_router_meetings",
             "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
@@ -101,6 +105,21 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+class _Choices(Collector):
+    """What the pool counts of its choices."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter."""
+        says = "Nodes chosen. prefix: whether the node was believed to have some of the prompt."
+        choices = CounterMetricFamily("kvrelay_router_choices", says, labels=["leg", "policy", "prefix"])
+        for (role, some), count in self._pool.choices.items():
+            choices.add_metric([role.value, self._pool.policies[role], "some" if some else "none"], count)
+        yield choices
 
 
 def _up(node: Node) -> float:

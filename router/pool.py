@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,8 @@ from types import MappingProxyType
 import msgspec
 
 from router.members import Change, Members, NodeSpec, Source
-from router.policies.cost import cost
-from router.policies.policy import Ask, NodeView, Policy
+from router.policies.by_name import POLICIES
+from router.policies.policy import Ask, NodeView
 from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
 from wire.config import Role
@@ -161,9 +162,9 @@ class Pool:
         prefill: Sequence[str],
         decode: Sequence[str],
         rng: random.Random,
-        policies: Mapping[Role, Policy] = MappingProxyType({}),
+        policies: Mapping[Role, str] = MappingProxyType({}),
     ) -> None:
-        """`prefill` and `decode` are the static list of nodes, `policies` by role: cost where none is named.
+        """`prefill` and `decode` are the static list of nodes, `policies` their names by role: cost where none is.
 
         Raises RequestError for an address that is none.
         """
@@ -176,7 +177,9 @@ class Pool:
         self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
-        self._policies = policies
+        self.policies = {role: policies.get(role, "cost") for role in (Role.PREFILL, Role.DECODE)}
+        self.choices: Counter[tuple[Role, bool]] = Counter()
+        """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
@@ -314,7 +317,7 @@ class Pool:
             raise self._no_node(ask.role, ask.model)
         if isinstance(ask.prefix, Prefix):
             ask = self._with_cached(ask, ask.prefix)
-        node = self._policies.get(ask.role, cost)(ask, nodes, self._rng)
+        node = POLICIES[self.policies[ask.role]](ask, nodes, self._rng)
         self._turns += 1
         node.turn = self._turns
         lease = Lease(
@@ -323,8 +326,9 @@ class Pool:
             ask.kv_needed(node),
             cached_tokens=ask.cached.get(node.url, 0),
             company=node.requests,
-            expected_queue_ms=node.rates.queue_ms(node.tokens),
+            expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests),
         )
+        self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)
         try:
             with self.prefixes.under_way(ask.prefix, node.url):

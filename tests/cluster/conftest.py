@@ -1,4 +1,4 @@
-"""What modules share: a cluster of the embedded model; an environment for client libraries that want other versions."""
+"""What modules share: a cluster of the embedded model, and an environment for clients that want other libraries."""
 
 from __future__ import annotations
 

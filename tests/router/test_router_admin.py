@@ -127,7 +127,7 @@ async def test_a_leg_that_a_draining_node_refuses_goes_to_another_one_and_nobody
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     p, p2, d = prefill(), prefill(), decode()
-    async with cluster(p, p2, d, health_interval_s=30.0) as c:
+    async with cluster(p, p2, d, health_interval_s=30.0, prefill_policy="round_robin") as c:
         p.draining = True  # and the router does not know it yet
         for _ in range(4):
             await c.text()
