@@ -9,6 +9,8 @@ import router.relay
 from router.reply import Reply
 from wire.frames import Frame, FrameKind
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 async def test_headers_are_held_until_the_first_payload() -> None:
     async def wait_then_answer(call: Call) -> None:
