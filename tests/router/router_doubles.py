@@ -181,6 +181,7 @@ class FakeNode:
     """The version of the leg stream that it speaks."""
     streams: int = 0
     """That were opened."""
+    stream_status: int = 200
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     released: list[list[str]] = field(default_factory=list)
@@ -195,6 +196,8 @@ class FakeNode:
 
     async def leg_stream(self, request: web.Request) -> web.StreamResponse:
         self.streams += 1
+        if self.stream_status != 200:
+            return web.Response(status=self.stream_status)
 
         async def leg(body: dict[str, Any], headers: dict[str, str], put: Put) -> Any:
             return await self.called_with(Call(body, headers, request, put=put))
