@@ -141,6 +141,10 @@ class Connector(Protocol):
     def address(self) -> tuple[str, int]:
         """Host and port of the control channel that peers dial."""
 
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Names of the data planes that are open, the best first."""
+
     def offer(
         self,
         request_id: str,
@@ -158,6 +162,9 @@ class Connector(Protocol):
 
     def complete(self, request_id: str, completion: Completion) -> KvTransferParams | None:
         """Source: all KV of a growing offer is there. The params for a reader that comes now; None for unknown ids."""
+
+    def prolong(self, request_id: str) -> None:
+        """Source: the lease begins anew, because somebody waits who has no connector. Unknown ids are ignored."""
 
     def release(self, request_id: str) -> None:
         """Source: end the lease now. Unknown ids are ignored."""

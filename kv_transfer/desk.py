@@ -107,6 +107,11 @@ class Desk:
         """Host and port of the control channel that peers dial."""
         return self._control.address
 
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Data planes that are open, the best first."""
+        return tuple(self._planes)
+
     def offer(
         self,
         request_id: str,
@@ -158,6 +163,11 @@ class Desk:
             ticket = self._offers.pop(request_id)
             self._growths.complete(request_id, _blocks(ticket), completion)
         return ticket
+
+    def prolong(self, request_id: str) -> None:
+        """Source: see Connector."""
+        with self._turn():
+            self._leases.prolong(request_id, time.monotonic())
 
     def release(self, request_id: str) -> None:
         """Source: see Connector."""

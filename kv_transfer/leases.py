@@ -73,6 +73,13 @@ class LeaseTable:
                 self._held[lease.request_id] = (lease.epoch, now + self.lease_s)
         return kept, lost
 
+    def prolong(self, request_id: str, now: float) -> None:
+        """Renew whatever lease the request has; unknown ids are ignored."""
+        self.expire(now)
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._held[request_id] = (held[0], now + self.lease_s)
+
     def holds(self, lease: LeaseId, now: float) -> bool:
         """Whether complete KV was held under this lease until now: a reader's proof, or its refusal."""
         self.expire(now)

@@ -63,7 +63,7 @@ _COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class _ReleaseBody(msgspec.Struct):
+class _HeldBody(msgspec.Struct):
     request_ids: list[str]
 
 
@@ -141,14 +141,17 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     @app.post("/kv/release")
     async def release(request: Request) -> Response:
-        body = await _node_body(node, request)
-        try:
-            request_ids = msgspec.json.decode(body, type=_ReleaseBody).request_ids
-        except msgspec.DecodeError as why:
-            raise RequestError(f'the body must be {{"request_ids": [...]}}: {why}') from why
+        request_ids = await _held_ids(node, request)
         for held in request_ids:
             node.engine.release(held)
         return _json({"released": len(request_ids)})
+
+    @app.post("/kv/renew")
+    async def renew(request: Request) -> Response:
+        request_ids = await _held_ids(node, request)
+        for held in request_ids:
+            node.engine.renew(held)
+        return _json({"renewed": len(request_ids)})
 
     @app.post("/kv/probe/offer")
     async def probe_offer(request: Request) -> Response:
@@ -183,6 +186,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "generation": serving.info.generation,
                 "load": node.engine.load,
                 "legs": LEGS_VERSION,
+                "kv": serving.info.kv,
                 "kv_events": None if node.kv_events is None else node.kv_events.report(),
                 "requests": node.engine.queue_depth(),
                 "held_blocks": node.engine.stats.held_blocks,
@@ -383,6 +387,15 @@ async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:
     async with contextlib.aclosing(frames):
         async for frame in frames:
             yield pack(frame)
+
+
+async def _held_ids(node: Node, request: Request) -> list[str]:
+    """The requests that a router names whose KV is held here. Raises RequestError."""
+    body = await _node_body(node, request)
+    try:
+        return msgspec.json.decode(body, type=_HeldBody).request_ids
+    except msgspec.DecodeError as why:
+        raise RequestError(f'the body must be {{"request_ids": [...]}}: {why}') from why
 
 
 async def _node_body(node: Node, request: Request) -> bytes:

@@ -39,6 +39,7 @@ from wire.engine_messages import (
     ProbeOffered,
     ProbeRefused,
     Release,
+    Renew,
     RequestUpdate,
     Shutdown,
     StepOutputs,
@@ -185,6 +186,10 @@ class EngineClient:
     def release(self, request_id: str) -> None:
         """Nobody will fetch what is held for this request."""
         self._send(Release(request_id))
+
+    def renew(self, request_id: str) -> None:
+        """Somebody waits for room elsewhere and will fetch what is held for this request."""
+        self._send(Renew(request_id))
 
     def give_up(self, submit: Submit) -> None:
         """End a request that is over before it began, so that what its ticket holds elsewhere is released."""

@@ -25,7 +25,7 @@ from node.compiling import Compiling
 from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
-from node.probes import Probes
+from node.probes import Probes, host_id
 from node.ranks import join_as_rank_0, meet_ranks, region_of
 from paged_engine.engine import AdapterNotLoaded, Engine
 from paged_engine.ranks import Ranks
@@ -43,6 +43,7 @@ from wire.engine_messages import (
     LoadAdapter,
     OfferProbe,
     Release,
+    Renew,
     RequestUpdate,
     Shutdown,
     StepOutputs,
@@ -52,7 +53,7 @@ from wire.engine_messages import (
 )
 from wire.errors import KvNotLoaded, KvrelayError
 from wire.outputs import Finish
-from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
+from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvFacts, KvTransferParams
 
 __all__ = ["EngineProcess", "connected", "main"]
 
@@ -95,26 +96,30 @@ class EngineProcess:
         self._announce(time.monotonic() - began)
 
     def _open_connector(self, ranks: Ranks) -> Connector:
-        engine, model = self.engine, self.engine.model
+        engine = self.engine
         engine_id = f"{self._config.role}-{uuid.uuid4().hex[:12]}"
         return open_connector(
             engine_id=engine_id,
-            fingerprint=Fingerprint(
-                protocol=PROTOCOL_VERSION,
-                model=model.name,
-                kv_dtype=str(engine.pool.dtype).removeprefix("torch."),
-                block_tokens=engine.pool.block_tokens,
-                kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                layers=model.num_layers,
-                window=model.window,
-                tp_size=self._config.engine.tensor_parallel,
-                rope=engine.rope_variant,
-            ),
+            fingerprint=self._fingerprint(),
             region=region_of(engine.pool),
             config=self._config.transfer,
             wake=self.wake,
-            link=meet_ranks(ranks, self._config, model.num_kv_heads, engine_id),
+            link=meet_ranks(ranks, self._config, engine.model.num_kv_heads, engine_id),
+        )
+
+    def _fingerprint(self) -> Fingerprint:
+        engine, model = self.engine, self.engine.model
+        return Fingerprint(
+            protocol=PROTOCOL_VERSION,
+            model=model.name,
+            kv_dtype=str(engine.pool.dtype).removeprefix("torch."),
+            block_tokens=engine.pool.block_tokens,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            layers=model.num_layers,
+            window=model.window,
+            tp_size=self._config.engine.tensor_parallel,
+            rope=engine.rope_variant,
         )
 
     def _announce(self, load_s: float) -> None:
@@ -135,6 +140,14 @@ class EngineProcess:
                 transfer_port=port,
                 load_s=load_s,
                 adapters=self._adapters.loaded,
+                kv=KvFacts(
+                    self._fingerprint(),
+                    self.connector.planes,
+                    host_id(),
+                    host,
+                    self._config.transfer.lease_s,
+                    self._config.transfer.kv_load_failure_policy == "recompute",
+                ),
             )
         )
 
@@ -184,6 +197,8 @@ class EngineProcess:
                 case Release(request_id):
                     for held in self.engine.scheduler.kept.held_for(request_id):
                         self.connector.release(held)
+                case Renew(request_id):
+                    self.connector.prolong(request_id)
                 case OfferProbe() as ask:
                     self._probes.offer(ask)
                 case FetchProbe() as ask:

@@ -40,6 +40,13 @@ class _Running:
     spare_blocks: int
 
 
+def host_id() -> str:
+    """Equal in all processes of one running host; empty if that is not known."""
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    return ""
+
+
 class Probes:
     """One node's probes. `send` takes what the HTTP process is told."""
 
@@ -57,9 +64,7 @@ class Probes:
         self._pattern = ProbePattern(engine.pool, self._num_kv_heads, 0, self._ranks.size)
         self._offered: str | None = None
         self._running: _Running | None = None
-        self._host = ""
-        with contextlib.suppress(OSError):
-            self._host = _BOOT_ID.read_text(encoding="ascii").strip()
+        self._host = host_id()
 
     def offer(self, ask: OfferProbe) -> None:
         """Source: fill and offer. The blocks are free again when the connector says Released."""

@@ -56,6 +56,8 @@ class Leg:
         """The newest from the engine, of the first request."""
         self.unneeded: Submit | None = None
         """A request with a claim on KV elsewhere that needs none: the claim is to be given up."""
+        self._kv_error: str | None = None
+        """Why KV did not come; empty once the router has been told."""
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)
 
@@ -69,6 +71,8 @@ class Leg:
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
         """The frames of one engine update. Raises what ended the request: NodeFailed, KvNotLoaded, RequestError."""
+        if update.fetch_error is not None and self._kv_error is None:
+            self._kv_error = update.fetch_error.partition(":")[0]
         if update.finish is Finish.ERROR:
             why = update.error or "the engine gave the request up"
             if update.lacks_adapter:
@@ -108,6 +112,7 @@ class Leg:
             choice=choice,
             logprobs=update.logprobs,
             finish=finish,
+            kv_error=self._untold_kv_error(),
         )
 
     def ended(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load | None) -> Frame:
@@ -130,7 +135,12 @@ class Leg:
         """The leg broke."""
         self.done = True
         self.finish = Finish.ERROR
-        return Frame(FrameKind.ERROR, self.writer.error(why), status=why.status, error=why.body())
+        told = self._untold_kv_error()
+        return Frame(FrameKind.ERROR, self.writer.error(why), status=why.status, error=why.body(), kv_error=told)
+
+    def _untold_kv_error(self) -> str:
+        cause, self._kv_error = self._kv_error, self._kv_error and ""
+        return cause or ""
 
     def stages(self, update: RequestUpdate) -> dict[str, float] | None:
         """Milliseconds of each stage inside the engine, at the last update."""

@@ -1,7 +1,13 @@
 """The walk of one request: prefill leg, hand-over, decode leg; what to do when one breaks; giving back what it took.
 
 The decode leg begins with the prefill leg's ticket, before the prompt is computed: its node makes room, and reads what
-is computed while the rest is. The first token comes through whichever leg has it first.
+is computed while the rest is. The first token comes through whichever leg has it first. A prompt that is better
+computed where its answer is, or can be nowhere else, has a decode leg alone.
+
+How a leg can end. A 4xx goes to the client and blames nobody; a 429 is a node without room: it rests, and another takes
+the leg, from the same ticket. A process that is lost (router/legs.py) is down until it answers a health check. All else
+is told to the node's breaker (router/doors.py). What broke is tried on other nodes: what a lost process had always, all
+else as long as the retry budget allows, or the client has a part of the answer.
 
 Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
 """
@@ -14,19 +20,24 @@ import time
 from collections.abc import Awaitable, Mapping, Sequence
 
 from openai_api.stages import with_stages
-from router.chores import Chores
+from router.asks import decode_ask, prefill_ask, prompt_tokens
+from router.binding import ROOM_DEADLINE_S, Wish
+from router.blame import broke, is_full, kv_did_not_come
 from router.job import Job, decode_body, prefill_body, prefix_of
-from router.legs import LegFailed, Legs, Refused
+from router.leg_watch import LegWatch
+from router.legs import LegFailed, Refused
+from router.means import Means
 from router.measured import learn
-from router.metrics import Metrics
 from router.policies.policy import Ask
-from router.pool import Lease, Node, Pool
+from router.pool import Lease, Node
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
+from router.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, NodeFailed, Unavailable
+from wire.errors import DeadlineExceeded, KvNotLoaded, NodeFailed, NoNode, Unavailable
 from wire.frames import Frame, FrameKind
+from wire.transfer import KvTransferParams
 
 __all__ = ["Walk"]
 
@@ -37,17 +48,7 @@ class Walk:
     """One request on its way through two nodes. `run` once."""
 
     def __init__(
-        self,
-        job: Job,
-        headers: Mapping[str, str],
-        timeline: Timeline,
-        pool: Pool,
-        legs: Legs,
-        chores: Chores,
-        metrics: Metrics,
-        attempts: int,
-        deadline_s: float,
-        reply: Reply | None = None,
+        self, job: Job, headers: Mapping[str, str], timeline: Timeline, means: Means, reply: Reply | None = None
     ) -> None:
         self.job = job
         self.reply = reply or Reply()
@@ -57,15 +58,14 @@ class Walk:
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
         self._headers = headers
-        self._pool = pool
-        self._legs = legs
-        self._chores = chores
-        self._metrics = metrics
-        self._attempts = attempts
-        self._deadline_s = deadline_s
+        self._means = means
+        self._pool, self._doors, self._metrics = means.pool, means.doors, means.metrics
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
+        self._handed = False
+        self._kv_left = False  # the decode node computes what the prefill node holds
+        self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
         self._prefilling: asyncio.Task[bool] | None = None
         self._decoding: asyncio.Task[None] | None = None
 
@@ -88,13 +88,14 @@ class Walk:
 
     async def run(self) -> None:
         """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
+        means = self._means
         try:
-            async with asyncio.timeout(self._deadline_s - (time.monotonic() - self.timeline.arrived)):
-                self._pool.require_ready(self.job.model)
+            async with asyncio.timeout(means.deadline_s - (time.monotonic() - self.timeline.arrived)):
+                means.retries.asked(time.monotonic())
                 await self._walk()
         except TimeoutError as why:
             raise DeadlineExceeded(
-                f"the request did not finish within {self._deadline_s:g} s; "
+                f"the request did not finish within {means.deadline_s:g} s; "
                 "ask for fewer tokens, or raise request_deadline_s"
             ) from why
         finally:
@@ -105,6 +106,9 @@ class Walk:
 
     async def _walk(self) -> None:
         """Both legs, the second beside the first as soon as there is a ticket."""
+        if self._goes_local():
+            await self._decode()
+            return
         self._prefilling = asyncio.create_task(self._prefill())
         try:
             goes_on = await self._prefilling
@@ -121,6 +125,35 @@ class Walk:
             await self._decode()  # with the hand-over: that may find nodes which the ticket has not found
         else:
             await early
+
+    def _goes_local(self) -> bool:
+        """Whether the whole request goes to one decode node. Raises NoNode if it can go nowhere at all."""
+        pool, doors, model = self._pool, self._doors, self.job.model
+        ask, now = prefill_ask(self.job, self._prefix), time.monotonic()
+        decode = pool.up(Role.DECODE, model=model)
+        if not decode:
+            raise pool.no_node(Role.DECODE, model)
+        try:
+            prefill = doors.takers(ask, (), now)
+        except NoNode as why:
+            self._go_local("no_prefill_node", why)
+            return True
+        paired, unlike = doors.with_partner(prefill, decode)
+        if not paired:
+            self._go_local("incompatible", KvNotLoaded.because("Incompatible", unlike))
+            return True
+        return False
+
+    def _go_local(self, reason: str, otherwise: NoNode | KvNotLoaded | NodeFailed) -> None:
+        """The prompt is computed on a decode node; raises `otherwise` if none may."""
+        try:
+            self._means.binding.computing(
+                decode_ask(self.job, self._prefix, self.progress, self.progress.decode_params(), None)
+            )
+        except NoNode:
+            raise otherwise from None
+        self._metrics.local_prefills.labels(reason).inc()
+        self.timeline.local = True
 
     async def _decode_early(self) -> None:
         """The decode leg that begins with the ticket. What it has told or was refused needs no more prefill."""
@@ -140,15 +173,19 @@ class Walk:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prefill(self) -> bool:
-        """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on."""
+        """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
+        no prefill node is left."""
         body = prefill_body(self.job)
-        tried: list[Node] = []
+        ask, tries = prefill_ask(self.job, self._prefix), Tries(self._means)
+        failure: LegFailed | Refused
         while True:
-            with self._pool.lease(self._ask(Role.PREFILL, self.job.prompt_tokens), tried) as lease:
+            nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
+            nodes, _ = self._doors.with_partner(nodes, self._pool.up(Role.DECODE, model=self.job.model))
+            with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
-                    ended = await self._leg(lease, body, Place())
+                    ended = await self._leg(lease, body, Place(), None)
                     if ended is FrameKind.HANDOVER:
                         self.timeline.handed_over = time.monotonic()
                     return ended is FrameKind.HANDOVER
@@ -156,8 +193,12 @@ class Walk:
                     self._prefill_cut = True
                     raise
                 except LegFailed as why:
-                    self._blame(lease.node, why, tried)
                     failure = why
+                except Refused as why:
+                    if not is_full(self._means, lease, why):
+                        raise
+                    failure = why
+            tries.nodes.append(lease.node)
             if self._decoding is not None:
                 # It computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
@@ -165,75 +206,132 @@ class Walk:
             if not self.progress.start_over():
                 self._metrics.failovers.labels("prefill").inc()
                 return True
-            self._require_another(Role.PREFILL, tried, failure)
+            if self._goes_local_instead(ask, tries, failure):
+                return True
 
     async def _decode(self) -> None:
         """Decode legs, each from where the answer stands, until one ends it."""
-        tried: list[Node] = []
+        tries = Tries(self._means)
+        if self._bound_by is None:
+            self._bound_by = time.monotonic() + ROOM_DEADLINE_S
         while True:
             params = self.progress.decode_params()
-            tokens = self.progress.tokens_to_compute(params)
-            with self._pool.lease(self._ask(Role.DECODE, tokens), tried) as lease:
+            wish = self._wish(params, tries.nodes)
+            async with self._means.binding.place(wish) as (lease, fetches):
                 self.decode_node = lease.node
+                self.timeline.sent = self.timeline.sent or time.monotonic()
+                params = self._bound(params, fetches)
                 try:
-                    await self._leg(lease, decode_body(self.job, params), Place.behind(params))
+                    await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
                     return
                 except Diverged as why:
                     # Nobody's fault; the next leg begins behind what the client has.
                     _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
                     continue
                 except LegFailed as why:
-                    self._blame(lease.node, why, tried)
+                    tries.nodes.append(lease.node)
                     failure = why
-            self._require_another(Role.DECODE, tried, failure)
+                except Refused as why:
+                    if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
+                        raise
+                    continue  # it rests, so it is not asked again at once
+            if not (tries.another(wish.ask) and tries.may_go_on(failure, begun=self.progress.forwarded)):
+                raise tries.failure(Role.DECODE, failure) from failure
+            self._metrics.failovers.labels("decode").inc()
 
-    def _ask(self, role: Role, tokens: int) -> Ask:
-        """For a leg that must compute so many tokens before it goes on."""
-        job, peer = self.job, self.prefill_node
-        if role is Role.PREFILL:
-            return Ask(role, job.model, tokens, priority=job.priority, session=job.session, prefix=self._prefix)
-        return Ask(
-            role,
-            job.model,
-            tokens,
-            kv_tokens=self.prompt_tokens or job.prompt_tokens,
-            output_tokens=job.max_tokens,
-            priority=job.priority,
-            session=job.session,
-            prefix=self._prefix,
-            peer="" if peer is None else peer.url,
+    def _wish(self, params: KvTransferParams, tried: Sequence[Node]) -> Wish:
+        assert self._bound_by is not None
+        fetches = params.remote_engine_id is not None
+        peer = self.prefill_node if fetches else None
+        return Wish(
+            decode_ask(self.job, self._prefix, self.progress, params, peer),
+            tried,
+            peer,
+            params.remote_request_id if fetches else None,
+            is_new=not (fetches or self.progress.output_tokens or self.progress.ticket or self.progress.handover),
+            begun=lambda: self.progress.forwarded,
+            until=self._bound_by,
         )
 
-    async def _leg(self, lease: Lease, body: bytes, place: Place) -> FrameKind:
-        """One leg on one node, its frames passed on. Raises LegFailed, Refused, Diverged."""
-        decoding, begin = place.decoding, place.at.get(0, 0)
+    def _bound(self, params: KvTransferParams, fetches: bool) -> KvTransferParams:
+        """What the decode leg is told, which its node may have to compute though there is KV."""
+        if params.remote_engine_id is None:
+            return params
+        if fetches:
+            if not self._handed:
+                self._handed = True
+                self._metrics.disaggregated.inc()
+            return params
+        if not self._kv_left:
+            self._kv_left = True
+            self._metrics.local_prefills.labels("incompatible").inc()
+        return self.progress.without_kv()
+
+    async def _leg(self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None) -> FrameKind:
+        """One leg on one node, its frames passed on; of a decode leg `params`. Raises LegFailed, Refused, Diverged."""
+        decoding, node = place.decoding, lease.node
+        peer = self.prefill_node if params is not None and params.remote_engine_id is not None else None
+        role = Role.DECODE if decoding else Role.PREFILL
+        computes = decoding and peer is None
+        passage = self._doors.enter(node, role, time.monotonic(), computes=computes, waits_for_us=not decoding)
+        kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
+        kv_failed, begin = False, place.at.get(0, 0)
 
         def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
+            nonlocal kv_failed
+            now, told = time.monotonic(), False
             for frame in frames:
-                now = time.monotonic()
                 if frame.timing is not None:
                     self.timeline.inside(frame.timing, decoding)
-                    told = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
-                    learn(lease, frame, 0 if len(place.at) > 1 else told, self.prefill_node if decoding else None)
+                    generated = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
+                    learn(lease, frame, 0 if len(place.at) > 1 else generated, peer)
                 self.counts = frame.usage or self.counts
+                if frame.kv_error and peer is not None:
+                    kv_failed = True
+                    kv_did_not_come(self._means, peer, node, frame.kv_error)
                 if self.progress.take(frame, place):
                     if frame.token_ids:
                         self.timeline.tokens(now)
                     self.reply.put(self._timed(frame, now))
                 if frame.token_ids:
-                    lease.node.answered(lease)
-                if frame.token_ids and not frame.choice:
-                    self.timeline.told(place.at[0], now, decoding)
+                    told = True
+                    if not frame.choice:
+                        self.timeline.told(place.at[0], now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding:
                     self._learn(frame, lease)
                 if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
                     self._decoding = asyncio.create_task(self._decode_early())
-            return self.reply.room()
+            if passage.heard(now, tokens=told):
+                self._doors.began(passage)
+                node.answered(lease, kv_tokens)
+                if peer is not None and not kv_failed:
+                    self._doors.kv_came(peer, node)
+            if told and decoding:
+                node.grown(lease, kv_tokens + sum(place.at.values()))
+            room = self.reply.room()
+            if room is not None:
+                passage.held_up()
+            return room
 
-        ended = await self._legs.run(lease, self.job.path, body, self._headers, take)
-        if decoding and ended is FrameKind.HANDOVER:
-            raise LegFailed("the node handed a decode leg over")
-        return ended
+        patience_s = self._doors.patience_s(lease.tokens)
+        with LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
+            try:
+                ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
+                if decoding and ended is FrameKind.HANDOVER:
+                    raise LegFailed("the node handed a decode leg over")
+                passage.ended(time.monotonic())
+                return ended
+            except LegFailed as why:
+                failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s") if watch.silent else why
+                broke(self._means, self.job.id, lease, role, passage, failure)
+                raise failure from why.__cause__
+            except Refused as why:
+                if why.kv_error and peer is not None:
+                    kv_did_not_come(self._means, peer, node, why.kv_error)
+                raise
+            finally:
+                passage.close()
+                self._doors.look(time.monotonic())
 
     def _learn(self, frame: Frame, lease: Lease) -> None:
         """A prefill node has tokenized the prompt, and looked it up in its prefix cache."""
@@ -250,36 +348,38 @@ class Walk:
             return frame.payload
         return with_stages(frame.payload, {name: took * 1e3 for name, took in self.timeline.stages_s(now).items()})
 
-    def _blame(self, node: Node, why: LegFailed, tried: list[Node]) -> None:
-        tried.append(node)
-        if why.draining:
-            self._pool.drains(node, time.monotonic())
-            return
-        _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, node.role, node.url, why.detail)
-        self._pool.blame(node, f"a leg broke on it: {why.detail}", time.monotonic())
+    def _may_give_up(self, decoding: bool) -> bool:
+        """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""
+        if self.reply.full or (decoding and self._prefilling is not None and not self._prefilling.done()):
+            return False
+        return self._means.retries.take(time.monotonic())
 
-    def _require_another(self, role: Role, tried: list[Node], why: LegFailed) -> None:
-        """Count a fail-over, or raise what the client is told when there is nowhere left to go."""
-        if len(tried) < self._attempts and self._pool.up(role, tried, self.job.model):
-            self._metrics.failovers.labels(role.value).inc()
-            return
-        failure = NodeFailed(
-            f"no {role} node could serve the request ({len(tried)} tried); the last one: {why.message}"
-        )
-        failure.status, failure.retry_after_s = why.status, why.retry_after_s
-        raise failure from why
+    def _goes_local_instead(self, ask: Ask, tries: Tries, why: LegFailed | Refused) -> bool:
+        """After a prefill leg that broke: whether a decode node computes the prompt, and not another prefill node.
+
+        Raises what the client is told when there is nowhere left to go, or too much is tried again already."""
+        another, failure = tries.another(ask), tries.failure(ask.role, why)
+        if isinstance(why, LegFailed) and not tries.may_go_on(why, begun=self.progress.forwarded):
+            raise failure from why
+        if not another:
+            if isinstance(failure, Refused):
+                raise failure
+            self._go_local("no_prefill_node", failure)
+        if isinstance(why, LegFailed):
+            self._metrics.failovers.labels("prefill").inc()
+        return not another
 
     def _give_back(self) -> None:
         """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""
         node, handover = self.prefill_node, self.progress.handover or self.progress.ticket
-        if node is None or self.progress.settled:
+        if node is None or (self.progress.settled and not self._kv_left):
             return
         if handover is not None and handover.remote_request_id is not None:
-            self._chores.spawn(self._release(node, [handover.remote_request_id]))
+            self._means.chores.spawn(self._release(node, [handover.remote_request_id]))
         elif self._prefill_cut:
             # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
-            self._chores.spawn(self._release(node, [self.job.id, self.job.response_id]))
+            self._means.chores.spawn(self._release(node, [self.job.id, self.job.response_id]))
 
     async def _release(self, node: Node, request_ids: list[str]) -> None:
-        told = await self._legs.release(node, request_ids)
+        told = await self._means.legs.release(node, request_ids)
         self._metrics.releases.labels("yes" if told else "no").inc()

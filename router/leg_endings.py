@@ -20,6 +20,8 @@ class Refused(KvrelayError):
         self.status = status
         self.retry_after_s = retry_after_s
         self._error = error
+        self.kv_error = ""
+        """What the node said of KV that did not come (wire/frames.py)."""
 
     def body(self) -> ErrorBody:
         """The node's own error object."""
@@ -35,9 +37,13 @@ class LegFailed(NodeFailed):
         status: int = NodeFailed.status,
         retry_after_s: int | None = None,
         detail: str = "",
+        *,
         draining: bool = False,
+        lost: bool = False,
     ) -> None:
         super().__init__(message)
+        self.lost = lost
+        """Its process seems to be gone: it refused or cut the connection, or is silent to health checks too."""
         self.status = status
         self.retry_after_s = retry_after_s
         self.draining = draining
@@ -51,7 +57,9 @@ def ending(frame: Frame) -> FrameKind:
     if frame.kind is FrameKind.ERROR:
         error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
         if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
-            raise Refused(frame.status, error, 1 if frame.status == 429 else None)
+            refused = Refused(frame.status, error, 1 if frame.status == 429 else None)
+            refused.kv_error = frame.kv_error
+            raise refused
         raise LegFailed(error.message, max(frame.status, 500), 1 if frame.status == 503 else None)
     if frame.kind is FrameKind.HANDOVER and frame.params is None:
         raise LegFailed("the node sent a hand-over without its parameters")

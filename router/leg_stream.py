@@ -150,7 +150,7 @@ class LegStream(asyncio.Protocol):
         self._numbers += 1
         leg = self._legs[self._numbers] = _Leg(self._numbers, lease.node, take, self._give_back)
         self._say(message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body))))
-        lease.cut = lambda: self.give_up("the node stopped answering health checks, or was restarted")
+        lease.cut = lambda: leg.fail(LegFailed("the node stopped answering health checks, or was restarted", lost=True))
         try:
             return await leg.ended
         finally:
@@ -177,7 +177,7 @@ class LegStream(asyncio.Protocol):
         if not self.ready.done():
             self.ready.set_exception(ConnectionError(detail or why))
         for leg in self._legs.values():
-            leg.fail(LegFailed(why, detail=detail))
+            leg.fail(LegFailed(why, detail=detail, lost=True))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ask for the stream."""

@@ -18,6 +18,7 @@ from router.chores import Chores
 from router.leg_endings import LegFailed, Refused, ending, refusal
 from router.leg_stream import LegStreams, TakeFrames
 from router.pool import HealthReport, Lease, Node
+from router.tls import trusted
 from wire.config import RouterConfig
 from wire.errors import DeadlineExceeded, ErrorBody, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, FrameKind, FrameReader
@@ -55,7 +56,7 @@ class Legs:
         self._chores = chores
         self._auth = {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONNECTION_S, ssl=trusted(config)),
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )
@@ -86,12 +87,12 @@ class Legs:
                 return await self._exchange(lease.node, path, body, headers, take)
         except aiohttp.ClientError as why:
             raise LegFailed(
-                f"the connection failed ({type(why).__name__})", detail=f"{type(why).__name__}: {why}"
+                f"the connection failed ({type(why).__name__})", detail=f"{type(why).__name__}: {why}", lost=True
             ) from why
         except TimeoutError as why:
-            raise LegFailed("the node stopped answering health checks, or was restarted") from why
+            raise LegFailed("the node stopped answering health checks, or was restarted", lost=True) from why
         except OSError as why:
-            raise LegFailed("the connection failed", detail=f"the connection failed: {why}") from why
+            raise LegFailed("the connection failed", detail=f"the connection failed: {why}", lost=True) from why
         finally:
             lease.cut = None
 
@@ -131,18 +132,25 @@ class Legs:
 
     async def release(self, node: Node, request_ids: Sequence[str]) -> bool:
         """Tell a prefill node that nobody will fetch these; False if it could not be told (its lease then ends it)."""
+        return await self._tell_of_kv(node, "release", request_ids)
+
+    async def renew(self, node: Node, request_ids: Sequence[str]) -> None:
+        """Tell a prefill node that these will be fetched, as soon as there is room for them."""
+        await self._tell_of_kv(node, "renew", request_ids)
+
+    async def _tell_of_kv(self, node: Node, what: str, request_ids: Sequence[str]) -> bool:
         try:
             async with self._session.post(
-                f"{node.url}/kv/release",
+                f"{node.url}/kv/{what}",
                 json={"request_ids": list(request_ids)},
                 headers=self._auth,
                 timeout=aiohttp.ClientTimeout(total=_RELEASE_DEADLINE_S),
             ) as answer:
                 if answer.status < 300:
                     return True
-                _log.warning("prefill node %s answered a release with %d", node.url, answer.status)
+                _log.warning("prefill node %s answered a %s with %d", node.url, what, answer.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
-            _log.warning("prefill node %s could not be told to release %s: %s", node.url, request_ids[0], why)
+            _log.warning("prefill node %s could not be told to %s %s: %s", node.url, what, request_ids[0], why)
         return False
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
+from router.admission_metrics import AdmissionMetrics
+from router.breaker import State
+from router.doors import Doors
 from router.pool import Node, Pool
 from router.prefix_metrics import PrefixMetrics
 from router.timeline import Timeline
 
-__all__ = ["Metrics"]
+__all__ = ["LOCAL_REASONS", "Metrics"]
+
+LOCAL_REASONS = ("no_prefill_node", "incompatible")
+"""Why a prompt is computed on a decode node, whatever it costs there."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
+_BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 
 
 class Metrics:
     """All metrics of one router. All times are taken by the router's one clock."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, doors: Doors, keys: Iterable[str]) -> None:
+        """`keys`: the names of the API keys."""
         self.registry = registry = CollectorRegistry()
+        self.admission = AdmissionMetrics(registry, keys)
         self.requests = Counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
@@ -66,6 +76,42 @@ class Metrics:
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
         registry.register(_Choices(pool))
+        self.disaggregated = Counter(
+            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node.", registry=registry
+        )
+        self.local_prefills = Counter(
+            "kvrelay_router_local_prefills",
+            "Prompts computed on a decode node, though nothing of their answers was there, and why.",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in LOCAL_REASONS:
+            self.local_prefills.labels(reason)  # shown as zero: a cluster that has stopped disaggregating is to be seen
+        self.kv_failures = Counter(
+            "kvrelay_router_kv_failures",
+            "KV that did not come, as decode nodes say, by cause.",
+            ["cause"],
+            registry=registry,
+        )
+        self.full = Counter(
+            "kvrelay_router_full_nodes",
+            "Legs that a node had no room for, and that another got.",
+            ["leg"],
+            registry=registry,
+        )
+        self.retries_refused = Counter(
+            "kvrelay_router_retries_refused", "Legs not tried again because too many are.", registry=registry
+        )
+        self.waiting_for_room = Gauge(
+            "kvrelay_router_waiting_for_room", "Decode legs that wait for KV room.", registry=registry
+        )
+        self.room_waits = Counter(
+            "kvrelay_router_room_waits",
+            "Decode legs that have waited for KV room, by how that ended.",
+            ["outcome"],
+            registry=registry,
+        )
+        registry.register(_Breakers(pool, doors))
         self.meetings = Counter(
             "kvrelay_router_meetings",
             "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
@@ -128,3 +174,31 @@ def _up(node: Node) -> float:
 
 def _depth(node: Node) -> float:
     return node.depth
+
+
+class _Breakers:
+    """Read when they are asked for: nodes come and go."""
+
+    def __init__(self, pool: Pool, doors: Doors) -> None:
+        self._pool, self._doors = pool, doors
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of one scrape."""
+        labels, now = ("node", "leg"), time.monotonic()
+        state = GaugeMetricFamily(
+            "kvrelay_router_breaker_state",
+            "Of a node for a kind of leg: 0 takes legs, 1 is tried (half-open), 2 takes none (open).",
+            labels=labels,
+        )
+        for node in self._pool.nodes:
+            for leg, standing in node.standing.items():
+                state.add_metric((node.url, leg), _BREAKER[standing.breaker.state(now)])
+        ejections = CounterMetricFamily(
+            "kvrelay_router_ejections",
+            "Times that a node was taken out because it was far worse than others.",
+            labels=labels,
+        )
+        for of, times in self._doors.ejections.items():
+            ejections.add_metric(of, times)
+        yield state
+        yield ejections

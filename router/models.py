@@ -70,3 +70,7 @@ class Models:
         """Of each model: whether a request for it could walk through both of its legs now."""
         roles = (Role.PREFILL, Role.DECODE)
         return {name: all(self._pool.up(role, model=name) for role in roles) for name in sorted(self._pool.models())}
+
+    def alone(self) -> bool:
+        """Whether there is a decode node that would answer requests without any prefill node."""
+        return any(node.kv is not None and node.kv.computes_prompts for node in self._pool.up(Role.DECODE))

@@ -14,21 +14,25 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import msgspec
 
+from router.credit import Credit, Reservation, blocks_of, likely_kv_tokens
 from router.members import Change, Members, NodeSpec, Source
+from router.pairing import Kinds
 from router.policies.by_name import POLICIES
 from router.policies.policy import Ask, NodeView
 from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
+from router.standing import Standing
 from wire.config import Role
 from wire.errors import NoNode
 from wire.kv_events import KvEventsReport
 from wire.outputs import Load
+from wire.transfer import KvFacts
 
 __all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
 
@@ -51,6 +55,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     generation: str = ""
     load: Load = Load()
     adapters: list[str] = []
+    kv: KvFacts | None = None
     kv_events: KvEventsReport | None = None
     held_blocks: int = 0
     legs: int = 0
@@ -69,7 +74,10 @@ class Lease:
     node: Node
     tokens: int
     kv_tokens: int = 0
-    """Of KV that the node has yet to make room for."""
+    """Of KV that the node is likely to need for it in all."""
+    room: Reservation = field(default_factory=Reservation)
+    under_way: ExitStack = field(default_factory=ExitStack)
+    """What the prefix index is told while it runs."""
     company: int = 0
     """Requests that were there before it."""
     expected_queue_ms: float = 0.0
@@ -108,8 +116,11 @@ class Node(NodeView):
     foreign_tokens: int = 0
     leases: set[Lease] = field(default_factory=set)
     own_tokens: int = 0
-    own_kv_tokens: int = 0
-    """Sums over the leases."""
+    """Sum over the leases."""
+    credit: Credit = field(default_factory=Credit)
+    kv: KvFacts | None = None
+    standing: dict[Role, Standing] = field(default_factory=dict)
+    """By kind of leg; kept by router/doors.py."""
 
     def serves(self, base: str, name: str) -> bool:
         """Whether requests for `name`, the model `base` or an adapter of it, can run here."""
@@ -121,13 +132,15 @@ class Node(NodeView):
         self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
         self.foreign_tokens = max(0, load.waiting_tokens - self.own_tokens)
         self.context_tokens = load.context_tokens
+        self.credit.reported()
         self._sum_up()
 
     def take(self, lease: Lease) -> None:
         """Count a leg of ours, from now on."""
         self.leases.add(lease)
         self.own_tokens += lease.tokens
-        self.own_kv_tokens += lease.kv_tokens
+        if self.load.block_tokens:
+            lease.room = self.credit.reserve(blocks_of(lease.kv_tokens, self.load.block_tokens))
         self._sum_up()
 
     def give_back(self, lease: Lease) -> None:
@@ -135,23 +148,27 @@ class Node(NodeView):
         if lease in self.leases:
             self.leases.discard(lease)
             self.own_tokens -= lease.tokens
-            self.own_kv_tokens -= lease.kv_tokens
+            self.credit.give_back(lease.room)
             self._sum_up()
 
-    def answered(self, lease: Lease) -> None:
-        """The leg tells of its first token: nothing is to be computed, and its KV is in what the node reports."""
-        if lease.tokens or lease.kv_tokens:
-            self.own_tokens -= lease.tokens
-            self.own_kv_tokens -= lease.kv_tokens
-            lease.tokens = lease.kv_tokens = 0
-            self._sum_up()
+    def answered(self, lease: Lease, kv_tokens: int) -> None:
+        """The leg tells of its first token: nothing is to be computed, and the node has KV of so many tokens for it."""
+        self.own_tokens -= lease.tokens
+        lease.tokens = 0
+        self.grown(lease, kv_tokens)
+        self._sum_up()
+
+    def grown(self, lease: Lease, kv_tokens: int) -> None:
+        """The leg has KV of so many tokens by now."""
+        if self.load.block_tokens:
+            self.credit.holds(lease.room, blocks_of(kv_tokens, self.load.block_tokens))
 
     def _sum_up(self) -> None:
         """Our own legs, exact, plus what others were seen to have there."""
         self.requests = len(self.leases) + self.foreign_requests
         self.tokens = self.own_tokens + self.foreign_tokens
         if self.load.block_tokens:
-            self.kv_room = self.load.free_blocks * self.load.block_tokens - self.own_kv_tokens
+            self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_tokens
 
 
 class Pool:
@@ -181,6 +198,7 @@ class Pool:
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
+        self.kinds = Kinds()
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
@@ -291,7 +309,7 @@ class Pool:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
         for role in (Role.PREFILL, Role.DECODE):
             if not self.up(role, model=model):
-                raise self._no_node(role, model)
+                raise self.no_node(role, model)
 
     def models(self) -> dict[str, int]:
         """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take."""
@@ -310,11 +328,21 @@ class Pool:
         return [node for node in self.nodes if node.up] or self.nodes
 
     @contextmanager
-    def lease(self, ask: Ask, exclude: Collection[Node] = ()) -> Iterator[Lease]:
-        """A place on the node that the policy chooses, for the length of the block. Raises NoNode."""
-        nodes = self.up(ask.role, exclude, ask.model)
+    def lease(self, ask: Ask, exclude: Collection[Node] = (), among: Sequence[Node] | None = None) -> Iterator[Lease]:
+        """A place on the node that the policy chooses, of all or `among` these, for the length of the block.
+
+        Raises NoNode."""
+        nodes = self.up(ask.role, exclude, ask.model) if among is None else among
         if not nodes:
-            raise self._no_node(ask.role, ask.model)
+            raise self.no_node(ask.role, ask.model)
+        lease = self.hold(ask, nodes)
+        try:
+            yield lease
+        finally:
+            self.give_back(lease)
+
+    def hold(self, ask: Ask, nodes: Sequence[Node]) -> Lease:
+        """A place on one of these, until it is given back."""
         if isinstance(ask.prefix, Prefix):
             ask = self._with_cached(ask, ask.prefix)
         node = POLICIES[self.policies[ask.role]](ask, nodes, self._rng)
@@ -323,20 +351,22 @@ class Pool:
         lease = Lease(
             node,
             ask.uncached(node),
-            ask.kv_needed(node),
+            likely_kv_tokens(ask, node),
             cached_tokens=ask.cached.get(node.url, 0),
             company=node.requests,
             expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests),
         )
         self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)
-        try:
-            with self.prefixes.under_way(ask.prefix, node.url):
-                yield lease
-        finally:
-            node.give_back(lease)
-            if not node.wanted:
-                self._end_if_idle(node)
+        lease.under_way.enter_context(self.prefixes.under_way(ask.prefix, node.url))
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        """The leg has ended; twice is as once."""
+        lease.under_way.close()
+        lease.node.give_back(lease)
+        if not lease.node.wanted:
+            self._end_if_idle(lease.node)
 
     def _with_cached(self, ask: Ask, prefix: Prefix) -> Ask:
         """With what the prefix index knows of its prompt; also how long that is, if it is all to be computed."""
@@ -367,6 +397,9 @@ class Pool:
                 node.rates = NodeRates(fleet)
             node.rates.age(now)
             node.model, node.max_model_len = report.model, report.max_model_len
+            if report.kv != node.kv:
+                node.kv = report.kv
+                self.kinds.meet(report.model, report.kv)
             if started >= node.adapters_at:
                 node.adapters = frozenset(report.adapters)
             if not node.up:
@@ -430,7 +463,8 @@ class Pool:
             if cut is not None:
                 cut()
 
-    def _no_node(self, role: Role, model: str = "") -> NoNode:
+    def no_node(self, role: Role, model: str = "") -> NoNode:
+        """Why no leg of this role can be sent."""
         if model and self.up(role):
             return NoNode(
                 f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"

@@ -138,7 +138,7 @@ class Progress:
                 return self.handover
             if self.handover is None and self.ticket is not None and not self._diverged and len(first.token_ids) <= 1:
                 return self.ticket  # it will tell of the first token again
-        return self._resume()
+        return self.without_kv()
 
     def tokens_to_compute(self, params: KvTransferParams) -> int:
         """Tokens that a decode node must compute for `params` before it can go on: none where KV is handed over."""
@@ -147,7 +147,8 @@ class Progress:
         prompt = self._job.prompt_tokens if params.prompt_token_ids is None else len(params.prompt_token_ids)
         return prompt + len(params.generated) + sum(len(choice.generated) for choice in params.other_choices)
 
-    def _resume(self) -> KvTransferParams:
+    def without_kv(self) -> KvTransferParams:
+        """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""
         base = (
             self.handover
             or self.ticket

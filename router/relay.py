@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Dialect, openai_error
 from openai_api.sse import error_event
-from router.door import client_of
+from router.client import client_of
+from router.gate import Turn
 from router.handoff import Walk
 from router.joined_walk import JoinedWalk
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
@@ -42,7 +43,7 @@ def error_response(
     shape: Callable[[int, ErrorBody], bytes] = openai_error,
 ) -> Response:
     """The answer to an error, its body made by `shape`."""
-    every = dict(headers or {})
+    every = {**(headers or {}), **why.headers}
     if why.retry_after_s is not None:
         every["retry-after"] = str(why.retry_after_s)
     return Response(shape(why.status, why.body()), why.status, every, "application/json")
@@ -56,11 +57,12 @@ def id_headers(job_id: str) -> dict[str, str]:
 class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
-    def __init__(self, walk: Walk | JoinedWalk, finished: Finished, dialect: Dialect = AS_IS) -> None:
+    def __init__(self, walk: Walk | JoinedWalk, turn: Turn, finished: Finished, dialect: Dialect = AS_IS) -> None:
         super().__init__()
         self._dialect = dialect
         self._walk = walk
-        self._extra = id_headers(walk.job.id)
+        self._turn = turn
+        self._extra = id_headers(walk.job.id) | turn.headers
         self._finished = finished
         self._walking = False
         self._left = False  # the client went away before the end
@@ -80,7 +82,7 @@ class Relay(Response):
         failure: KvrelayError | None = None
         try:
             if self._walk.job.stream:
-                self._walk.reply.pass_on(self._pass, self._client.room)
+                self._walk.reply.pass_on(self._pass, self._client.full, self._client.room)
                 self._holding = loop.call_later(HOLD_S, self._hold)
             failure = None if self._left else await self._walked()
             if self._walk.job.stream:
@@ -105,6 +107,7 @@ class Relay(Response):
         """Run the walk; what came of it."""
         self._walking = True
         try:
+            await self._turn.begun()
             await self._walk.run()
         except KvrelayError as why:
             return why

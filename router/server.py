@@ -11,7 +11,9 @@ import uvicorn
 import uvloop
 
 from router.app import create_app
-from router.door import Door
+from router.client import ClientConnection
+from router.connections import connections
+from router.tls import check_certificate
 from wire.config import RouterConfig
 
 __all__ = ["make_server", "run", "serve"]
@@ -22,14 +24,15 @@ _KEEP_CONNECTION_S = 75
 
 
 def make_server(config: RouterConfig) -> uvicorn.Server:
-    """A server that is not yet started; its `started` and `should_exit` are uvicorn's."""
+    """A server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError."""
+    check_certificate(config)
     return uvicorn.Server(
         uvicorn.Config(
             create_app(config),
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http=Door,
+            http=connections(config.max_connections, of=ClientConnection),
             ws="none",
             proxy_headers=False,  # nobody asks where a client is
             log_config=None,
@@ -37,6 +40,8 @@ def make_server(config: RouterConfig) -> uvicorn.Server:
             server_header=False,
             timeout_keep_alive=_KEEP_CONNECTION_S,
             timeout_graceful_shutdown=_DRAIN_S,
+            ssl_certfile=config.tls_cert or None,
+            ssl_keyfile=config.tls_key or None,
         )
     )
 

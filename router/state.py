@@ -33,11 +33,14 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
         "kv_events": pool.prefixes.trusts(node.url),
         "queue_depth": round(node.depth, 3),
         "load": msgspec.structs.asdict(node.load),
+        "breakers": {leg: standing.breaker.facts(now) for leg, standing in node.standing.items()},
     }
 
 
 def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
-    """Whether requests for any model can be served now; and the state of every model and node."""
+    """Whether requests for any model can be served now; and the state of every model and node.
+
+    `status` is "degraded" if no model has both a prefill and a decode node, and a decode node answers alone."""
     counts = {
         role.value: {"up": len(pool.up(role)), "listed": sum(node.role == role for node in pool.nodes)}
         for role in (Role.PREFILL, Role.DECODE)
@@ -45,9 +48,10 @@ def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: floa
     by_model = models.ready()
     ready = any(by_model.values())
     nodes = [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
-    status = "ok" if ready else "unavailable"
+    status = "ok" if ready else "degraded" if models.alone() else "unavailable"
     failed = [
         {"prefill": prefill, "decode": decode, "reason": why} for prefill, decode, why in pairs.failed()[:_MOST_SHOWN]
     ]
     met = {"met": pairs.count(), "failed": failed}
-    return ready, {"status": status, **counts, "models": by_model, "pairs": met, "requests": requests, "nodes": nodes}
+    body = {"status": status, **counts, "models": by_model, "pairs": met, "requests": requests, "nodes": nodes}
+    return status != "unavailable", body

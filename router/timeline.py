@@ -29,6 +29,8 @@ class Timeline:
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
+    local: bool = False
+    """A decode node has computed the prompt, and nothing was there before."""
     prefill_ms: dict[str, float] = field(default_factory=dict)
     decode_ms: dict[str, float] = field(default_factory=dict)
     """What the nodes of the last legs say of the stages inside their engines."""
@@ -61,11 +63,13 @@ class Timeline:
     def stages_s(self, now: float) -> dict[str, float]:
         """Seconds in each stage that was entered, if the request ended now. Of a broken leg the time seen from here."""
         stages = {name: took / 1e3 for name, took in self.decode_ms.items() if name in STAGES}
-        # A decode leg without a ticket has computed the prompt itself, and waited for that.
-        stages["decode_queue"] = stages.get("decode_queue", 0.0) + stages.pop("queue", 0.0)
-        if not self.decode_ms:
-            del stages["decode_queue"]
+        waited = stages.pop("queue", 0.0)
         stages["queue"] = (now if self.sent is None else self.sent) - self.arrived
+        if self.local:
+            stages["queue"] += waited
+        elif self.decode_ms:
+            # A decode leg without a ticket has computed the prompt itself, and waited for that.
+            stages["decode_queue"] = stages.get("decode_queue", 0.0) + waited
         if self.prefill_ms:
             stages["queue"] += self.prefill_ms.get("queue", 0.0) / 1e3
             stages["prefill"] = stages.get("prefill", 0.0) + self.prefill_ms.get("prefill", 0.0) / 1e3

@@ -36,7 +36,7 @@ _log = logging.getLogger("kvrelay.router")
 
 
 @asynccontextmanager
-async def warming(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str], None]) -> AsyncIterator[None]:
+async def warming(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> AsyncIterator[None]:
     """Arrange meetings for the length of the block. `count` is told how each went: met, failed, busy or never."""
     task = asyncio.create_task(_arrange(pool, pairs, legs, count))
     try:
@@ -46,7 +46,7 @@ async def warming(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str], N
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _arrange(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str], None]) -> None:
+async def _arrange(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, Meeting], None]) -> None:
     stirred = asyncio.Event()
 
     async def meet(meeting: Meeting) -> None:
@@ -56,7 +56,8 @@ async def _arrange(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str], 
         finally:
             pairs.ended(meeting, outcome, time.monotonic())
             stirred.set()
-        count("met" if not outcome.why else "busy" if outcome.busy else "never" if outcome.never else "failed")
+        how = "met" if not outcome.why else "busy" if outcome.busy else "never" if outcome.never else "failed"
+        count(how, meeting)
         if outcome.why and not (outcome.busy or outcome.never):
             _log.warning("%s and %s cannot hand over: %s", meeting.prefill.url, meeting.decode.url, outcome.why)
 

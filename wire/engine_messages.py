@@ -6,7 +6,7 @@ import msgspec
 
 from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
+from wire.transfer import KvFacts, KvTransferParams
 
 __all__ = [
     "PROBE_PREFIX",
@@ -27,6 +27,7 @@ __all__ = [
     "ProbeOffered",
     "ProbeRefused",
     "Release",
+    "Renew",
     "RequestUpdate",
     "Shutdown",
     "StepOutputs",
@@ -74,6 +75,13 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
     A router that was cut off before it read the hand-over knows only the id of its call: that names the request too.
     """
+
+    request_id: str
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    """Somebody waits for room elsewhere and will fetch the KV held under this id: its lease begins anew. Unknown ids
+    are ignored."""
 
     request_id: str
 
@@ -126,7 +134,9 @@ class AskStats(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-ToEngine = Submit | Abort | Release | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter | AskStats
+ToEngine = (
+    Submit | Abort | Release | Renew | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter | AskStats
+)
 
 
 class AdapterFacts(msgspec.Struct, frozen=True):
@@ -208,6 +218,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     transfer_port: int
     load_s: float
     adapters: list[AdapterFacts] = []
+    kv: KvFacts | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):

@@ -73,6 +73,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     """In END frames: tokens of the prompt, generated ones, and those of the prompt that a prefix cache held."""
     blocks: PromptBlocks | None = None
     """In TICKET frames: what the prompt's blocks are called, so that a router knows them in KV events."""
+    kv_error: str = ""
+    """Of a decode leg whose KV did not come, once: the name of the cause in wire/errors.py."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ import msgspec
 
 from wire.outputs import Finish, TokenLogprobs
 
-__all__ = ["PROTOCOL_VERSION", "ChoiceSoFar", "Fingerprint", "KvTransferParams"]
+__all__ = ["PROTOCOL_VERSION", "ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams"]
 
 PROTOCOL_VERSION = 1
 
@@ -119,3 +119,19 @@ class Fingerprint(msgspec.Struct, frozen=True):
             if mine != theirs and name != "tp_size":
                 return f"{name} is {mine!r} here and {theirs!r} there"
         return None
+
+
+class KvFacts(msgspec.Struct, frozen=True):
+    """What a node says of its KV in its health report, so that a router pairs nodes that can exchange it."""
+
+    fingerprint: Fingerprint
+    planes: tuple[str, ...] = ()
+    """Data planes that it has open, the best first."""
+    host: str = ""
+    """Equal on all nodes of one host; empty if that is not known."""
+    address: str = ""
+    """Where peers dial its control channel."""
+    lease_s: float = 0.0
+    """KV that nobody renews is held for so long."""
+    computes_prompts: bool = True
+    """Whether it may compute a prompt itself when the KV does not come (kv_load_failure_policy)."""

@@ -24,7 +24,7 @@ def clients(repository: Path) -> Path:
     requirements = Path(__file__).parents[1] / "clients" / "requirements.txt"
     folder = repository / ".venv-clients"
     stamp, wanted = folder / "installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
-    with folder.with_suffix(".lock").open("w") as door:
+    with requirements.open() as door:
         fcntl.flock(door, fcntl.LOCK_EX)  # tests may run in several processes
         if not stamp.exists() or stamp.read_text() != wanted:
             create = [sys.executable, "-m", "venv", "--clear", str(folder)]

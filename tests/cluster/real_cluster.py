@@ -89,7 +89,7 @@ class Process:
             answer = httpx2.get(f"{self.url}/health", timeout=5)
         except httpx2.HTTPError:
             return None
-        return answer.json() if answer.status_code == 200 else None
+        return answer.json() if answer.status_code == 200 and answer.json()["status"] == "ok" else None
 
     def free_blocks(self) -> tuple[int, int]:
         """Free and total KV blocks."""

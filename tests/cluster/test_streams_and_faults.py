@@ -351,7 +351,7 @@ def test_a_killed_node_costs_nothing_but_what_it_had(cluster, role):
 
     def both_up() -> bool:
         report = httpx2.get(f"{cluster.url}/health", timeout=5)
-        return report.status_code == 200
+        return report.status_code == 200 and report.json()["status"] == "ok"
 
     wait_until(both_up, 10, "the router sees the restarted node")
 

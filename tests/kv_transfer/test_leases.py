@@ -53,7 +53,7 @@ class Twin:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["grant", "grant growing", "complete", "renew", "end", "want", "release", "expire"]),
+        st.sampled_from(["grant", "grant growing", "complete", "renew", "prolong", "end", "want", "release", "expire"]),
         st.lists(st.sampled_from("abcd"), min_size=1, max_size=3),
         st.integers(0, 1),  # how many epochs old the reader's knowledge is
         st.floats(0.001, 4.0),
@@ -97,6 +97,12 @@ def test_leases_equal_their_brute_force_twin(operations: list[tuple[str, list[st
             assert set(kept) | set(lost) == set(leases)
             for lease in [x for known in kept for x in twin.leases if x.id == known and x.until < math.inf]:
                 twin.prolong(lease, now)
+        elif operation == "prolong":
+            table.prolong(names[0], now)
+            twin.sweep(now)
+            alive = twin.alive(names[0])
+            if alive is not None and alive.until < math.inf:
+                twin.prolong(alive, now)
         elif operation == "end" and leases:
             held = table.end(leases[0], now)
             twin.sweep(now)

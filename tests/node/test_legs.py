@@ -15,7 +15,7 @@ from openai_api.tokenizer import Tokenizer
 from openai_api.writer import AnswerWriter
 from prefill_node.leg import PrefillLeg
 from wire.engine_messages import EngineReady, RequestUpdate, Submit
-from wire.errors import RequestError
+from wire.errors import KvNotLoaded, RequestError
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load, TokenLogprobs
 from wire.transfer import ChoiceSoFar, KvTransferParams
@@ -195,3 +195,17 @@ def test_a_decode_node_that_computes_the_prompt_scores_it_once_for_all_choices(t
         told = [json.loads(event.removeprefix("data: ")) for event in frame.payload.decode().split("\n\n")[:-1]]
         lists.append([chunk["choices"][0]["logprobs"]["token_logprobs"] for chunk in told])
     assert lists == [[[None] + [-1.5] * 19, [-1.5]]] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kv_that_did_not_come_is_told_once_with_its_cause(tokenizer: Tokenizer, fails: bool) -> None:
+    leg = decode_leg(tokenizer, KvTransferParams(**TICKET, generated=[65], sent_text=1))
+    why, name, load = "PeerLost: 10.0.0.1 is gone", leg.submits[0].request_id, Load()
+    if fails:
+        with pytest.raises(KvNotLoaded) as raised:
+            list(leg.frames(RequestUpdate(name, [], finish=Finish.ERROR, error="no KV", fetch_error=why), load))
+        assert leg.error(raised.value).kv_error == "PeerLost"
+        return
+    (first,) = leg.frames(RequestUpdate(name, [66], fetch_error=why), load)
+    (second,) = leg.frames(RequestUpdate(name, [67], fetch_error=why), load)
+    assert (first.kv_error, second.kv_error) == ("PeerLost", "")

@@ -22,7 +22,7 @@ from wire.errors import ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.leg_stream import LEGS_PATH, LEGS_VERSION
 from wire.outputs import Load
-from wire.transfer import KvTransferParams
+from wire.transfer import Fingerprint, KvFacts, KvTransferParams
 
 MODEL = "tiny"
 SPEAKS = {"legs": True}
@@ -36,6 +36,10 @@ def event(text: str, finish: str | None = None) -> bytes:
     chunk = {"id": "chatcmpl-x", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [choice]}
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
+
+KV = KvFacts(Fingerprint(1, MODEL, "float32", 16, 2, 16, 2, 0, 1), ("nixl",), "host-1", "10.0.0.1")
+NO_PROMPTS = msgspec.structs.replace(KV, computes_prompts=False)
+"""Of a decode node whose operator wants no prompts computed there."""
 
 DONE = b"data: [DONE]\n\n"
 WHOLE = msgspec.json.encode(
@@ -167,6 +171,7 @@ class FakeNode:
     load: Load = field(default_factory=Load)
     health_status: int = 200
     health_hangs: bool = False
+    kv: KvFacts | None = None
     draining: bool = False
     drain_status: int = 200
     adapters: list[str] = field(default_factory=list)
@@ -185,6 +190,7 @@ class FakeNode:
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     released: list[list[str]] = field(default_factory=list)
+    renewed: list[list[str]] = field(default_factory=list)
     called: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     released_event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -230,6 +236,7 @@ class FakeNode:
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
             "legs": self.legs,
+            "kv": msgspec.to_builtins(self.kv),
         }
         return web.json_response(body, status=503 if self.draining else self.health_status)
 
@@ -241,6 +248,10 @@ class FakeNode:
     async def release(self, request: web.Request) -> web.Response:
         self.released.append((await request.json())["request_ids"])
         self.released_event.set()
+        return web.json_response({})
+
+    async def renew(self, request: web.Request) -> web.Response:
+        self.renewed.append((await request.json())["request_ids"])
         return web.json_response({})
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -271,6 +282,7 @@ class FakeNode:
         app.router.add_post("/drain", self.drain)
         app.router.add_post("/undrain", self.drain)
         app.router.add_post("/kv/release", self.release)
+        app.router.add_post("/kv/renew", self.renew)
         app.router.add_post("/v1/load_lora_adapter", self.adapter)
         app.router.add_post("/v1/unload_lora_adapter", self.adapter)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

@@ -69,7 +69,7 @@ async def serve_stream(request: web.Request, leg: Leg) -> web.StreamResponse:
         if load is _END:
             answer = script.result()
             raise _Answered(answer) if isinstance(answer, web.Response) else NodeFailed("the script said nothing")
-        return load or Load(), _frames(script, said)
+        return load, _frames(script, said)  # None says nothing of the load, as HTTP without its header
 
     async def receive() -> dict[str, Any]:
         try:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from router.held_blocks import HeldBlocks
 from router.job import CHAT_PATH, parse_job, prefix_of
 from router.policies.policy import Ask
-from router.policies.prefix import prefix
 from router.pool import HealthReport, Pool
 from router.prefix_index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from router.text_tree import EDGE_BYTES, TextTree
@@ -279,7 +278,7 @@ def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:
 
 
 def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
-    pool = Pool(["http://p1", "http://p2"], [], random.Random(1), {Role.PREFILL: prefix})
+    pool = Pool(["http://p1", "http://p2"], [], random.Random(1), {Role.PREFILL: "prefix"})
     for at, node in enumerate(pool.nodes):
         pool.report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
     text = Prefix.of(1, SYSTEM.encode())

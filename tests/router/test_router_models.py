@@ -82,7 +82,7 @@ async def test_tokenize_asks_a_node_of_the_model_by_its_own_name() -> None:
 
 async def test_an_adapter_is_loaded_on_the_nodes_of_the_model_that_the_body_names() -> None:
     nodes = [prefill(), decode(), prefill(model="other"), decode(model="other")]
-    async with cluster(*nodes) as c:
+    async with cluster(*nodes, health_interval_s=5) as c:  # the doubles report no adapters
         body = {"lora_name": "x", "lora_path": "/x"}
         status, told = await asked(c, "/v1/load_lora_adapter", body)
         assert (status, told["error"]["param"]) == (400, "base_model_name")

@@ -151,10 +151,10 @@ def test_our_own_legs_count_at_once_and_their_tokens_until_they_answer(pool: Poo
     pool.report(node, report(load=Load(free_blocks=100, total_blocks=100, block_tokens=16)), 1.0, 1.0)
     ask = Ask(Role.PREFILL, tokens=300, cached={node.url: 200})
     with pool.lease(ask, [pool.nodes[1]]) as lease:
-        assert (node.requests, node.tokens, node.kv_room) == (1, 100, 1500)
-        node.answered(lease)
-        node.answered(lease)
-        assert (node.requests, node.tokens, node.kv_room) == (1, 0, 1600)
+        assert (node.requests, node.tokens, node.kv_room) == (1, 100, 1600 - 19 * 16)
+        node.answered(lease, 300)
+        node.answered(lease, 300)
+        assert (node.requests, node.tokens, node.kv_room) == (1, 0, 1600 - 19 * 16)
     assert (node.requests, node.tokens, node.kv_room) == (0, 0, 1600)
 
 

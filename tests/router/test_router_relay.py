@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from router_doubles import Call, cluster, decode, event, prefill, prefill_ok, refuse, until
+from router_doubles import NO_PROMPTS, Call, cluster, decode, event, prefill, prefill_ok, refuse, until
 
 import router.relay
 from router.reply import Reply
@@ -38,7 +38,7 @@ async def test_after_the_hold_time_comments_keep_the_connection_alive(monkeypatc
 
     monkeypatch.setattr(router.relay, "HOLD_S", 0.05)
     p = prefill(wait_then_fail)
-    async with cluster(p, decode()) as c, c.post({"stream": True}) as answer:
+    async with cluster(p, decode(kv=NO_PROMPTS)) as c, c.post({"stream": True}) as answer:
         assert answer.status == 200
         assert await answer.content.readexactly(28) == b": keep-alive\n\n" * 2
         p.resume.set()
@@ -49,7 +49,7 @@ async def test_after_the_hold_time_comments_keep_the_connection_alive(monkeypatc
 
 async def test_before_the_first_payload_a_failure_is_an_honest_status() -> None:
     p = prefill(refuse(503, "engine dead", {"retry-after": "3"}))
-    async with cluster(p, decode()) as c, c.post({"stream": True}) as answer:
+    async with cluster(p, decode(kv=NO_PROMPTS)) as c, c.post({"stream": True}) as answer:
         assert (answer.status, answer.headers["retry-after"]) == (503, "3")
         assert answer.content_type == "application/json"
 
@@ -66,11 +66,14 @@ async def test_a_reply_is_passed_on_as_it_comes_and_waits_for_room() -> None:
         pass
 
     reply, passed = Reply(), list[bytes]()
-    reply.pass_on(passed.append, drained)
+    full = True
+    reply.pass_on(passed.append, lambda: full, drained)
     for payload in (b"a", b"", b"b"):
         reply.put(payload)
     assert passed == [b"a", b"b"]
     room = reply.room()
     assert room is not None
     await room
+    full = False
+    assert reply.room() is None
     assert reply.kept() == b""

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 from router_doubles import (
     DONE,
+    NO_PROMPTS,
     PROMPT_IDS,
     WHOLE,
     Call,
@@ -31,6 +32,7 @@ from wire.transfer import ChoiceSoFar, KvTransferParams
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 
 
@@ -67,13 +69,13 @@ async def cut_at_once(call: Call) -> None:
 async def test_a_request_walks_through_both_legs(stream: bool) -> None:
     p, d = prefill(), decode()
     async with cluster(p, d, node_api_key="nodes") as c:
-        headers = {"x-request-id": "my.id-1", "traceparent": "00-aa-bb-01", "tracestate": "a=1"}
+        headers = {"x-request-id": "my.id-1", "traceparent": TRACE, "tracestate": "a=1"}
         text = await c.text({"stream": stream, "max_tokens": 9}, headers=headers)
         assert text == (STREAMED if stream else WHOLE.decode())
         (first,), (second,) = p.calls, d.calls
         for call in (first, second):
             assert call.headers["x-request-id"] == "my.id-1"
-            assert (call.headers["traceparent"], call.headers["tracestate"]) == ("00-aa-bb-01", "a=1")
+            assert (call.headers["traceparent"], call.headers["tracestate"]) == (TRACE, "a=1")
             assert call.headers["authorization"] == "Bearer nodes"
             assert call.put is not None or call.headers["accept"] == FRAMES_MEDIA_TYPE
         assert first.params["client_max_tokens"] == 9
@@ -348,7 +350,7 @@ async def test_an_answer_without_frames_is_a_broken_node() -> None:
     async def whole(call: Call) -> web.Response:
         return web.json_response({"choices": []})
 
-    async with cluster(prefill(whole, legs=0), decode()) as c, c.post() as answer:
+    async with cluster(prefill(whole, legs=0), decode(kv=NO_PROMPTS)) as c, c.post() as answer:
         assert answer.status == 502
         assert "application/json" in (await answer.json())["error"]["message"]
 
@@ -393,7 +395,7 @@ async def test_a_node_that_cannot_be_reached_is_blamed_and_its_address_is_not_to
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     p = prefill(legs=0)
-    async with cluster(p, decode(), health_interval_s=5) as c:
+    async with cluster(p, decode(kv=NO_PROMPTS), health_interval_s=5) as c:
         node = c.node(p)
         node.url = "http://127.0.0.1:1"
         async with c.post() as answer:

@@ -1,28 +1,27 @@
-"""Where clients come in: uvicorn's HTTP connection, and beside ASGI a way to write an answer without waiting for it.
+"""A client while its request is answered: a way beside ASGI to write to it without waiting.
 
-ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us for each. `Client`
-writes straight to the connection instead, and tells who has to wait (`room`). What the connection may do, keep-alive,
-limits, pipelining, shutdown, stays uvicorn's. Owns no route but the hot ones' short cut: the paths that take most of
-the requests need no matching of routes.
+ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us for each. A `Client`
+writes straight to the connection instead, and tells who has to wait (`full`). What the connection may do is
+router/connections.py's and uvicorn's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-__all__ = ["Client", "Door", "HotRoutes", "client_of"]
+from router.connections import Guarded
+
+__all__ = ["Client", "ClientConnection", "client_of"]
 
 _KEY = "kvrelay.client"
 # What a client has not read of an answer that is over is kept no longer than this.
 _FLUSH_DEADLINE_S = 30.0
 
 
-class Door(HttpToolsProtocol):
+class ClientConnection(Guarded):
     """One connection. Each request's scope has its `Client`."""
 
     on_gone: Callable[[], None] | None = None
@@ -44,8 +43,8 @@ class Client:
     """The connection while one request is answered: `begin`, any number of `write`, `end`. Nothing is written to a
     client that is gone."""
 
-    def __init__(self, door: Door, cycle: RequestResponseCycle) -> None:
-        self._door = door
+    def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
         self._cycle = cycle
         self._unsent: list[bytes] = []
 
@@ -56,7 +55,7 @@ class Client:
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Whom to tell if it goes away; None: nobody any more."""
-        self._door.on_gone = on_gone
+        self._connection.on_gone = on_gone
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Status and headers of an answer in chunks."""
@@ -74,10 +73,13 @@ class Client:
         if payload and not self._cycle.disconnected:
             self._send(b"%x\r\n%b\r\n" % (len(payload), payload))
 
-    def room(self) -> Awaitable[None] | None:
-        """Something to wait for while the client has yet to read what was written; None if it has."""
-        flow = self._cycle.flow
-        return flow.drain() if flow.write_paused and not self._cycle.disconnected else None
+    def full(self) -> bool:
+        """Whether it has yet to read much of what was written."""
+        return self._cycle.flow.write_paused and not self._cycle.disconnected
+
+    def room(self) -> Awaitable[None]:
+        """Wait until it has, or is gone."""
+        return self._cycle.flow.drain()
 
     def end(self) -> None:
         """The body is over."""
@@ -92,11 +94,11 @@ class Client:
             cycle.transport.close()
         cycle.on_response()
         if cycle.flow.write_paused:
-            self._door.loop.call_later(_FLUSH_DEADLINE_S, self._abandon)
+            self._connection.loop.call_later(_FLUSH_DEADLINE_S, self._abandon)
 
     def _send(self, data: bytes) -> None:
         if not self._unsent:
-            self._door.loop.call_soon(self._flush)
+            self._connection.loop.call_soon(self._flush)
         self._unsent.append(data)
 
     def _flush(self) -> None:
@@ -106,37 +108,12 @@ class Client:
 
     def _abandon(self) -> None:
         """It has not read its answer, nor asked for anything else."""
-        if self._door.cycle is self._cycle and self._cycle.flow.write_paused:
+        if self._connection.cycle is self._cycle and self._cycle.flow.write_paused:
             self._cycle.transport.abort()
 
 
 def client_of(scope: Scope) -> Client:
-    """Of a request that came in through a Door."""
+    """Of a request that came in through a ClientConnection."""
     client = scope[_KEY]
     assert isinstance(client, Client)
     return client
-
-
-class HotRoutes:
-    """An ASGI application: POSTs on a few paths. `failed` answers what is raised there."""
-
-    def __init__(
-        self,
-        routes: Mapping[str, Callable[[Request], Awaitable[Response]]],
-        failed: Callable[[Request, Exception], Awaitable[Response]],
-    ) -> None:
-        self._routes = dict(routes)
-        self._failed = failed
-
-    def has(self, scope: Scope) -> bool:
-        """Whether a request is for one of them."""
-        return scope["type"] == "http" and scope["path"] in self._routes and scope["method"] == "POST"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one that is."""
-        request = Request(scope, receive)
-        try:
-            answer = await self._routes[scope["path"]](request)
-        except Exception as why:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
-            answer = await self._failed(request, why)
-        await answer(scope, receive, send)

@@ -1,0 +1,178 @@
+"""A place on a decode node for each decode leg: at once where there is room, else in turn, with its KV kept meanwhile.
+
+KV that nobody reads is held for a lease. While a leg waits here it has no reader, so the router renews the lease in its
+place. Who waits too long is refused, unless its client has the first token already: then it goes where the least is
+lacking, and the node's own queue is the lesser evil.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from router.chores import Chores
+from router.doors import Doors
+from router.legs import Legs
+from router.metrics import Metrics
+from router.policies.policy import Ask
+from router.pool import Lease, Node, Pool
+from router.room import RoomQueue, Waiter, has_room
+from wire.config import Role
+from wire.errors import KvNotLoaded, KvrelayError, Overloaded
+
+__all__ = ["ROOM_DEADLINE_S", "Binding", "Wish"]
+
+ROOM_DEADLINE_S = 30.0
+"""So long a leg waits for room."""
+_LOOK_S = 0.1
+"""Room is also looked for this often; most of it is told by legs that end."""
+_RENEWALS = 4.0
+"""Within a lease."""
+_RENEW_S = 1.0
+"""Where the node does not say how long its leases are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a decode leg wants. `peer` has its KV under the id `held`; None: it computes its prompt itself."""
+
+    ask: Ask
+    tried: Collection[Node]
+    peer: Node | None
+    held: str | None
+    is_new: bool
+    """Nothing of its answer is there: nodes whose operator wants no prompts computed on them are left alone."""
+    begun: Callable[[], bool]
+    """Whether the client has a part of the answer."""
+    until: float
+    """Monotonic second at which it has waited long enough."""
+
+
+class Binding:
+    """One for all walks of a router."""
+
+    def __init__(self, pool: Pool, doors: Doors, legs: Legs, chores: Chores, metrics: Metrics) -> None:
+        self._pool, self._doors, self._legs = pool, doors, legs
+        self._chores, self._metrics = chores, metrics
+        self._queue = RoomQueue()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @contextlib.asynccontextmanager
+    async def place(self, wish: Wish) -> AsyncIterator[tuple[Lease, bool]]:
+        """A place for the length of the block, and whether the KV can be fetched there; else it is computed.
+
+        Raises NoNode, Overloaded, KvNotLoaded."""
+        lease, fetches = await self._placed(wish)
+        try:
+            yield lease, fetches
+        finally:
+            self._pool.give_back(lease)
+            self._turn()
+
+    def computing(self, ask: Ask, tried: Collection[Node] = ()) -> list[Node]:
+        """Decode nodes that may compute this prompt. Raises NoNode, Overloaded."""
+        nodes = self._doors.takers(ask, tried, time.monotonic(), computes=True)
+        able = [node for node in nodes if node.kv is None or node.kv.computes_prompts]
+        if not able:
+            raise self._pool.no_node(Role.PREFILL, ask.model)
+        return able
+
+    def _able(self, wish: Wish) -> tuple[Sequence[Node], bool]:
+        """The nodes that may take the leg now, whatever room they have, and whether they fetch its KV."""
+        now = time.monotonic()
+        if wish.peer is None:
+            if wish.is_new:
+                return self.computing(wish.ask, wish.tried), False
+            return self._doors.takers(wish.ask, wish.tried, now, computes=True), False
+        nodes = self._doors.takers(wish.ask, wish.tried, now)
+        able = self._doors.paired(nodes, wish.peer, now)
+        if able:
+            return able, True
+        able = [node for node in nodes if node.kv is None or node.kv.computes_prompts]
+        if not able:
+            raise KvNotLoaded.because("Incompatible", self._doors.with_partner([wish.peer], nodes)[1])
+        return able, False
+
+    async def _placed(self, wish: Wish) -> tuple[Lease, bool]:
+        if not self._queue:
+            with contextlib.suppress(Overloaded):
+                able, fetches = self._able(wish)
+                roomy = [node for node in able if has_room(node, wish.ask)]
+                if roomy:
+                    return self._pool.hold(wish.ask, roomy), fetches
+        waiting = _Waiting(self, wish)
+        waiter = Waiter(wish.ask, waiting.candidates, waiting.grant)
+        self._queue.add(waiter)
+        self._turn()
+        if waiting.placed.done():
+            return waiting.placed.result()
+        outcome = "gone"
+        try:
+            placed = await self._waited(wish, waiting)
+            outcome = "late" if placed is None else "room"
+        except KvrelayError:
+            outcome = "failed"
+            raise
+        finally:
+            self._metrics.room_waits.labels(outcome).inc()
+            self._queue.drop(waiter)
+            if outcome != "room" and waiting.placed.done() and waiting.placed.exception() is None:
+                self._pool.give_back(waiting.placed.result()[0])
+        return placed or self._late(wish)
+
+    async def _waited(self, wish: Wish, waiting: _Waiting) -> tuple[Lease, bool] | None:
+        """In turn, with the KV kept meanwhile; None if it has taken too long."""
+        every_s = _RENEW_S
+        if wish.peer is not None and wish.peer.kv is not None and wish.peer.kv.lease_s:
+            every_s = wish.peer.kv.lease_s / _RENEWALS
+        renew_at = time.monotonic() + every_s
+        while (now := time.monotonic()) < wish.until:
+            if wish.peer is not None and wish.held is not None and now >= renew_at:
+                renew_at = now + every_s
+                self._chores.spawn(self._legs.renew(wish.peer, [wish.held]))
+            done, _ = await asyncio.wait((waiting.placed,), timeout=min(_LOOK_S, wish.until - now))
+            if done:
+                return waiting.placed.result()
+            self._turn()
+        return None
+
+    def _late(self, wish: Wish) -> tuple[Lease, bool]:
+        able, fetches = self._able(wish)
+        if not wish.begun():
+            raise Overloaded(f"no decode node had room for the request within {ROOM_DEADLINE_S:g} s; try again later")
+        return self._pool.hold(wish.ask, sorted(able, key=lambda node: -node.kv_room)[:1]), fetches
+
+    def _turn(self) -> None:
+        if self._queue:
+            self._queue.turn(self._pool.up(Role.DECODE))
+        self._metrics.waiting_for_room.set(len(self._queue))
+
+
+class _Waiting:
+    """One wish in the queue, until it has a place or can have none."""
+
+    def __init__(self, binding: Binding, wish: Wish) -> None:
+        self.placed: asyncio.Future[tuple[Lease, bool]] = asyncio.get_running_loop().create_future()
+        self._binding, self._wish = binding, wish
+        self._fetches = False
+
+    def candidates(self) -> Sequence[Node]:
+        """See Waiter. While all nodes rest there are none; what else is wrong ends the waiting."""
+        try:
+            able, self._fetches = self._binding._able(self._wish)
+            return () if self.placed.done() else able
+        except Overloaded:
+            return ()
+        except KvrelayError as why:
+            if not self.placed.done():
+                self.placed.set_exception(why)
+            return ()
+
+    def grant(self, nodes: Sequence[Node]) -> None:
+        """See Waiter."""
+        self.placed.set_result((self._binding._pool.hold(self._wish.ask, nodes), self._fetches))

@@ -1,0 +1,32 @@
+"""What all walks of a router share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.binding import Binding
+from router.chores import Chores
+from router.doors import Doors
+from router.legs import Legs
+from router.metrics import Metrics
+from router.pool import Pool
+from router.retries import RetryBudget
+
+__all__ = ["Means"]
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Made once, when the router starts."""
+
+    pool: Pool
+    doors: Doors
+    binding: Binding
+    legs: Legs
+    chores: Chores
+    metrics: Metrics
+    retries: RetryBudget
+    attempts: int
+    """On how many nodes a leg is tried."""
+    deadline_s: float
+    """Of a request, from its arrival."""

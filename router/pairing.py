@@ -1,0 +1,109 @@
+"""Which prefill node's KV which decode node can take: what both report of themselves, and what lately went wrong
+between them. Pure: `now` is an argument.
+
+A node that reports nothing of its KV (another project's) can talk with all: its own handshake will tell. Which of the
+nodes that can talk is best is a question of cost (router/policies/).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from wire.transfer import KvFacts
+
+__all__ = ["AVOID_S", "PAIR_FAULTS", "FailedPairs", "Kinds", "unlike"]
+
+_SAME_HOST_PLANE = "direct"
+AVOID_S, AVOID_CAP_S = 5.0, 120.0
+PAIR_FAULTS = frozenset({"PeerLost", "Incompatible", "TransferTimeout", "TransferError"})
+"""Causes of a fetch that did not come which the pair is to blame for; a lease that ran out is not."""
+
+
+@functools.lru_cache(4096)
+def unlike(prefill: KvFacts | None, decode: KvFacts | None) -> str | None:
+    """None if the decode node can take the prefill node's KV, else one clause naming both values."""
+    if prefill is None or decode is None:
+        return None
+    difference = prefill.fingerprint.difference(decode.fingerprint)
+    if difference is not None:
+        return difference.replace(" here and ", " on the prefill node and ").replace(" there", " on the decode node")
+    shared = [plane for plane in prefill.planes if plane in decode.planes]
+    if not shared:
+        mine, theirs = (", ".join(facts.planes) or "none" for facts in (prefill, decode))
+        return f"data planes are {mine} on the prefill node and {theirs} on the decode node"
+    if not prefill.host or not decode.host or prefill.host == decode.host:
+        return None
+    where = f"the prefill node is on host {prefill.host} and the decode node on {decode.host}"
+    if shared == [_SAME_HOST_PLANE]:
+        return f"their only common data plane is {_SAME_HOST_PLANE}, which needs one host, and {where}"
+    if _is_loopback(prefill.address):
+        return f"the prefill node's control channel is at {prefill.address}, and {where}"
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+class Kinds:
+    """All that nodes have said of their KV. As long as any two of a model can talk, no choice needs to look."""
+
+    def __init__(self) -> None:
+        self.mixed = False
+        self._met: dict[str, set[KvFacts]] = {}
+
+    def meet(self, model: str, facts: KvFacts | None) -> None:
+        """A node that serves this model says this of itself."""
+        met = self._met.setdefault(model, set())
+        if facts is None or facts in met:
+            return
+        met.add(facts)
+        self.mixed = self.mixed or any(unlike(facts, other) or unlike(other, facts) for other in met)
+
+
+@dataclass(slots=True)
+class _Fault:
+    times: int
+    until: float
+    why: str
+
+
+class FailedPairs:
+    """Pairs between which KV did not come lately: avoided for a time that doubles until it comes again."""
+
+    def __init__(self) -> None:
+        self._faults: dict[tuple[str, str], _Fault] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._faults)
+
+    def failed(self, prefill: str, decode: str, cause: str, now: float, first_s: float = AVOID_S) -> None:
+        """The decode node says that the KV of the prefill node did not come. Nodes are named by generation or URL.
+
+        `first_s`: avoided for so long the first time."""
+        if cause not in PAIR_FAULTS:
+            return
+        times = 1 + (known.times if (known := self._faults.get((prefill, decode))) else 0)
+        self._faults[prefill, decode] = _Fault(
+            times, now + min(AVOID_CAP_S, first_s * 2.0 ** min(times - 1, 32)), cause
+        )
+        if len(self._faults) > 10_000:  # nodes that are long gone
+            self._faults = {pair: fault for pair, fault in self._faults.items() if fault.until > now}
+
+    def worked(self, prefill: str, decode: str) -> None:
+        """KV came."""
+        self._faults.pop((prefill, decode), None)
+
+    def avoided(self, prefill: str, decode: str, now: float) -> bool:
+        """Whether another decode node is to be preferred for this prefill node's KV."""
+        fault = self._faults.get((prefill, decode))
+        return fault is not None and now < fault.until
+
+    def now_avoided(self, now: float) -> list[tuple[str, str, str]]:
+        """Each such pair, and the cause."""
+        return [(*pair, fault.why) for pair, fault in self._faults.items() if now < fault.until]

@@ -1,0 +1,165 @@
+"""What a decode node answers that computes the prompt, too, as real processes: the same as two nodes do."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import Cluster, Process, free_port, running, tiny_model, wait_until
+
+pytestmark = pytest.mark.cluster
+
+PROMPT = [3 + i * i % 300 for i in range(70)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20)]
+    flags += ["--lease-s", "2.5", "--heartbeat-s", "0.3"]
+    with running(folder, prefill=1, decode=1, flags=flags) as ours:
+        yield ours
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster):
+    """A router whose only prefill node is not there."""
+    nobody = f"http://127.0.0.1:{free_port()}"
+    router = cluster.start("router", [f"--prefill={nobody}", f"--decode={cluster.of('decode')[0].url}"])
+    try:
+        wait_until(lambda: status(router) == "degraded", 60, "the decode node is up")
+        yield router
+    finally:
+        router.kill()
+        router.popen.wait(10)
+
+
+def status(router: Process) -> str:
+    try:
+        answer = httpx2.get(f"{router.url}/health", timeout=5)
+    except httpx2.HTTPError:
+        return ""
+    assert answer.status_code == (200 if answer.json()["status"] != "unavailable" else 503)
+    return str(answer.json()["status"])
+
+
+def ask(router: Process, fields: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+    """The answer's JSON bodies without what differs from one answer to the next."""
+    body = {"model": "tiny", "temperature": 0.9, "seed": 5, "max_tokens": 24, "ignore_eos": True} | fields
+    answer = httpx2.post(router.url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] or [answer.text]
+    bodies = [json.loads(line) for line in lines]
+    for each in bodies:
+        each.pop("id")
+        each.pop("created")
+    return bodies
+
+
+def text_of(bodies: list[dict[str, Any]]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for choice in (choice for body in bodies for choice in body["choices"]):
+        said = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+        texts[choice["index"]] = texts.get(choice["index"], "") + said
+    return texts
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"logprobs": 2},
+        {"n": 3},
+        {"n": 2, "stop": ["5", "e"], "ignore_eos": False},
+        {"max_tokens": 1},
+        {"prompt_logprobs": 1},
+        {"echo": True, "max_tokens": 0, "logprobs": 1},
+        {"min_tokens": 3, "ignore_eos": False},
+        {"presence_penalty": 1.0, "logit_bias": {"70": 4}},
+        {"guided_regex": "[0-9a-f]{10}", "ignore_eos": False},
+        {"prompt": ["one", "two words"]},
+    ],
+    ids=lambda fields: "-".join(fields) or "plain",
+)
+def test_a_whole_answer_is_equal(cluster: Cluster, alone: Process, fields: dict[str, Any]) -> None:
+    assert cluster.router is not None
+    fields = {"prompt": PROMPT} | fields | {"cache_salt": str(fields)}
+    both, one = ask(cluster.router, fields), ask(alone, fields)
+    for each in (*both, *one):
+        each["usage"].pop("prompt_tokens_details", None)  # the second finds what the first has left
+    assert both == one
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 2}], ids=["plain", "n", "logprobs"]
+)
+def test_a_stream_is_equal_and_the_first_chunk_has_the_role(
+    cluster: Cluster, alone: Process, fields: dict[str, Any]
+) -> None:
+    assert cluster.router is not None
+    fields = {
+        "messages": [{"role": "user", "content": "hello there"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **fields,
+    }
+    both, one = (ask(router, fields, "/v1/chat/completions") for router in (cluster.router, alone))
+    assert text_of(both) == text_of(one)
+    assert one[0]["choices"][0]["delta"]["role"] == "assistant"
+    for stream in (both, one):
+        assert stream[-1]["usage"]["completion_tokens"] == 24 * fields.get("n", 1)
+    logprobs = [
+        [
+            entry
+            for body in stream
+            for choice in body["choices"]
+            for entry in (choice.get("logprobs") or {}).get("content", [])
+        ]
+        for stream in (both, one)
+    ]
+    assert logprobs[0] == logprobs[1]
+
+
+def test_it_has_the_stages_of_one_node_and_is_counted_with_the_reason(cluster: Cluster, alone: Process) -> None:
+    before = alone.metric("kvrelay_router_local_prefills_total")
+    (answer,) = ask(alone, {"prompt": PROMPT, "include_metrics": True})
+    stages = answer["kvrelay"]
+    assert {"queue_ms", "prefill_ms", "decode_ms", "total_ms"} <= set(stages)
+    assert not {"transfer_ms", "announce_ms", "decode_queue_ms"} & set(stages)
+    # The router sees more than the node: the way there and back.
+    parts = sum(took for name, took in stages.items() if name in ("queue_ms", "prefill_ms", "decode_ms"))
+    assert 0 < parts <= stages["total_ms"] + 1.0
+    assert alone.metric("kvrelay_router_local_prefills_total") == before + 1
+    assert 'kvrelay_router_local_prefills_total{reason="no_prefill_node"}' in httpx2.get(f"{alone.url}/metrics").text
+    assert cluster.router is not None
+    assert cluster.router.metric("kvrelay_router_local_prefills_total") == 0
+    assert cluster.router.metric("kvrelay_router_disaggregated_total") > 0
+
+
+def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(cluster: Cluster) -> None:
+    (prefill,) = cluster.of("prefill")
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": asked, "cache_salt": "renewed"}
+    given = httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=60).json()["kv_transfer_params"]
+    until = time.monotonic() + 4.0  # more than a lease
+    with httpx2.Client(timeout=30) as client:
+        while time.monotonic() < until:
+            told = client.post(f"{prefill.url}/kv/renew", json={"request_ids": [given["remote_request_id"], "unknown"]})
+            assert told.status_code == 200
+            time.sleep(0.2)
+    free, total = prefill.free_blocks()
+    assert free < total
+    cluster.all_blocks_free(within_s=10)
+
+
+def test_nodes_tell_what_their_kv_is_like(cluster: Cluster) -> None:
+    facts = [(node.health() or {})["kv"] for node in cluster.nodes]
+    for kv in facts:
+        assert kv["fingerprint"]["kv_dtype"] == "float32"
+        assert kv["fingerprint"]["block_tokens"] == 16
+        assert "nixl" in kv["planes"]
+        assert (kv["lease_s"], kv["computes_prompts"], kv["address"]) == (2.5, True, "127.0.0.1")
+    assert facts[0] == facts[1]
