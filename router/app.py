@@ -44,7 +44,6 @@ from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
 from router.pairs import Meeting, Pairs
-from router.policies.by_name import POLICIES
 from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
@@ -73,7 +72,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self.config = config
-        policies = {Role.PREFILL: POLICIES[config.prefill_policy], Role.DECODE: POLICIES[config.decode_policy]}
+        policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.doors = Doors(self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
@@ -97,6 +96,7 @@ class Router:
             self.metrics,
             RetryBudget(),
             self.config.attempts,
+            self.config.conditional_disaggregation,
             self.config.request_deadline_s,
         )
         events = KvEvents(self.pool.prefixes, self.metrics.prefix)

@@ -8,9 +8,11 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
 from router.breaker import State
+from router.conditional import Reason
 from router.doors import Doors
 from router.pool import Node, Pool
 from router.prefix_metrics import PrefixMetrics
@@ -18,8 +20,8 @@ from router.timeline import Timeline
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
 
-LOCAL_REASONS = ("no_prefill_node", "incompatible")
-"""Why a prompt is computed on a decode node, whatever it costs there."""
+LOCAL_REASONS = ("no_prefill_node", "incompatible", Reason.CHEAPER.value)
+"""Why a prompt is computed on a decode node: the first two whatever it costs there."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
@@ -107,6 +109,7 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Breakers(pool, doors))
+        registry.register(_Choices(pool))
         self.meetings = Counter(
             "kvrelay_router_meetings",
             "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
@@ -148,6 +151,21 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+class _Choices(Collector):
+    """What the pool counts of its choices."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter."""
+        says = "Nodes chosen. prefix: whether the node was believed to have some of the prompt."
+        choices = CounterMetricFamily("kvrelay_router_choices", says, labels=["leg", "policy", "prefix"])
+        for (role, some), count in self._pool.choices.items():
+            choices.add_metric([role.value, self._pool.policies[role], "some" if some else "none"], count)
+        yield choices
+
+
 def _up(node: Node) -> float:
     return float(node.up)
 
@@ -156,7 +174,7 @@ def _depth(node: Node) -> float:
     return node.depth
 
 
-class _Breakers:
+class _Breakers(Collector):
     """Read when they are asked for: nodes come and go."""
 
     def __init__(self, pool: Pool, doors: Doors) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ import msgspec
 from router.credit import Credit, Reservation, blocks_of, likely_kv_tokens
 from router.members import Change, Members, NodeSpec, Source
 from router.pairing import Kinds
-from router.policies.cost import cost
-from router.policies.policy import Ask, NodeView, Policy
+from router.policies.by_name import POLICIES
+from router.policies.policy import Ask, NodeView
 from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
 from router.standing import Standing
@@ -176,9 +177,9 @@ class Pool:
         prefill: Sequence[str],
         decode: Sequence[str],
         rng: random.Random,
-        policies: Mapping[Role, Policy] = MappingProxyType({}),
+        policies: Mapping[Role, str] = MappingProxyType({}),
     ) -> None:
-        """`prefill` and `decode` are the static list of nodes, `policies` by role: cost where none is named.
+        """`prefill` and `decode` are the static list of nodes, `policies` their names by role: cost where none is.
 
         Raises RequestError for an address that is none.
         """
@@ -191,7 +192,9 @@ class Pool:
         self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
-        self._policies = policies
+        self.policies = {role: policies.get(role, "cost") for role in (Role.PREFILL, Role.DECODE)}
+        self.choices: Counter[tuple[Role, bool]] = Counter()
+        """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
         self.kinds = Kinds()
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
@@ -338,9 +341,7 @@ class Pool:
 
     def hold(self, ask: Ask, nodes: Sequence[Node]) -> Lease:
         """A place on one of these, until it is given back."""
-        if isinstance(ask.prefix, Prefix):
-            ask = self._with_cached(ask, ask.prefix)
-        node = self._policies.get(ask.role, cost)(ask, nodes, self._rng)
+        node, ask = self.choose(ask, nodes)
         self._turns += 1
         node.turn = self._turns
         lease = Lease(
@@ -349,11 +350,18 @@ class Pool:
             likely_kv_tokens(ask, node),
             cached_tokens=ask.cached.get(node.url, 0),
             company=node.requests,
-            expected_queue_ms=node.rates.queue_ms(node.tokens),
+            expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests),
         )
+        self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)
         lease.under_way.enter_context(self.prefixes.under_way(ask.prefix, node.url))
         return lease
+
+    def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
+        """The one of these that the policy chooses, and what it was told."""
+        if isinstance(ask.prefix, Prefix):
+            ask = self._with_cached(ask, ask.prefix)
+        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng), ask
 
     def give_back(self, lease: Lease) -> None:
         """The leg has ended; twice is as once."""
@@ -386,7 +394,7 @@ class Pool:
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
-            fleet = self._fleets.setdefault((node.role, report.model), NodeRates())
+            fleet = self._fleet(node.role, report.model)
             if node.rates.fleet is not fleet:
                 node.rates = NodeRates(fleet)
             node.rates.age(now)
@@ -399,6 +407,15 @@ class Pool:
             if not node.up:
                 node.up, node.since, node.reason = True, now, ""
                 _log.info("%s node %s is up", node.role, node.url)
+
+    def _fleet(self, role: Role, model: str) -> NodeRates:
+        """What the nodes of a role and model have in common."""
+        fleet = self._fleets.get((role, model))
+        if fleet is None:
+            fleet = self._fleets[role, model] = NodeRates()
+            if role is Role.DECODE:  # which seldom compute prompts
+                fleet.prefills_like(self._fleet(Role.PREFILL, model))
+        return fleet
 
     def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
         """The node has just said that it has loaded or unloaded an adapter."""

@@ -10,13 +10,16 @@ Outliers move an estimate by a bounded factor.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 __all__ = ["Curve", "NodeRates"]
 
 _KEPT = 0.9  # of the weight of older measurements, with each new one: about ten of them count
 _HALF_LIFE_S = 60.0
 _AGEING_INTERVAL_S = 5.0
-_PRIOR_WEIGHT = 1.0
+# A node's first measurement counts as much as its fleet's; a fleet's counts more than the prior.
+_FLEET_WEIGHT = 1.0
+_PRIOR_WEIGHT = 0.1
 # A measurement beyond this factor of a settled estimate counts as one at it: a pause of a node is no news of its speed,
 # and a true change gets through with a few measurements.
 _MOST_OFF = 4.0
@@ -31,8 +34,8 @@ _PREFILL_MS = (5.0, 0.04)
 _STEP_MS = (8.0, 0.1)
 _TRANSFER_MS = (2.0, 0.002)
 _OUTPUT_TOKENS = 200.0
-# Length of a prompt in a queue, for tokens of which nobody knows how they are divided.
-_TYPICAL_PROMPT = 1024
+# Length of a prompt, where nobody knows how tokens are divided.
+_TYPICAL = 1024
 
 
 class Curve:
@@ -41,7 +44,7 @@ class Curve:
     Class k holds sizes from 2**(bits * k) on. `parent` is the fleet's curve of the same shape.
     """
 
-    __slots__ = ("_bits", "_heights", "_knots", "_parent", "_prior", "_sums", "_weights", "measured")
+    __slots__ = ("_bits", "_heights", "_knots", "_parent", "_prior", "_sums", "_weights", "each", "least", "measured")
     _knots: list[float]
 
     def __init__(self, fixed_ms: float, ms_each: float, bits: int, parent: Curve | None = None) -> None:
@@ -54,6 +57,8 @@ class Curve:
         self._heights: list[float] | None = None  # at the knots; None: to be drawn anew
         self.measured = False
         """Whether anything was, ever."""
+        self.least, self.each = fixed_ms + ms_each, ms_each
+        """Of the smallest size, and for each one of a typical size."""
 
     def at(self, size: float) -> float:
         """The estimate in milliseconds; 0 for nothing."""
@@ -62,19 +67,22 @@ class Curve:
         if not self.measured and self._parent is not None:
             return self._parent.at(size)
         knots, heights = self._knots, self._heights or self._drawn()
-        # The knot at or above `size` is that of its class, or the next one.
-        above = min(int(size).bit_length() // self._bits, _CLASSES - 1) if size >= 1 else 0
-        while above and knots[above - 1] >= size:
-            above -= 1
-        while above < _CLASSES and knots[above] < size:
-            above += 1
+        above = bisect_left(knots, size)
         if above == _CLASSES:
             return heights[-1] * size / knots[-1]
         if not above:
             fixed_ms, ms_each = self._prior
             return heights[0] * (fixed_ms + ms_each * size) / (fixed_ms + ms_each * knots[0])
-        left, right = knots[above - 1], knots[above]
-        return heights[above - 1] + (heights[above] - heights[above - 1]) * (size - left) / (right - left)
+        left, low = knots[above - 1], heights[above - 1]
+        return low + (heights[above] - low) * (size - left) / (knots[above] - left)
+
+    def known(self) -> Curve:
+        """This curve, or that which stands for it, up to date."""
+        if not self.measured and self._parent is not None:
+            return self._parent.known()
+        if self._heights is None:
+            self._drawn()
+        return self
 
     def measure(self, size: float, ms: float) -> None:
         """So long it took. Sizes below 1 say nothing."""
@@ -105,10 +113,11 @@ class Curve:
         if not weight:
             return theirs
         expected = sum(count * ratio for count, ratio in zip(self._weights, theirs, strict=True))
-        typical = _PRIOR_WEIGHT * expected / weight
+        trust = _PRIOR_WEIGHT if self._parent is None else _FLEET_WEIGHT
+        typical = trust * expected / weight
         off = (sum(self._sums) + typical) / (expected + typical)
         return [
-            (total + _PRIOR_WEIGHT * off * ratio) / (count + _PRIOR_WEIGHT)
+            (total + trust * off * ratio) / (count + trust)
             for total, count, ratio in zip(self._sums, self._weights, theirs, strict=True)
         ]
 
@@ -120,6 +129,8 @@ class Curve:
             highest = max(highest, ratio * (fixed_ms + ms_each * knot))
             heights.append(highest)
         self._heights = heights
+        self.least = self.at(1)
+        self.each = self.at(_TYPICAL) / _TYPICAL
         return heights
 
 
@@ -142,15 +153,26 @@ class NodeRates:
         self._output = _OUTPUT_TOKENS
         self._aged_at_s: float | None = None
 
+    def prefills_like(self, other: NodeRates) -> None:
+        """Until a prompt was computed here, one takes as long as there."""
+        self._prefill = Curve(*_PREFILL_MS, 2, other._prefill)
+
+    @property
+    def measured(self) -> bool:
+        """Whether no estimate is a mere guess: of prompts, steps and transfers each was measured once at least."""
+        return all(curve.known().measured for curve in (self._prefill, self._step, self._transfer))
+
     # --- estimates -----------------------------------------------------------------------------------------------
 
     def prefill_ms(self, tokens: float) -> float:
         """To compute a prompt of which so many tokens are not cached."""
         return self._prefill.at(tokens)
 
-    def queue_ms(self, tokens: float) -> float:
-        """Until so many tokens are computed that are ahead in the queue."""
-        return self._wait_ratio * self._prefill.at(_TYPICAL_PROMPT) * tokens / _TYPICAL_PROMPT
+    def queue_ms(self, tokens: float, requests: int) -> float:
+        """Until so many tokens are computed that are ahead in the queue. A request that is there costs a little even if
+        nobody knows of tokens of it."""
+        known = self._prefill.known()
+        return self._wait_ratio * (known.each * tokens + known.least * requests)
 
     def step_ms(self, running: float) -> float:
         """One decode step with so many running requests."""
@@ -159,7 +181,7 @@ class NodeRates:
     def transfer_ms(self, peer: str, tokens: float) -> float:
         """What a request waits for the KV of so many tokens from `peer` beside its prefill; from any, if empty."""
         total, weight = self._peers.get(peer, (0.0, 0.0))
-        return self._transfer.at(tokens) * math.exp(total / (weight + _PRIOR_WEIGHT))
+        return self._transfer.at(tokens) * math.exp(total / (weight + _FLEET_WEIGHT))
 
     def output_tokens(self, limit: int = 0) -> float:
         """How long an answer will probably be that may have `limit` tokens (0: any number). Equal in a fleet."""
@@ -190,7 +212,7 @@ class NodeRates:
         """A request waited so long for KV of so many tokens from `peer`; empty: this node was the one read from."""
         if peer and tokens > 0 and ms > 0:
             total, weight = self._peers.pop(peer, (0.0, 0.0))
-            off, known = math.log(ms / self._transfer.at(tokens)), total / (weight + _PRIOR_WEIGHT)
+            off, known = math.log(ms / self._transfer.at(tokens)), total / (weight + _FLEET_WEIGHT)
             off = min(max(off, known - _MOST_OFF_LOG), known + _MOST_OFF_LOG)
             if len(self._peers) >= _MOST_PEERS:
                 del self._peers[next(iter(self._peers))]

@@ -443,6 +443,9 @@ class RouterConfig:
     """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
     decode_policy: str = "cost"
     """How a decode node is chosen: one of the same."""
+    conditional_disaggregation: bool = True
+    """Compute a short prompt on its decode node where that is faster by the measured costs. Without it decode nodes
+    compute prompts only where no prefill node can."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 

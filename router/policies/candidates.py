@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from heapq import nlargest
 
 from router.policies.policy import Ask, N
 
 __all__ = ["ALL", "looked_at"]
 
-ALL = 32
+ALL = 16
 """With no more nodes than these, all are looked at."""
-_AT_RANDOM = 12
+_AT_RANDOM = 8
 _HOLDERS = 4
 
 
@@ -30,11 +31,11 @@ def looked_at(ask: Ask, nodes: Sequence[N], rng: random.Random) -> Sequence[N]:
 
 
 def _holders(ask: Ask, nodes: Sequence[N], rng: random.Random) -> list[int]:
-    cached = ask.cached
-    having = [(cached[node.url], at) for at, node in enumerate(nodes) if node.url in cached]
-    if len(having) <= _HOLDERS:
-        return [at for _, at in having]
+    tokens = [ask.cached.get(node.url, 0) for node in nodes]
+    least = max(1, min(nlargest(_HOLDERS, tokens)))
+    holders = [at for at, each in enumerate(tokens) if each >= least]
+    if len(holders) <= _HOLDERS:
+        return holders
     # Many may have the same: a system prompt is everywhere. Then any of them will do.
-    least = sorted((tokens for tokens, _ in having), reverse=True)[_HOLDERS - 1]
-    more = [at for tokens, at in having if tokens > least]
-    return more + rng.sample([at for tokens, at in having if tokens == least], _HOLDERS - len(more))
+    more = [at for at in holders if tokens[at] > least]
+    return more + rng.sample([at for at in holders if tokens[at] == least], _HOLDERS - len(more))

@@ -42,7 +42,7 @@ class Ask:
 
     def uncached(self, node: NodeView) -> int:
         """Tokens that this node would have to compute."""
-        return max(0, self.tokens - self.cached.get(node.url, 0)) if self.cached else self.tokens
+        return max(0, self.tokens - self.cached.get(node.url, 0))
 
     def kv_needed(self, node: NodeView) -> int:
         """Tokens whose KV finds no place there yet."""

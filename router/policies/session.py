@@ -24,18 +24,11 @@ def session(ask: Ask, nodes: Sequence[N], rng: random.Random) -> N:
     """The session's first node whose queue is within the bound; without a session the shortest queue."""
     if not ask.session:
         return least_queue(ask, nodes, rng)
-    key = _hash(ask.session)
+    key = _hash(ask.session) | 1
     most = most_depth(nodes)
-    return max((node for node in nodes if node.depth <= most), key=lambda node: _mixed(_hash(node.url) ^ key))
+    return max((node for node in nodes if node.depth <= most), key=lambda node: (_hash(node.url) * key) & _ALL_BITS)
 
 
 @lru_cache(maxsize=1 << 16)
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
-
-
-def _mixed(value: int) -> int:
-    """The finalizer of SplitMix64: each bit of the result depends on all bits."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _ALL_BITS
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _ALL_BITS
-    return value ^ (value >> 31)

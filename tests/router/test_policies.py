@@ -147,7 +147,7 @@ def test_affinity_overloads_no_node_while_others_idle(name: str, nodes: int) -> 
     views = spread(name, nodes, 200, ask)
     if name == "cost":  # what the next one would wait is the same everywhere
         waits_ms = [prefill_ms(ask, view) for view in views]
-        assert max(waits_ms) - min(waits_ms) <= 2 * NodeRates().prefill_ms(ask.tokens)
+        assert max(waits_ms) <= 1.05 * min(waits_ms) + 2 * NodeRates().prefill_ms(ask.tokens)
         return
     depths = [view.depth for view in views]
     assert max(depths) <= most_depth(views) + 4
@@ -236,7 +236,7 @@ def test_cached_tokens_are_weighed_against_the_queue_in_milliseconds() -> None:
     assert cost(ask, [here, there], rng) is here
     here.requests, here.tokens = 3, 2_000
     assert cost(ask, [here, there], rng) is here
-    here.tokens = 5_000
+    here.tokens = 12_000
     assert cost(ask, [here, there], rng) is there
 
 

@@ -98,13 +98,13 @@ def test_pairs_are_told_apart_and_forgotten_pairs_are_few() -> None:
 
 def test_the_queue_is_corrected_by_what_was_waited() -> None:
     rates = NodeRates()
-    first = rates.queue_ms(5_000)
+    first = rates.queue_ms(5_000, 3)
     for _ in range(60):
-        rates.waited(rates.queue_ms(5_000), 3 * first)
-    assert 2.5 < rates.queue_ms(5_000) / first < 3.5
+        rates.waited(rates.queue_ms(5_000, 3), 3 * first)
+    assert 2.5 < rates.queue_ms(5_000, 3) / first < 3.5
     for _ in range(60):
         rates.waited(0.0, 1e9)  # nothing was expected: says nothing of speed
-    assert rates.queue_ms(5_000) < 3.5 * first
+    assert rates.queue_ms(5_000, 3) < 3.5 * first
 
 
 def test_answers_are_as_long_as_they_were_of_late_and_never_longer_than_allowed() -> None:

@@ -139,3 +139,15 @@ def test_fields_that_the_router_does_not_know_keep_their_bytes() -> None:
     out = prefill_body(parse_job(body, CHAT_PATH, "id", 0, 0))
     assert b'"big":123456789012345678901234567890' in out
     assert b'"text":"\\u00e9"' in out
+
+
+def test_the_session_is_the_headers_or_the_cache_key_or_the_user() -> None:
+    body = msgspec.json.encode({"model": "m", "messages": [], "user": "ann"})
+    assert parse_job(body, CHAT_PATH, "id", 0, 0, "s1").session == "s1"
+    assert parse(user="ann", prompt_cache_key="talk 7").session == "talk 7"
+    assert (parse(user="ann").session, parse().session) == ("ann", "")
+
+
+def test_the_priority_goes_along_and_is_known() -> None:
+    assert (parse(priority=-3).priority, parse().priority) == (-3, 0)
+    assert prefill(parse(priority=-3))["priority"] == -3

@@ -144,3 +144,41 @@ def test_legs_on_a_restarted_node_are_cut(pool: Pool) -> None:
     cuts, _context = cut_count(pool, pool.nodes[0])
     pool.report(pool.nodes[0], report(generation="g2"), 1.0, 1.0)
     assert (pool.nodes[0].up, cuts) == (True, ["cut"])
+
+
+def test_our_own_legs_count_at_once_and_their_tokens_until_they_answer(pool: Pool) -> None:
+    node = pool.nodes[0]
+    pool.report(node, report(load=Load(free_blocks=100, total_blocks=100, block_tokens=16)), 1.0, 1.0)
+    ask = Ask(Role.PREFILL, tokens=300, cached={node.url: 200})
+    with pool.lease(ask, [pool.nodes[1]]) as lease:
+        # Also what is cached: free blocks are what it is in.
+        assert (node.requests, node.tokens, node.kv_room) == (1, 100, 1600 - 19 * 16)
+        for _ in range(2):
+            node.answered(lease, 300)
+        assert (node.requests, node.tokens, node.kv_room) == (1, 0, 1600 - 19 * 16)
+        node.note_load(Load(running=1, free_blocks=81, total_blocks=100, block_tokens=16))
+        assert node.kv_room == 81 * 16
+        node.note_load(Load(free_blocks=100, total_blocks=100, block_tokens=16))
+    assert (node.requests, node.tokens, node.kv_room) == (0, 0, 1600)
+
+
+def test_a_role_has_the_policy_that_is_named_and_choices_are_counted() -> None:
+    pool = Pool(["http://p0", "http://p1"], [], random.Random(1), {Role.PREFILL: "round_robin"})
+    for node in pool.nodes:
+        pool.report(node, report(), 0.0, 0.1)
+    chosen = []
+    for _ in range(4):
+        with pool.lease(Ask(Role.PREFILL, tokens=10, cached={"http://p0": 5})) as lease:
+            chosen.append(lease.node.url[-2:])
+    assert chosen == ["p0", "p1", "p0", "p1"]
+    assert pool.choices == {(Role.PREFILL, True): 2, (Role.PREFILL, False): 2}
+
+
+def test_a_node_that_joins_is_as_fast_as_its_fleet_until_it_is_measured(pool: Pool) -> None:
+    first, second, decode = pool.nodes
+    for _ in range(10):
+        first.rates.prefilled(1_000, 9_000.0)
+    assert second.rates.prefill_ms(1_000) > 7_000
+    assert decode.rates.prefill_ms(1_000) > 7_000  # as long as it has computed none itself
+    decode.rates.prefilled(1_000, 20.0)
+    assert decode.rates.prefill_ms(1_000) < 7_000

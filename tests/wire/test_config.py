@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig, is_loopback
+from wire.config import EngineConfig, NodeConfig, RanksConfig, RouterConfig, TransferConfig, is_loopback
 from wire.errors import ConfigError
 
 
@@ -81,3 +81,8 @@ def test_ranks_elsewhere_must_know_their_place(given: dict[str, Any], said: str)
     with pytest.raises(ConfigError) as caught:
         RanksConfig(EngineConfig("m", **given), first_rank)
     assert said in caught.value.message
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"decode_policy must be one of cost, .* got 'fastest'"):
+        RouterConfig(decode_policy="fastest")

@@ -1,0 +1,56 @@
+"""Where a prompt is computed, by costs in milliseconds."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.conditional import MOST_STEPS, Reason, decide
+from router.policies.policy import Ask, NodeView
+from wire.config import Role
+
+
+def ask(tokens: int, **cached: int) -> Ask:
+    return Ask(Role.PREFILL, tokens=tokens, cached=cached)
+
+
+def test_a_short_uncached_rest_stays_on_an_idle_decode_node() -> None:
+    decision = decide(ask(2_000, d=1_980), NodeView("p"), NodeView("d"))
+    assert (decision.local, decision.reason) == (True, Reason.CHEAPER)
+    assert decision.local_ms < decision.handover_ms
+
+
+def test_what_the_prefill_node_has_in_its_cache_is_handed_over() -> None:
+    decision = decide(ask(600, p=600), NodeView("p"), NodeView("d"))
+    assert (decision.local, decision.reason) == (False, Reason.HANDOVER_CHEAPER)
+
+
+def test_running_streams_keep_a_prompt_away() -> None:
+    assert decide(ask(300), NodeView("p"), NodeView("d")).local
+    decision = decide(ask(300), NodeView("p"), NodeView("d", requests=20))
+    assert (decision.local, decision.reason) == (False, Reason.STREAMS_WAIT)
+
+
+def test_a_queue_before_the_prefill_node_keeps_short_prompts_on_the_decode_node() -> None:
+    assert decide(ask(300), NodeView("p", 4, 20_000), NodeView("d", requests=20)).local
+
+
+def test_without_room_a_prompt_goes_where_its_kv_can_wait() -> None:
+    decision = decide(ask(300), NodeView("p"), NodeView("d", kv_room=100))
+    assert (decision.local, decision.reason) == (False, Reason.NO_ROOM)
+
+
+nodes = st.builds(NodeView, st.just("n"), st.integers(0, 200), st.integers(0, 100_000), st.floats(0, 1e6))
+
+
+@given(st.integers(1, 200_000), nodes, nodes)
+@settings(max_examples=80, deadline=None)
+def test_a_long_prompt_never_stays_and_more_streams_or_tokens_never_bring_one_back(
+    tokens: int, prefill: NodeView, decode: NodeView
+) -> None:
+    decision = decide(ask(tokens), prefill, decode)
+    assert decision.local == (decision.reason is Reason.CHEAPER)
+    if decision.local:
+        assert decode.rates.prefill_ms(tokens) <= MOST_STEPS * decode.rates.step_ms(decode.requests + 1)
+        assert decision.local_ms < decision.handover_ms
+    busier = NodeView("n", decode.requests, decode.tokens + 50, decode.kv_room)
+    assert decide(ask(tokens), prefill, busier).local <= decision.local
+    assert not decide(ask(max(tokens, 50_000)), prefill, decode).local

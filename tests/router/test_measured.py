@@ -1,0 +1,53 @@
+"""What the last frame of a leg changes of its node's rates."""
+
+import pytest
+
+from router.measured import learn
+from router.pool import Lease, Node
+from wire.config import Role
+from wire.frames import Frame, FrameKind
+from wire.transfer import KvTransferParams
+
+
+@pytest.fixture
+def prefill() -> Node:
+    return Node("http://p", role=Role.PREFILL)
+
+
+@pytest.fixture
+def decode() -> Node:
+    return Node("http://d", role=Role.DECODE)
+
+
+def test_a_prefill_leg_tells_of_prefill_without_what_was_cached(prefill: Node) -> None:
+    params = KvTransferParams(prompt_token_ids=[7] * 1_000, cached_tokens=900)
+    frame = Frame(FrameKind.HANDOVER, params=params, timing={"queue": 0.0, "prefill": 800.0})
+    for _ in range(10):
+        learn(Lease(prefill, 1_000), frame, 1, None)
+    assert 600 < prefill.rates.prefill_ms(100) < 810
+    assert prefill.rates.prefill_ms(1_000) > 2_000
+
+
+def test_a_decode_leg_tells_of_steps_transfer_and_length(prefill: Node, decode: Node) -> None:
+    timing = {"transfer": 90.0, "exposed": 70.0, "decode_queue": 1.0, "first_step": 5.0, "decode": 5_000.0}
+    frame = Frame(FrameKind.END, timing=timing, usage=(1_000, 101, 0))
+    decode.requests = 8
+    for _ in range(10):
+        learn(Lease(decode, 0, company=8), frame, 101, prefill)
+    assert 40 < decode.rates.step_ms(8) < 51
+    assert 55 < decode.rates.transfer_ms("http://p", 1_000) < 80
+    assert 55 < prefill.rates.transfer_ms("", 1_000) < 80
+    assert 101 < decode.rates.output_tokens() < 170
+
+
+def test_a_leg_of_several_choices_and_a_short_one_say_nothing_of_steps(decode: Node) -> None:
+    frame = Frame(FrameKind.END, timing={"queue": 0.0, "prefill": 1.0, "decode": 5_000.0}, usage=(1_000, 2, 0))
+    before = decode.rates.step_ms(1)
+    for generated in (0, 2):
+        learn(Lease(decode, 0), frame, generated, None)
+    assert decode.rates.step_ms(1) == before
+
+
+def test_a_frame_without_timing_says_nothing(decode: Node) -> None:
+    learn(Lease(decode, 0), Frame(FrameKind.END, usage=(10, 10, 0)), 10, None)
+    assert not decode.rates._prefill.measured
