@@ -26,6 +26,7 @@ from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
 from wire.config import NodeConfig, RanksConfig, Role, RouterConfig, TransferConfig
 from wire.errors import ConfigError, KvrelayError
+from wire.key_config import KeyConfig
 
 __all__ = ["main", "run"]
 
@@ -66,7 +67,7 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object]) -> int:
     config = build(RouterConfig, values)
-    if not (config.prefill and config.decode) and not config.heartbeat_port:
+    if not (config.prefill and config.decode) and not (config.heartbeat_port or config.p2p_nccl_port):
         raise ConfigError(
             "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
             "announce themselves"
@@ -74,6 +75,8 @@ def _serving_router(values: dict[str, object]) -> int:
     check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
+    if config.p2p_nccl_port:
+        check_port(config.host, config.p2p_nccl_port)
     _log_to_stderr()
     from router.server import run as run_router
 
@@ -184,11 +187,12 @@ def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parame
 def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     """The flag of a setting. Its value stays text: merge() converts it, as it does that of a file."""
     flag = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}" if setting.kind is bool else setting.flag
-    kind = bool if setting.kind is bool else list[str] if setting.kind == tuple[str, ...] else str
+    several = setting.kind == tuple[str, ...] or setting.item is not None
+    kind = bool if setting.kind is bool else list[str] if several else str
     option = typer.Option(
         flag,
         help=setting.help,
-        metavar=_TEXT_METAVARS.get(setting.name) or (None if kind is bool else _METAVARS[setting.kind]),
+        metavar=_TEXT_METAVARS.get(setting.name) or (None if kind is bool else _METAVARS.get(setting.kind, "JSON")),
         envvar=env,
         show_default=_shown(setting),
         rich_help_panel=f"{setting.group} settings",
@@ -249,7 +253,17 @@ _add(
     "Answer a file of requests (OpenAI's batch format), by a running server or by an engine started for it.",
     NodeConfig,
     _running_batch,
-    ("role", "router", "host", "port", "api_key", "max_body_bytes", *settings_of(TransferConfig)),
+    (
+        "role",
+        "router",
+        "host",
+        "port",
+        "api_key",
+        "max_body_bytes",
+        "kv_events",
+        "kv_events_port",
+        *settings_of(TransferConfig),
+    ),
     {},
     (
         _typed(
@@ -274,6 +288,18 @@ def _chat(
     from kvrelay.chat import Endpoint, chat
 
     return chat(Endpoint(url.rstrip("/").removesuffix("/v1"), api_key), Console(highlight=False, soft_wrap=True))
+
+
+@app.command("key")
+def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
+    """Draw an API key for the router, and print it once with what its configuration needs of it: not the key."""
+    from router.keys import draw_key, hash_of
+
+    key = draw_key()
+    checked = KeyConfig(name, hash_of(key))
+    typer.echo(f"{key}\n\n# for the router's --config file; add limits here\nkeys:")
+    typer.echo(f'  - name: "{checked.name}"\n    sha256: "{checked.sha256}"')
+    return 0
 
 
 @app.command("doctor")

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import json
 import textwrap
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -38,7 +39,8 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in _KINDS."""
+    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in _KINDS, or a tuple of
+    a config type: then a file has a list of mappings, and a flag one of them as JSON."""
 
     name: str
     kind: Any
@@ -54,6 +56,12 @@ class Setting:
     def flag(self) -> str:
         """The spelling on the command line, for example --max-model-len."""
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def item(self) -> type | None:
+        """The config type of which it holds any number."""
+        first = typing.get_args(self.kind)[:1]
+        return typing.cast(type, first[0]) if first and dataclasses.is_dataclass(first[0]) else None
 
 
 def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
@@ -92,6 +100,8 @@ def convert(setting: Setting, raw: object, source: str) -> object:
 
     Raises ConfigError naming the key, the value and the expected type.
     """
+    if setting.item is not None:
+        return _items(setting.item, raw, source)
     value = _converted(setting.kind, raw)
     if value is None:
         quotes = "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
@@ -119,8 +129,31 @@ def _converted(kind: object, raw: object) -> object | None:
     return tuple(items) if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items) else None
 
 
+def _items(config: type, raw: object, source: str) -> tuple[object, ...]:
+    """Values of a config type, from a list of mappings or of JSON objects."""
+    if not isinstance(raw, (list, tuple)):
+        raise ConfigError(f"{source} must be a list of mappings, got a {type(raw).__name__}")
+    known = settings_of(config)
+    found: list[object] = []
+    for at, item in enumerate(raw):
+        where = f"{source}[{at}]"
+        if isinstance(item, str):
+            try:
+                item = json.loads(item)
+            except ValueError:
+                raise ConfigError(f"{where} must be a JSON object; its text is not JSON") from None
+        if not isinstance(item, dict):
+            raise ConfigError(f"{where} must be a mapping, got a {type(item).__name__}")
+        values = _mapping(item, known, where)
+        missing = [name for name, each in known.items() if each.default is dataclasses.MISSING and name not in values]
+        if missing:
+            raise ConfigError(f"{where}: {' and '.join(missing)} missing")
+        found.append(build(config, values))
+    return tuple(found)
+
+
 def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
-    """The settings in a flat YAML file; keys may be written kebab-case or snake_case.
+    """The settings in a YAML file; keys may be written kebab-case or snake_case.
 
     Raises ConfigError if it cannot be read, at an unknown key (naming the nearest), a key given twice, a wrong type.
     """
@@ -138,14 +171,18 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
         if content is None:
             return {}
         raise ConfigError(f"config file {path} must hold `key: value` lines, got a {type(content).__name__}")
+    return _mapping(content, known, path)
+
+
+def _mapping(content: Mapping[object, object], known: Mapping[str, Setting], source: str) -> dict[str, object]:
     values: dict[str, object] = {}
     for key, raw in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"{path}: unknown key {str(key)!r}{nearest(name, known)}")
+            raise ConfigError(f"{source}: unknown key {str(key)!r}{nearest(name, known)}")
         if name in values:
-            raise ConfigError(f"{path}: key {name} is given twice")
-        values[name] = convert(known[name], raw, f"{path}: {key}")
+            raise ConfigError(f"{source}: key {name} is given twice")
+        values[name] = convert(known[name], raw, f"{source}: {key}")
     return values
 
 
@@ -186,7 +223,11 @@ def flags_of(config: object, skip: Collection[str] = ()) -> list[str]:
         elif isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            for item in value if isinstance(value, tuple) else (value,):
+            for item in map(_flag_text, value if isinstance(value, tuple) else (value,)):
                 # With `=`, so that a value which starts with a dash stays a value.
                 flags.append(f"{flag}={item}")
     return flags
+
+
+def _flag_text(value: object) -> object:
+    return json.dumps(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]

@@ -39,6 +39,8 @@ _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 # Every token is compared with every stop string; these bounds keep that below a microsecond for what people send.
 _MAX_STOP_STRINGS = 64
 _MAX_STOP_CHARS = 1024
+# Far above any conversation; each is rendered by a template.
+_MAX_MESSAGES = 16384
 # What the server itself gives to a chat template.
 _TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _MAX_PRIORITY = 2**31 - 1
@@ -268,6 +270,10 @@ def _check_common(request: SamplingFields) -> None:
 
 
 def _check_messages(request: ChatRequest) -> None:
+    if len(request.messages) > _MAX_MESSAGES:
+        raise RequestError(
+            f"messages holds {len(request.messages)} messages; the limit is {_MAX_MESSAGES}", param="messages"
+        )
     for i, message in enumerate(request.messages):
         if not message.role:
             raise RequestError(f"messages[{i}].role must not be empty", param=f"messages[{i}].role")

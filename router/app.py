@@ -6,10 +6,8 @@ Owns nothing that outlives the process's event loop except through its lifespan.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import random
-import re
 import secrets
 import time
 import uuid
@@ -33,24 +31,32 @@ from router.admin import add_admin_routes
 from router.binding import Binding
 from router.chores import Chores
 from router.doors import Doors
+from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
+from router.gate import Gate, Targets, Turn
 from router.handoff import Walk
 from router.health import watching
 from router.heartbeats import hearing
-from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of
+from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of, with_priority
 from router.joined_walk import JoinedWalk
+from router.keys import Caller, Keyring
 from router.kv_events import KvEvents
 from router.legs import Legs
 from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
 from router.pairs import Meeting, Pairs
-from router.pool import Pool
+from router.policies.policy import Ask
+from router.pool import NodeKind, Pool
 from router.questions import ask_any
+from router.rate_limits import KeyLimits
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.retries import RetryBudget
 from router.state import health_of
 from router.timeline import Timeline
+from router.vllm.legs import VllmLegs
+from router.vllm.pings import hearing_pings
+from router.vllm.walk import VllmWalk
 from router.warm_up import warming
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
@@ -61,8 +67,8 @@ _SHUTDOWN_DEADLINE_S = 5.0
 _MAX_ADMIN_BYTES = 1 << 16
 _ADMIN_READ_S = 10.0
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
-_TRACE_HEADERS = ("traceparent", "tracestate")
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_BODY_DEADLINE_S = 60.0
+_CALLER = "kvrelay.caller"  # key of the ASGI scope
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -76,11 +82,14 @@ class Router:
         self.pool = Pool(config.prefill, config.decode, rng, policies)
         self.doors = Doors(self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
+        self.keyring = Keyring(config.api_key, config.keys)
         self.pairs = Pairs()
-        self.metrics = Metrics(self.pool, self.doors)
+        self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
+        self.gate = Gate(config, self.pool, KeyLimits(), self.metrics.admission)
         self.chores = Chores()
         self._legs: Legs | None = None
         self._means: Means | None = None
+        self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
 
     @asynccontextmanager
@@ -100,18 +109,22 @@ class Router:
             self.config.request_deadline_s,
         )
         events = KvEvents(self.pool.prefixes, self.metrics.prefix)
+        self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
             config = self.config
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 warming(self.pool, self.pairs, legs, self._met),
+                hearing_pings(self.pool, config.host, config.p2p_nccl_port),
             ):
                 yield
         finally:
+            await self.gate.close()
             await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
+            await vllm_legs.close()
 
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
@@ -120,7 +133,7 @@ class Router:
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
-        path, timeline = request.url.path, Timeline(time.monotonic())
+        path, timeline, caller = request.url.path, Timeline(time.monotonic()), _caller(request)
         request.state.job_id = self._new_id(request)
         try:
             body, dialect = speak(await self._body(request))
@@ -129,31 +142,47 @@ class Router:
                 request.state.job_id = self._new_id(request)
             session = request.headers.get(SESSION_HEADER, "")
             job = parse_job(body, leg_path, request.state.job_id, int(time.time()), secrets.randbits(53), session)
+            caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
-            parts = parts_of(job)
+            job = with_priority(job, caller.check_priority(job.asked_priority))
+            walk = self._walk(job, {"x-request-id": job.id, **sane_trace(request.headers.get)}, timeline)
+            turn = self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
-            _log.info("id=%s path=%s status=%d error=%r", request.state.job_id, path, why.status, why.message)
+            told = (request.state.job_id, path, why.status, caller.name, shown_error(why))
+            _log.info("id=%s path=%s status=%d key=%s error=%s", *told)
             raise
         except ClientDisconnect:
             self.metrics.finished(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        trace = {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
-        headers = {"x-request-id": job.id, **trace}
-
-        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            assert self._means is not None
-            return Walk(part, headers, its, self._means, reply)
-
-        several = len(parts) > 1
-        walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
+        turn.placed = lambda: (walk.timeline.sent is not None, not walk.nodes[1].startswith("-"))
         self._live.add(job.id)
         self.metrics.running.inc()
-        return Relay(
-            walk, self.config.request_deadline_s, lambda status, why: self._finished(walk, path, status, why), dialect
-        )
+
+        def finished(status: int, why: KvrelayError | None) -> None:
+            sent = walk.timeline.sent is not None
+            self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
+            self._finished(walk, turn, path, status, why)
+
+        return Relay(walk, turn, self.config.request_deadline_s, finished, dialect)
+
+    def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline) -> Walk | JoinedWalk | VllmWalk:
+        """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
+        means, vllm_legs = self._means, self._vllm_legs
+        assert means is not None
+        assert vllm_legs is not None
+        kind = self.pool.kind_for(Ask(Role.PREFILL, job.model, job.prompt_tokens))
+        if kind is not NodeKind.KVRELAY:
+            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
+            return VllmWalk(job, kind, headers, timeline, self.pool, vllm_legs, self.metrics, attempts, deadline_s)
+
+        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
+            return Walk(part, headers, its, means, reply)
+
+        parts = parts_of(job)
+        return JoinedWalk(job, parts, timeline.arrived, walk_of) if len(parts) > 1 else walk_of(job, timeline)
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
@@ -185,56 +214,69 @@ class Router:
     async def tell_adapters(self, request: Request) -> Response:
         """Load or unload an adapter on all nodes. Raises KvrelayError."""
         assert self._legs is not None
-        body = await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
+        _caller(request).check_admin()
+        body = await self._body(request)
         said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
         return Response(said, media_type="application/json")
 
     def _new_id(self, request: Request) -> str:
         """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
         wanted = request.headers.get("x-request-id", "")
-        return wanted if _SANE_ID.fullmatch(wanted) and wanted not in self._live else uuid.uuid4().hex
+        return wanted if sane_id(wanted) and wanted not in self._live else uuid.uuid4().hex
 
     async def _body(self, request: Request) -> bytes:
-        return await _read_body(request, self.config.max_body_bytes, self.config.request_deadline_s)
+        body = await _read_body(
+            request, self.config.max_body_bytes, min(_BODY_DEADLINE_S, self.config.request_deadline_s)
+        )
+        check_depth(body)
+        return body
 
-    def _finished(self, walk: Walk | JoinedWalk, path: str, status: int, why: KvrelayError | None) -> None:
+    def _finished(
+        self, walk: Walk | JoinedWalk | VllmWalk, turn: Turn, path: str, status: int, why: KvrelayError | None
+    ) -> None:
         self._live.discard(walk.job.id)
         timeline, (prefill, decode) = walk.timeline, walk.nodes
         timeline.ended = time.monotonic()
         self.metrics.running.dec()
         self.metrics.finished(path, status, timeline, walk.output_tokens)
         _log.info(
-            "id=%s path=%s status=%d prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
+            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
             walk.job.id,
             path,
             status,
+            turn.caller.name,
             "-" if walk.prompt_tokens is None else walk.prompt_tokens,
             walk.output_tokens,
             prefill,
             decode,
             timeline.line(),
             "yes" if status == CLIENT_GONE else "no",
-            "" if why is None else f" error={why.message!r}",
+            "" if why is None else f" error={shown_error(why)}",
         )
 
 
 class _KeyGate:
-    """Lets only requests with the API key through to the guarded paths."""
+    """Lets only requests with a known API key through to the guarded paths."""
 
-    def __init__(self, app: ASGIApp, key: str, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._wanted = key.encode()
+        self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(GUARDED):
-            given = given_key(Headers(scope=scope).get)
-            if not hmac.compare_digest(given.encode(), self._wanted):
-                error = Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer <key>`")
+            try:
+                scope[_CALLER] = self._keyring.caller(given_key(Headers(scope=scope).get))
+            except Unauthorized as error:
                 self._metrics.finished(scope["path"] if scope["path"] in _PATHS else "other", error.status)
                 await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.scope[_CALLER]
+    return caller
 
 
 def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAPI:
@@ -251,8 +293,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
     app.add_exception_handler(KvrelayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_crash)
-    if config.api_key:
-        app.add_middleware(_KeyGate, key=config.api_key, metrics=router.metrics)
+    app.add_middleware(_KeyGate, keyring=router.keyring, metrics=router.metrics)
 
     @app.post(CHAT_PATH, response_model=None)
     @app.post(COMPLETIONS_PATH, response_model=None)
@@ -269,11 +310,13 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
         return await router.tell_adapters(request)
 
     @app.get("/v1/models", response_model=None)
-    async def models() -> Response:
-        return _json({"object": "list", "data": router.models.cards()})
+    async def models(request: Request) -> Response:
+        cards = [card for card in router.models.cards() if _caller(request).may(str(card["id"]))]
+        return _json({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}", response_model=None)
-    async def model(name: str) -> Response:
+    async def model(request: Request, name: str) -> Response:
+        _caller(request).check_model(name)
         router.models.named(name)
         return _json(next(card for card in router.models.cards() if card["id"] == name))
 
@@ -307,7 +350,7 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
                 if len(body) > limit_bytes:
                     raise too_large
     except TimeoutError as why:
-        raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s") from why
+        raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s; send it faster") from why
     return bytes(body)
 
 

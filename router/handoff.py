@@ -29,7 +29,7 @@ from router.legs import LegFailed, Refused
 from router.means import Means
 from router.measured import learn
 from router.policies.policy import Ask
-from router.pool import Lease, Node
+from router.pool import Lease, Node, NodeKind
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
@@ -131,7 +131,7 @@ class Walk:
         """Whether the whole request goes to one decode node. Raises NoNode if it can go nowhere at all."""
         pool, doors, model = self._pool, self._doors, self.job.model
         ask, now = prefill_ask(self.job, self._prefix), time.monotonic()
-        decode = pool.up(Role.DECODE, model=model)
+        decode = pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)
         if not decode:
             raise pool.no_node(Role.DECODE, model)
         try:
@@ -196,7 +196,9 @@ class Walk:
             nodes, self._first = self._first, []
             if not nodes:
                 nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
-                nodes, _ = self._doors.with_partner(nodes, self._pool.up(Role.DECODE, model=self.job.model))
+                nodes, _ = self._doors.with_partner(
+                    nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
+                )
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
@@ -215,11 +217,8 @@ class Walk:
                         raise
                     failure = why
             tries.nodes.append(lease.node)
-            if self._decoding is not None:
-                # It computes the prompt itself, if it must.
-                self._metrics.failovers.labels("prefill").inc()
-                return True
-            if not self.progress.start_over():
+            if self._decoding is not None or not self.progress.start_over():
+                # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
                 return True
             if self._goes_local_instead(ask, tries, failure):

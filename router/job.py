@@ -26,6 +26,7 @@ __all__ = [
     "parts_of",
     "prefill_body",
     "prefix_of",
+    "with_priority",
 ]
 
 CHAT_PATH = "/v1/chat/completions"
@@ -35,10 +36,10 @@ SESSION_HEADER = "x-session-id"
 _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
+_MAX_MODEL_CHARS = 256
 # A client that could set these could point a node at an address.
-_HANDOVER_FIELDS = {"kv_transfer_params"} | {
-    name for name in KvTransferParams.__struct_fields__ if name.startswith(("remote_", "do_remote_"))
-}
+_HANDOVER_FIELD = "kv_transfer_params"
+_HANDOVER_FIELDS = ("remote_", "do_remote_")
 
 # What beside the prompt itself decides its tokens, or the name of their KV.
 _CONTEXT_FIELDS = (
@@ -118,6 +119,11 @@ class Job:
     """What the requests of one conversation, or else of one user, have in common."""
 
     @property
+    def asked_priority(self) -> int | None:
+        """What the client gave; None: nothing."""
+        return None if bytes(self.fields.get("priority", b"null")).strip() == b"null" else self.priority
+
+    @property
     def prompt_field(self) -> str:
         """The field that holds the prompt."""
         return "messages" if self.path == CHAT_PATH else "prompt"
@@ -165,12 +171,19 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
     Raises RequestError.
     """
     fields = _decode(body, dict[str, msgspec.Raw])
-    for name in sorted(_HANDOVER_FIELDS & fields.keys()):
+    for name in fields:
+        if name != _HANDOVER_FIELD and not name.startswith(_HANDOVER_FIELDS):
+            continue
         if bytes(fields[name]).strip() != b"null":
             raise RequestError(f"{name} is set by the router and refused from clients; leave it out", param=name)
     asked = _decode(body, _Asked)
     if not asked.model:
         raise RequestError("model is missing; GET /v1/models lists the names", param="model")
+    if len(asked.model) > _MAX_MODEL_CHARS:
+        raise RequestError(
+            f"model has {len(asked.model)} characters, and the limit is {_MAX_MODEL_CHARS}; GET /v1/models lists names",
+            param="model",
+        )
     limit_field = "max_tokens"
     if path == CHAT_PATH and asked.max_completion_tokens is not None:
         limit_field = "max_completion_tokens"
@@ -200,6 +213,13 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         priority=asked.priority or 0,
         session=session or asked.prompt_cache_key or asked.user or "",
     )
+
+
+def with_priority(job: Job, priority: int) -> Job:
+    """The job with the priority that it gets, for the nodes too."""
+    if priority == job.priority:
+        return job
+    return replace(job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())})
 
 
 def prefix_of(job: Job) -> Prefix:

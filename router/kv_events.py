@@ -106,6 +106,7 @@ class _Source:
         self._metrics = metrics
         self._expected = 0
         self._retry_at = 0.0
+        self._failure = ""
         self._replay: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
@@ -207,8 +208,10 @@ class _Source:
             why = f"the replay failed: {error}"
         self._replay = None
         self._metrics.replays.labels("failed" if why else "ok").inc()
+        again, self._failure = why == self._failure, why
         if why:
-            _log.warning("node %s: KV events: %s; choosing by what was sent there", self._url, why)
+            level = logging.DEBUG if again else logging.WARNING
+            _log.log(level, "node %s: KV events: %s; choosing by what was sent there", self._url, why)
             self._retry_at = time.monotonic() + RETRY_S
             self._index.doubt(self._url)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
+from router.admission_metrics import AdmissionMetrics
 from router.breaker import State
 from router.conditional import Reason
 from router.doors import Doors
@@ -32,8 +33,10 @@ _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 class Metrics:
     """All metrics of one router. All times are taken by the router's one clock."""
 
-    def __init__(self, pool: Pool, doors: Doors) -> None:
+    def __init__(self, pool: Pool, doors: Doors, keys: Iterable[str]) -> None:
+        """`keys`: the names of the API keys."""
         self.registry = registry = CollectorRegistry()
+        self.admission = AdmissionMetrics(registry, keys)
         self.requests = Counter(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
@@ -73,6 +76,7 @@ class Metrics:
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
+        registry.register(_Choices(pool))
         self.disaggregated = Counter(
             "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node.", registry=registry
         )
@@ -109,7 +113,6 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Breakers(pool, doors))
-        registry.register(_Choices(pool))
         self.meetings = Counter(
             "kvrelay_router_meetings",
             "Pairs of nodes asked to hand a block over before a request needs them to, by how it went.",
@@ -117,6 +120,12 @@ class Metrics:
             registry=registry,
         )
         self.prefix = PrefixMetrics(registry, pool.prefixes)
+        self.undivided = Counter(
+            "kvrelay_router_undivided",
+            "Requests that a vLLM decode node did alone, its prompt too, by why.",
+            ["why"],
+            registry=registry,
+        )
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
 

@@ -14,8 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Dialect, openai_error
 from openai_api.sse import error_event
+from router.gate import Turn
 from router.handoff import Walk
 from router.joined_walk import JoinedWalk
+from router.vllm.walk import VllmWalk
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
@@ -38,7 +40,7 @@ def error_response(
     shape: Callable[[int, ErrorBody], bytes] = openai_error,
 ) -> Response:
     """The answer to an error, its body made by `shape`."""
-    every = dict(headers or {})
+    every = {**(headers or {}), **why.headers}
     if why.retry_after_s is not None:
         every["retry-after"] = str(why.retry_after_s)
     return Response(shape(why.status, why.body()), why.status, every, "application/json")
@@ -53,13 +55,19 @@ class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
     def __init__(
-        self, walk: Walk | JoinedWalk, deadline_s: float, finished: Finished, dialect: Dialect = AS_IS
+        self,
+        walk: Walk | JoinedWalk | VllmWalk,
+        turn: Turn,
+        deadline_s: float,
+        finished: Finished,
+        dialect: Dialect = AS_IS,
     ) -> None:
         super().__init__()
         self._dialect = dialect
         self._walk = walk
+        self._turn = turn
         self._reply = walk.reply
-        self._extra = id_headers(walk.job.id)
+        self._extra = id_headers(walk.job.id) | turn.headers
         self._deadline_s = deadline_s
         self._finished = finished
         self._left = False  # the client went away before the end
@@ -94,6 +102,7 @@ class Relay(Response):
         """The walk; whatever comes of it closes the reply."""
         failure: KvrelayError | None = None
         try:
+            await self._turn.begun()
             await self._walk.run()
         except KvrelayError as why:
             failure = why

@@ -10,6 +10,8 @@ import uvicorn
 import uvloop
 
 from router.app import create_app
+from router.connections import connections
+from router.tls import check_certificate
 from wire.config import RouterConfig
 
 __all__ = ["make_server", "run", "serve"]
@@ -20,20 +22,23 @@ _KEEP_CONNECTION_S = 75
 
 
 def make_server(config: RouterConfig) -> uvicorn.Server:
-    """A server that is not yet started; its `started` and `should_exit` are uvicorn's."""
+    """A server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError."""
+    check_certificate(config)
     return uvicorn.Server(
         uvicorn.Config(
             create_app(config),
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http="httptools",
+            http=connections(config.max_connections),
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_CONNECTION_S,
             timeout_graceful_shutdown=_DRAIN_S,
+            ssl_certfile=config.tls_cert or None,
+            ssl_keyfile=config.tls_key or None,
         )
     )
 

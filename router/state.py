@@ -17,10 +17,11 @@ _MOST_SHOWN = 20
 
 
 def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
-    """One node: what it is, who names it, and what runs there."""
+    """One node: what it is, who names it, what runs there, and whether it is known what it holds (`kv_events`)."""
     return {
         "url": node.url,
         "role": node.role,
+        "kind": node.kind,
         "up": node.up,
         "for_s": round(now - node.since, 3) if node.since else None,
         "reason": node.reason,
@@ -30,6 +31,7 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
         "sources": pool.members.sources(node.url) if node.wanted else [],
         "legs": len(node.leases),
         "held_blocks": node.held_blocks,
+        "kv_events": pool.prefixes.trusts(node.url),
         "queue_depth": round(node.depth, 3),
         "load": msgspec.structs.asdict(node.load),
         "breakers": {leg: standing.breaker.facts(now) for leg, standing in node.standing.items()},

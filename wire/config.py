@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from wire.errors import ConfigError
+from wire.key_config import KeyConfig
 
 __all__ = [
     "MAX_URL_CHARS",
@@ -422,7 +423,9 @@ class RouterConfig:
     port: int = 8000
     """Port to listen on."""
     api_key: str = ""
-    """If set, clients must send `Authorization: Bearer <api_key>`."""
+    """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
+    keys: tuple[KeyConfig, ...] = ()
+    """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
     node_api_key: str = ""
     """Sent to the nodes."""
     admin_key: str = ""
@@ -437,6 +440,22 @@ class RouterConfig:
     """Time between two health checks of a node."""
     health_deadline_s: float = 2.0
     """A health check must be answered within this time."""
+    max_queue: int = 1000
+    """Requests that wait while all nodes are busy, for each model; more are refused with 429."""
+    ttft_target_ms: float = 0.0
+    """Requests whose first token would come later than this are refused at once, with 429; 0 refuses none. Clients may
+    send their own as x-slo-ttft-ms."""
+    tpot_target_ms: float = 0.0
+    """Requests wait while one more would make a token take longer than this; 0 is no target. Clients may send a
+    stricter one as x-slo-tpot-ms."""
+    max_connections: int = 16384
+    """Connections of clients at once; more are refused with 503."""
+    tls_cert: str = ""
+    """A PEM file with the router's certificate and its chain: it then serves https."""
+    tls_key: str = ""
+    """The PEM file with the certificate's private key, if that is a file of its own."""
+    tls_ca: str = ""
+    """A PEM file with the authorities to trust for https:// nodes; empty takes the system's."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
     prefill_policy: str = "cost"
@@ -446,11 +465,16 @@ class RouterConfig:
     conditional_disaggregation: bool = True
     """Compute a short prompt on its decode node where that is faster by the measured costs. Without it decode nodes
     compute prompts only where no prefill node can."""
+    p2p_nccl_port: int = 0
+    """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
+        _require(
+            0 <= self.p2p_nccl_port < 65536, f"p2p_nccl_port must be between 0 and 65535, got {self.p2p_nccl_port}"
+        )
         _positive(
             self,
             "max_body_bytes",
@@ -459,7 +483,9 @@ class RouterConfig:
             "health_interval_s",
             "health_deadline_s",
             "attempts",
+            "max_connections",
         )
+        self._check_entry()
         for role in ("prefill", "decode"):
             name = getattr(self, f"{role}_policy")
             _require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
@@ -491,3 +517,13 @@ class RouterConfig:
         for name, equals, model in pairs:
             _require(bool(name and equals and model), f"alias {name + equals + model!r} must be name=model")
         return {name: model for name, _, model in pairs}
+
+    def _check_entry(self) -> None:
+        for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} must not be negative, got {value}")
+        _require(bool(self.tls_cert) or not self.tls_key, "tls_key needs tls_cert, the certificate that it belongs to")
+        for field_name in ("name", "sha256"):
+            values = [getattr(key, field_name) for key in self.keys]
+            twice = sorted({key.name for key in self.keys if values.count(getattr(key, field_name)) > 1})
+            _require(not twice, f"keys have the same {field_name}: {', '.join(twice)}; give each its own")

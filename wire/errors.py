@@ -4,6 +4,7 @@ KvrelayError 500
 +-- ConfigError                 a flag, a file or a model folder is wrong; the process exits with 2
 +-- RequestError 400            the client's request is wrong; never counted against a node
 |   +-- Unauthorized 401
+|   +-- Forbidden 403           the API key may not do this
 |   +-- NotFound 404            unknown model or route
 |   +-- RequestTimeout 408      the body did not arrive in time
 |   +-- BodyTooLarge 413
@@ -12,6 +13,7 @@ KvrelayError 500
 |   +-- EngineDead 503          the engine process of this node has ended
 |   +-- Draining 503            this node takes nothing new
 |   +-- Overloaded 429          a queue is full
+|   +-- RateLimited 429         a limit of the API key
 +-- NodeFailed 502              a node broke after it had been chosen
 +-- KvNotLoaded 502             a decode node could not get the KV, and its operator wants no recomputation
 +-- DeadlineExceeded 504
@@ -24,6 +26,8 @@ KvrelayError 500
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 __all__ = [
@@ -33,6 +37,7 @@ __all__ = [
     "Draining",
     "EngineDead",
     "ErrorBody",
+    "Forbidden",
     "Incompatible",
     "KvNotLoaded",
     "KvrelayError",
@@ -42,6 +47,7 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PeerLost",
+    "RateLimited",
     "RequestError",
     "RequestTimeout",
     "TransferError",
@@ -67,6 +73,8 @@ class KvrelayError(Exception):
     type = "internal_error"
     code: str | None = None
     retry_after_s: int | None = None
+    headers: Mapping[str, str] = {}
+    """More headers of its answer."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -101,6 +109,13 @@ class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """The API key is right, and may not do this."""
+
+    status = 403
+    type = "permission_error"
 
 
 class NotFound(RequestError):
@@ -150,6 +165,14 @@ class Overloaded(Unavailable):
 
     status = 429
     type = "overloaded_error"
+
+
+class RateLimited(Unavailable):
+    """A limit of the API key."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class NodeFailed(KvrelayError):

@@ -1,4 +1,4 @@
-"""What modules share: a cluster of the embedded model; an environment for client libraries that want other versions."""
+"""What modules share: a cluster of the embedded model, and an environment for clients that want other libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clients(repository: Path) -> Path:
     requirements = Path(__file__).parents[1] / "clients" / "requirements.txt"
     folder = repository / ".venv-clients"
     stamp, wanted = folder / "installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
-    with folder.with_suffix(".lock").open("w") as door:
+    with requirements.open() as door:
         fcntl.flock(door, fcntl.LOCK_EX)  # tests may run in several processes
         if not stamp.exists() or stamp.read_text() != wanted:
             create = [sys.executable, "-m", "venv", "--clear", str(folder)]

@@ -21,7 +21,7 @@ import msgspec
 
 from wire.outputs import Load
 
-START_DEADLINE_S = 90.0
+START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
 EMBEDDED_KEY = "token-abc123"  # wants the router of the cluster that modules share (conftest.py)
 
 TINY = {

@@ -23,7 +23,7 @@ MAX_TOKENS = 8
 def test_alone_in_a_batch_and_disaggregated_give_the_same_tokens(embedded: Cluster) -> None:
     model = str(embedded_model())
     tokenizer = Tokenizer.load(model)
-    prompts = varied_prompts(tokenizer, 6, longest=300)
+    prompts = varied_prompts(tokenizer, 5, longest=250)
     engine = Engine(EngineConfig(model=model, device="cpu", kv_cache_memory=256 << 20))
     alone, batch = (
         [

@@ -41,6 +41,6 @@ def test_ci_runs_the_test_command_of_the_readme(repository: Path) -> None:
     assert "make test" in readme
 
 
-def test_the_setup_script_and_ci_parse(repository: Path) -> None:
-    for script in (".ci/run", "scripts/setup.sh"):
+def test_scripts_parse(repository: Path) -> None:
+    for script in (".ci/run", "scripts/setup.sh", "scripts/test.sh"):
         subprocess.run(["bash", "-n", script], cwd=repository, check=True, timeout=10)

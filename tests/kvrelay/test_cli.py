@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from kvrelay import cli
+from router.keys import hash_of
 from wire.config import NodeConfig, Role, RouterConfig
+from wire.key_config import KeyConfig
 
 PEERS = ("--prefill", "http://a", "--decode", "http://b")
 
@@ -120,6 +123,18 @@ def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("up", "prefill", "decode", "serve", "router", "chat"))
+
+
+def test_a_key_is_printed_with_the_configuration_that_knows_it(
+    tmp_path: Path, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["key", "alice"]) == 0
+    key, _, config = capsys.readouterr().out.partition("\n")
+    file = tmp_path / "router.yaml"
+    file.write_text(config)
+    assert cli.run(["router", *PEERS, "--config", str(file)]) == 0
+    assert served[0].keys == (KeyConfig("alice", hash_of(key)),)
+    assert cli.run(["key", "a b"]) == 2
 
 
 def test_a_failure_of_the_server_is_exit_code_1(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from node import ranks as rank_processes
+from wire.config import EngineConfig
+from wire.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
 from tiny_adapters import make_adapter
@@ -74,15 +79,22 @@ def alone(tiny, repository) -> dict[str, Any]:
     return result(start([sys.executable, str(SCRIPT)], {"model": str(tiny)}, repository))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_share_adapters(ranks, tiny, alone, repository, tmp_path):
-    lora = [f"{name}={make_adapter(tmp_path / name, tiny, seed=seed)}" for seed, name in enumerate(("one", "two"))]
+@pytest.fixture(scope="module")
+def with_adapters(tiny, repository, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An engine's config with two adapters, and what it gives without ranks."""
+    folder = tmp_path_factory.mktemp("adapters")
+    lora = [f"{name}={make_adapter(folder / name, tiny, seed=seed)}" for seed, name in enumerate(("one", "two"))]
     config = {"model": str(tiny), "lora": lora}
-    with_adapters = result(start([sys.executable, str(SCRIPT)], config, repository))
-    assert with_adapters["logprobs"]["r0"] == pytest.approx(alone["logprobs"]["r0"], abs=1e-4)
-    assert with_adapters["tokens"][2] != alone["tokens"][2]
+    return config, result(start([sys.executable, str(SCRIPT)], config, repository))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_adapters(ranks, with_adapters, alone, repository):
+    config, given = with_adapters
+    assert given["logprobs"]["r0"] == pytest.approx(alone["logprobs"]["r0"], abs=1e-4)
+    assert given["tokens"][2] != alone["tokens"][2]
     shared = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel": ranks}, repository))
-    assert equal(shared, with_adapters)
+    assert equal(shared, given)
 
 
 def test_ranks_load_an_adapter_at_run_time(tiny, repository, tmp_path):
@@ -141,19 +153,19 @@ def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
         ({"tensor_parallel_address": "127.0.0.1:{taken}"}, "port {taken} is taken; choose another one"),
     ],
 )
-def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, tiny, repository):
+def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, tiny, monkeypatch):
+    monkeypatch.setattr(rank_processes, "_start", lambda place: pytest.fail(f"rank {place.rank} is started"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         taken = str(listener.getsockname()[1])
-        config = {"model": str(tiny), "tensor_parallel": 2} | settings
-        if "tensor_parallel_address" in settings:
-            config["tensor_parallel_address"] = settings["tensor_parallel_address"].replace("{taken}", taken)
-        child = start([sys.executable, str(SCRIPT)], config, repository)
-        _, err = child.communicate(timeout=60)
-    assert child.returncode == 1
-    assert words.replace("{taken}", taken) in err
-    assert "rank 1" not in err
+        settings = {
+            name: value.replace("{taken}", taken) if isinstance(value, str) else value
+            for name, value in settings.items()
+        }
+        config = EngineConfig(**{"model": str(tiny), "device": "cpu", "tensor_parallel": 2} | settings)
+        with pytest.raises(ConfigError, match=re.escape(words.replace("{taken}", taken))):
+            rank_processes.join_as_rank_0(config)
 
 
 @pytest.mark.parametrize(

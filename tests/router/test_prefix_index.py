@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import Counter
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.held_blocks import HeldBlocks
+from router.job import CHAT_PATH, parse_job, prefix_of
+from router.policies.policy import Ask
+from router.pool import HealthReport, Pool
 from router.prefix_index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from router.text_tree import EDGE_BYTES, TextTree
+from wire.config import Role
 from wire.hashes import extend
 from wire.outputs import PromptBlocks
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda chunks: array("q", chunks))
 BLOCK = 16
+unhurried = settings(deadline=None, max_examples=60)
 
 
 def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:
@@ -26,6 +33,7 @@ def depth_of(steps: list[tuple[int, int]], node: int) -> int:
     return max((depth for depth, marks in steps if marks >> node & 1), default=0)
 
 
+@unhurried
 @given(st.lists(st.tuples(texts, st.integers(0, 3), st.booleans()), max_size=40), texts)
 def test_the_tree_knows_how_much_of_a_text_each_node_was_sent(
     legs: list[tuple[array[int], int, bool]], asked: array[int]
@@ -51,6 +59,7 @@ def test_the_tree_knows_how_much_of_a_text_each_node_was_sent(
     assert tree.steps(tree.path(asked))[1] == []
 
 
+@unhurried
 @given(st.lists(texts, min_size=1, max_size=12), texts)
 def test_blocks_of_a_shared_beginning_are_those_of_the_texts_that_share_it(
     sent: list[array[int]], asked: array[int]
@@ -76,6 +85,7 @@ def test_blocks_of_a_shared_beginning_are_those_of_the_texts_that_share_it(
     assert tree.known_keys(tree.path(asked))[0] == truth(asked[:shared])
 
 
+@unhurried
 @given(st.lists(st.tuples(texts, st.integers(0, 3)), max_size=40), st.integers(1, 6))
 def test_the_tree_stays_in_its_limit_and_forgets_the_oldest(legs: list[tuple[array[int], int]], edges: int) -> None:
     limit = edges * (EDGE_BYTES + 8 * 8)
@@ -97,6 +107,7 @@ def test_a_template_that_changes_its_tokens_replaces_what_was_learned() -> None:
     assert tree.known_keys(tree.path(chunks))[0] == tomorrow
 
 
+@unhurried
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.lists(st.integers(0, 9), max_size=4)), max_size=40),
     st.lists(st.integers(0, 9), max_size=8),
@@ -239,12 +250,10 @@ def test_a_very_long_prompt_is_looked_at_in_part() -> None:
     assert len(keys) == tokens // BLOCK // 2
 
 
-@settings(max_examples=20)
-@given(st.integers(1, 200))
-def test_numbers_of_nodes_that_are_gone_are_used_again(restarts: int) -> None:
+def test_numbers_of_nodes_that_are_gone_are_used_again() -> None:
     index = PrefixIndex()
     keys = list(range(50))
-    for at in range(restarts):
+    for at in range(200):
         index.trust("a")
         index.stored("a", keys)
         asked(index, SYSTEM, "a")
@@ -253,3 +262,35 @@ def test_numbers_of_nodes_that_are_gone_are_used_again(restarts: int) -> None:
         assert index.lookup(asked(index, SYSTEM)).get("a") == 0
     assert len(index.blocks) <= 53
     assert index._next <= 2 * 64 + 2
+
+
+def chat(messages: list[dict[str, str]], **more: object) -> Prefix:
+    body = msgspec.json.encode({"model": "m", "messages": messages, **more})
+    return prefix_of(parse_job(body, CHAT_PATH, "id", 0, 0))
+
+
+def test_a_conversation_that_goes_on_keeps_its_beginning() -> None:
+    turn = [{"role": "user", "content": SYSTEM}]
+    one, two = chat(turn), chat([*turn, {"role": "assistant", "content": "yes"}], temperature=0.5, seed=3, stream=True)
+    assert common(one.chunks, two.chunks) >= len(one.chunks) - 2
+    for other in (chat(turn, tools=[{"type": "function"}]), chat(turn, cache_salt="s"), chat(turn, model="n")):
+        assert common(one.chunks, other.chunks) == 0
+
+
+def test_a_lease_says_what_its_node_is_believed_to_have() -> None:
+    pool = Pool(["http://p1", "http://p2"], [], random.Random(1), {Role.PREFILL: "prefix"})
+    for at, node in enumerate(pool.nodes):
+        pool.report(node, HealthReport(Role.PREFILL, "m", generation=f"g{at}"), 0.0, 0.0)
+    text = Prefix.of(1, SYSTEM.encode())
+    ask = Ask(Role.PREFILL, tokens=1, prefix=text)
+    with pool.lease(ask) as first:
+        assert first.cached_tokens == 0
+        assert first.tokens == len(SYSTEM) // 4
+    for _ in range(4):
+        with pool.lease(ask) as again:
+            assert again.node is first.node
+            assert again.cached_tokens > 0.9 * len(SYSTEM) / 4
+            assert again.tokens == len(SYSTEM) // 4 - again.cached_tokens
+    pool.report(first.node, HealthReport(Role.PREFILL, "m", generation="restarted"), 0.0, 0.0)
+    with pool.lease(ask) as after:
+        assert after.cached_tokens == 0

@@ -30,6 +30,7 @@ from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind, pack
 from wire.outputs import Finish, Load, TokenLogprobs
 from wire.transfer import ChoiceSoFar, KvTransferParams
 
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
 
 
@@ -66,13 +67,13 @@ async def cut_at_once(call: Call) -> None:
 async def test_a_request_walks_through_both_legs(stream: bool) -> None:
     p, d = prefill(), decode()
     async with cluster(p, d, node_api_key="nodes") as c:
-        headers = {"x-request-id": "my.id-1", "traceparent": "00-aa-bb-01", "tracestate": "a=1"}
+        headers = {"x-request-id": "my.id-1", "traceparent": TRACE, "tracestate": "a=1"}
         text = await c.text({"stream": stream, "max_tokens": 9}, headers=headers)
         assert text == (STREAMED if stream else WHOLE.decode())
         (first,), (second,) = p.calls, d.calls
         for call in (first, second):
             assert call.headers["x-request-id"] == "my.id-1"
-            assert (call.headers["traceparent"], call.headers["tracestate"]) == ("00-aa-bb-01", "a=1")
+            assert (call.headers["traceparent"], call.headers["tracestate"]) == (TRACE, "a=1")
             assert call.headers["authorization"] == "Bearer nodes"
             assert call.headers["accept"] == FRAMES_MEDIA_TYPE
         assert first.params["client_max_tokens"] == 9

@@ -1,0 +1,159 @@
+"""A client's connection before there is a request: how many there may be, how large and how slow their heads.
+
+uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read differently (a length
+beside chunks, two lengths, folded or odd headers). What it lacks is here: bounds on a head's size and time, on
+connections that send nothing, and the end of a request whose client is gone while another one waits behind it on the
+same connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import TimerHandle
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from wire.errors import KvrelayError, RequestError, RequestTimeout, Unavailable
+
+__all__ = ["HEAD_DEADLINE_S", "Guarded", "connections"]
+
+HEAD_DEADLINE_S = 20.0
+"""From the beginning of a connection, or of a further request on it, until its headers are there."""
+_LINGER_S = 5.0
+"""A body that still comes when its request is answered is read for so long, that the answer is not lost."""
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_HEADERS = 128
+_MAX_URL_BYTES = 8 << 10
+_ANSWER = (
+    (b"content-type", b"application/json"),
+    (b"connection", b"close"),
+)
+
+
+class Guarded(HttpToolsProtocol):
+    """One connection. Subclasses may serve it otherwise; the limits stay."""
+
+    max_connections = 0
+    head_deadline_s = HEAD_DEADLINE_S
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: TimerHandle | None = None
+        self._head_bytes = 0
+        self._fed_bytes = 0
+        self._head_over = True
+        self._whole = True
+        self._wrong: KvrelayError | None = None
+        self._answering: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self._refuse(Unavailable(f"{self.max_connections} connections are open, and no more may be; try again"))
+            return
+        self._arm(self.head_deadline_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+        # uvicorn tells the newest request; the one that is being answered may be an older one.
+        answering, self._answering = self._answering, None
+        if answering is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._head_over:
+            # The parser tells of whole headers only. Counts the end of a body before them, too, hence the factor.
+            self._fed_bytes += len(data)
+            if self._fed_bytes > 2 * _MAX_HEAD_BYTES:
+                self._refuse(_too_large(f"the headers are longer than {_MAX_HEAD_BYTES} bytes", 431))
+        if self._timer is None and not self._busy():
+            self._arm(self.head_deadline_s)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = self._fed_bytes = 0
+        self._head_over = self._whole = False
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > _MAX_URL_BYTES:
+            self._wrong = _too_large(f"the URL is longer than {_MAX_URL_BYTES} bytes", 414)
+            raise ValueError(self._wrong.message)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._head_bytes += len(name) + len(value)
+        if len(self.headers) > _MAX_HEADERS or self._head_bytes > _MAX_HEAD_BYTES:
+            limits = f"the limits are {_MAX_HEADERS} headers and {_MAX_HEAD_BYTES} bytes"
+            self._wrong = _too_large(f"the request has too many or too long headers; {limits}", 431)
+            raise ValueError(self._wrong.message)
+
+    def on_headers_complete(self) -> None:
+        self._head_over = True
+        self._disarm()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._whole = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._whole and self._head_over and not self._busy():
+            self._arm(_LINGER_S)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._wrong or RequestError("this is no HTTP request that could be read one way only"))
+
+    def _busy(self) -> bool:
+        """A request is being answered, or the connection is at its end."""
+        return self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete)
+
+    def _refuse(self, why: KvrelayError) -> None:
+        self._disarm()
+        if self.transport.is_closing():
+            return
+        body = why.json()
+        headers = [*_ANSWER, (b"content-length", str(len(body)).encode())]
+        if why.retry_after_s is not None:
+            headers.append((b"retry-after", str(why.retry_after_s).encode()))
+        head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+        self.transport.write(STATUS_LINE[why.status] + head + b"\r\n" + body)
+        self.transport.close()
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if not self._head_over:
+            self._refuse(RequestTimeout(f"the headers did not arrive within {self.head_deadline_s:g} s"))
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+
+def _too_large(message: str, status: int) -> RequestError:
+    error = RequestError(f"{message}; send less")
+    error.status = status
+    return error
+
+
+def connections(
+    at_most: int, head_deadline_s: float = HEAD_DEADLINE_S, of: type[Guarded] = Guarded
+) -> type[HttpToolsProtocol]:
+    """Connections of this type with these limits, for uvicorn's Config as `http`."""
+    return type(of.__name__, (of,), {"max_connections": at_most, "head_deadline_s": head_deadline_s})

@@ -1,0 +1,81 @@
+"""What may enter the router: checks of a request's headers and bytes, before anything of it is understood. Pure.
+
+Owns what holds for every dialect. What fields mean is checked in router/job.py and on the nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Callable
+from itertools import accumulate
+
+from wire.errors import KvrelayError, RequestError
+
+__all__ = ["MAX_DEPTH", "check_depth", "sane_id", "sane_trace", "shown_error", "targets_of"]
+
+MAX_DEPTH = 128
+"""Levels of objects and lists in a body."""
+
+_TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
+_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_STATE = re.compile(r"[\x20-\x7e]{1,512}")
+# One that does not end is one, too: nothing is ever scanned twice.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
+_STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
+_MAX_TARGET_MS = 1e9
+_SHOWN_CHARS = 200
+_OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
+
+
+def check_depth(body: bytes) -> None:
+    """Raise RequestError if a JSON body nests deeper than MAX_DEPTH. One that is no JSON passes: its reader says so."""
+    # Nearly all bodies have fewer brackets than that: two scans at memory speed, and nothing more.
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return
+    brackets = _STRINGS.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
+    if max(accumulate(array("b", brackets)), default=0) > MAX_DEPTH:
+        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code="invalid_json")
+
+
+def targets_of(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:
+    """Targets in a request's headers: for its first token and for each further one, in seconds. Raises RequestError."""
+    return _target_s(_TTFT, header(_TTFT)), _target_s(_TPOT, header(_TPOT))
+
+
+def _target_s(name: str, value: str | None) -> float | None:
+    """The seconds that a header gives in milliseconds. Raises RequestError."""
+    if value is None:
+        return None
+    try:
+        target = float(value) if len(value) <= 20 else math.nan
+    except ValueError:
+        target = math.nan
+    if not 0 < target <= _MAX_TARGET_MS:  # also if it is no number
+        raise RequestError(f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name)
+    return target / 1e3
+
+
+def sane_id(value: str) -> bool:
+    """Whether a client's x-request-id may be the request's id, in logs and on the nodes."""
+    return _ID.fullmatch(value) is not None and _ADDRESS not in value
+
+
+def sane_trace(header: Callable[[str], str | None]) -> dict[str, str]:
+    """The headers that are passed on to nodes, W3C's traceparent and tracestate; no others, and none that is odd."""
+    parent, state = header("traceparent"), header("tracestate")
+    if parent is None or not _TRACE.fullmatch(parent):
+        return {}
+    return {"traceparent": parent} | ({"tracestate": state} if state and _STATE.fullmatch(state) else {})
+
+
+def shown_error(why: KvrelayError) -> str:
+    """An error for a log line. What is said of a client's mistake may repeat its words, so its kind alone is told."""
+    if 400 <= why.status < 500 and why.status not in _OWN_WORDS:
+        told = why.body()
+        return f"{told.type} param={(told.param or '-')[:_SHOWN_CHARS]!r} code={str(told.code or '-')[:_SHOWN_CHARS]!r}"
+    return repr(why.message[:_SHOWN_CHARS])

@@ -1,0 +1,194 @@
+"""Who waits for a turn, and in which order: by priority, then by fair shares between keys. Pure, and knows no time.
+
+Shares are start-time fair queueing (Goyal, Vin, Cheng 1996): each key has a virtual clock that runs by cost / weight as
+its requests begin, and the key whose clock is furthest behind is next. Over any time in which two keys both wait, what
+they began differs by no more than the costliest request of each, by weight; who was idle saves nothing up. Costs are
+estimates in tokens; `correct` puts the clock right when a request has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Ahead", "FairQueue", "Wish"]
+
+
+@dataclass(eq=False, slots=True)
+class Wish:
+    """A request that wants a turn. Times are seconds of one clock, counts are tokens."""
+
+    key: str
+    arrived: float
+    weight: float = 1.0
+    priority: int = 0
+    """As vLLM has it: the lower is served first."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, those that a prefill node is believed to have."""
+    output_tokens: int = 0
+    """Expected."""
+    model: str = ""
+    ttft_s: float | None = None
+    """Target for the first token, from `arrived`; None: there is none."""
+    tpot_s: float | None = None
+    """Target for each further token."""
+    deadline: float = float("inf")
+    begin_by: float = float("inf")
+    """When it must have begun for its deadline, and for its target as was known when it lined up."""
+    charged: float = 0.0
+    """Tokens by which its key's clock has run for it."""
+
+    @property
+    def uncached(self) -> int:
+        """Tokens of its prompt to compute."""
+        return max(0, self.prompt_tokens - self.cached_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """What its turn costs, and whose KV it needs room for in the end."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(eq=False, slots=True)
+class _Key:
+    clock: float = 0.0
+    """Virtual time at which its next request starts."""
+    waiting: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """Requests of one key and one priority, oldest first."""
+
+    wishes: dict[Wish, None] = field(default_factory=dict)
+    tokens: int = 0
+    uncached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What waits ahead of somebody: requests, their tokens, and those of their prompts that are to be computed."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    uncached: float = 0.0
+
+
+class FairQueue:
+    """Holds wishes, unbounded. All sizes are in requests."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, _Key] = {}
+        self._lines: dict[int, dict[str, _Line]] = {}
+        self._now = 0.0  # virtual
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Wish]:
+        return (wish for lines in self._lines.values() for line in lines.values() for wish in line.wishes)
+
+    def __contains__(self, wish: Wish) -> bool:
+        line = self._lines.get(wish.priority, {}).get(wish.key)
+        return line is not None and wish in line.wishes
+
+    def waiting(self, key: str) -> int:
+        """How many requests of a key wait."""
+        known = self._keys.get(key)
+        return known.waiting if known else 0
+
+    def push(self, wish: Wish) -> None:
+        """Let it wait behind those of its key that are as important."""
+        key = self._keys.setdefault(wish.key, _Key())
+        if not key.waiting:
+            key.clock = max(key.clock, self._now)
+        key.waiting += 1
+        line = self._lines.setdefault(wish.priority, {}).setdefault(wish.key, _Line())
+        line.wishes[wish] = None
+        line.tokens += wish.tokens
+        line.uncached += wish.uncached
+        self._length += 1
+
+    def remove(self, wish: Wish) -> None:
+        """It waits no more, and costs its key nothing. KeyError if it did not wait."""
+        lines = self._lines[wish.priority]
+        line = lines[wish.key]
+        del line.wishes[wish]
+        line.tokens -= wish.tokens
+        line.uncached -= wish.uncached
+        if not line.wishes:
+            del lines[wish.key]
+            if not lines:
+                del self._lines[wish.priority]
+        self._keys[wish.key].waiting -= 1
+        self._length -= 1
+
+    def first(self) -> Wish | None:
+        """Who is next: of the most important ones, the oldest of the key whose clock is furthest behind."""
+        if not self._lines:
+            return None
+        lines = self._lines[min(self._lines)]
+        key = min(lines, key=lambda name: self._keys[name].clock)
+        return next(iter(lines[key].wishes))
+
+    def begin(self, wish: Wish) -> None:
+        """Its turn has come, whether it waited or not: its key's clock runs on."""
+        waited = wish in self
+        if waited:
+            self.remove(wish)
+        key = self._keys.setdefault(wish.key, _Key())
+        start = key.clock if waited else max(key.clock, self._now)
+        self._now = max(self._now, start)
+        wish.charged = float(wish.tokens)
+        key.clock = start + wish.charged / wish.weight
+
+    def correct(self, wish: Wish, tokens: int) -> None:
+        """A request that began has cost so many tokens in fact."""
+        key = self._keys[wish.key]
+        # Cheaper than thought is no credit: the clock is not put back behind the time of all.
+        key.clock = max(key.clock + (tokens - wish.charged) / wish.weight, min(key.clock, self._now))
+        wish.charged = float(tokens)
+
+    def ahead(self, wish: Wish) -> Ahead:
+        """About what would begin before this newcomer does."""
+        requests = tokens = uncached = 0.0
+        key = self._keys.get(wish.key)
+        mine = self._lines.get(wish.priority, {}).get(wish.key)
+        starts = max(key.clock if key else 0.0, self._now) + (mine.tokens if mine else 0) / wish.weight
+        for priority, lines in self._lines.items():
+            if priority > wish.priority:
+                continue
+            for name, line in lines.items():
+                share = 1.0
+                if priority == wish.priority and name != wish.key:
+                    before = max(0.0, starts - self._keys[name].clock) * next(iter(line.wishes)).weight
+                    share = min(1.0, before / line.tokens) if line.tokens else 1.0
+                requests += share * len(line.wishes)
+                tokens += share * line.tokens
+                uncached += share * line.uncached
+        return Ahead(requests, tokens, uncached)
+
+    def displaced_by(self, wish: Wish) -> Wish | None:
+        """Who would have to leave for this newcomer if there were no room for both; None: the newcomer itself.
+
+        The newest of the least important ones, if they are less important; else, if they are as important, the newest
+        of the key that has most places by its weight, as long as it would still have more than the newcomer's key.
+        """
+        if not self._lines:
+            return None
+        worst = max(self._lines)
+        if worst < wish.priority:
+            return None
+        lines = self._lines[worst]
+        if worst > wish.priority:
+            return max((next(reversed(line.wishes)) for line in lines.values()), key=lambda each: each.arrived)
+
+        def places(name: str) -> float:
+            return self._keys[name].waiting / next(iter(lines[name].wishes)).weight
+
+        largest = max(lines, key=places)
+        if largest == wish.key or places(largest) <= (self.waiting(wish.key) + 1) / wish.weight:
+            return None
+        return next(reversed(lines[largest].wishes))

@@ -1,0 +1,280 @@
+"""Who begins, who waits, who is refused: against a model of a cluster that drains as its rates say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.admission import Admission, Arrival, Refusal
+from router.fair_queue import Wish
+from router.saturation import Freed, Nodes
+
+DECODE_S = 0.5
+
+
+@dataclass
+class FixedRates:
+    """Milliseconds."""
+
+    per_token: float = 1.0
+    step: float = 10.0
+    per_running: float = 1.0
+
+    def prefill_ms(self, tokens: float) -> float:
+        return tokens * self.per_token
+
+    def queue_ms(self, tokens: float, requests: int) -> float:
+        return tokens * self.per_token
+
+    def step_ms(self, running: float) -> float:
+        return self.step + running * self.per_running
+
+    def output_tokens(self, limit: int = 0) -> float:
+        return limit
+
+
+@dataclass
+class ModelNode:
+    requests: int = 0
+    tokens: int = 0
+    kv_room: float = math.inf
+    rates: FixedRates = field(default_factory=FixedRates)
+    url: str = "http://node"
+
+
+class ModelCluster:
+    """A prefill node and a decode node, as fluid as their rates; a router's admission in front of them."""
+
+    def __init__(self, max_queue: int, kv_tokens: int = 10**9) -> None:
+        self.admission = Admission(max_queue)
+        self.now = 0.0
+        self.kv_tokens = kv_tokens
+        self.prefilling: list[tuple[Wish, float]] = []  # (whose, tokens left)
+        self.decoding: list[tuple[Wish, float]] = []  # (whose, ends at)
+        self.refused: list[tuple[Wish, Refusal]] = []
+        self.begun: list[Wish] = []
+
+    @property
+    def nodes(self) -> Nodes:
+        left = sum(left for _, left in self.prefilling)
+        room = self.kv_tokens - sum(each.tokens for each, _ in [*self.prefilling, *self.decoding])
+        return Nodes(
+            [ModelNode(len(self.prefilling), math.ceil(left))], [ModelNode(len(self.decoding), kv_room=float(room))]
+        )
+
+    def ask(self, wish: Wish) -> Arrival:
+        arrival = self.admission.arrive(wish, self.nodes, self.now)
+        if arrival.begins:
+            self._begin(wish)
+        return arrival
+
+    def run(self, seconds: float, tick: float = 0.01) -> None:
+        for _ in range(max(1, math.ceil(seconds / tick - 1e-9))):
+            self.now += tick
+            self._compute(tick * 1e3)
+            for each in [each for each, ends in self.decoding if ends <= self.now]:
+                self.decoding = [item for item in self.decoding if item[0] is not each]
+                self.admission.ended(each, each.prompt_tokens, each.output_tokens, self.now)
+            self.refused += self.admission.late(self.nodes, self.now)
+            while (wish := self.admission.next(self.nodes)) is not None:
+                self._begin(wish)
+
+    def _begin(self, wish: Wish) -> None:
+        self.begun.append(wish)
+        self.prefilling.append((wish, float(wish.prompt_tokens)))
+        self.admission.placed(wish, prefilling=True, decoding=True)
+
+    def _compute(self, tokens: float) -> None:
+        while self.prefilling and tokens > 0:
+            wish, left = self.prefilling[0]
+            if left > tokens:
+                self.prefilling[0] = (wish, left - tokens)
+                return
+            tokens -= left
+            del self.prefilling[0]
+            self.decoding.append((wish, self.now + DECODE_S))
+
+
+def wish(tokens: int = 100, key: str = "a", arrived: float = 0.0, **fields: float) -> Wish:
+    return Wish(key, arrived, prompt_tokens=tokens, output_tokens=10, **fields)  # type: ignore[arg-type]
+
+
+def refusal(arrival: Arrival) -> Refusal:
+    assert arrival.refusal is not None
+    return arrival.refusal
+
+
+def told(refused: Refusal) -> int:
+    """What a client reads in Retry-After."""
+    assert refused.retry_after_s is not None
+    return max(1, math.ceil(refused.retry_after_s))
+
+
+sizes = st.lists(st.integers(20, 2000), min_size=8, max_size=30)
+
+
+def test_an_idle_cluster_takes_everything_at_once() -> None:
+    cluster = ModelCluster(0)
+    assert [cluster.ask(wish(10)).begins for _ in range(50)] == [True] * 50
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, st.integers(0, 4), st.integers(20, 2000))
+def test_whoever_is_refused_for_a_full_queue_gets_a_place_after_the_time_he_is_told(
+    asked: list[int], max_queue: int, late: int
+) -> None:
+    cluster = ModelCluster(max_queue)
+    for tokens in asked:
+        cluster.ask(wish(tokens))
+        assert len(cluster.admission.queue) <= max_queue
+    arrival = cluster.ask(wish(late))
+    if arrival.refusal is None:
+        return
+    assert refusal(arrival).reason == "queue_full"
+    cluster.run(told(refusal(arrival)))
+    assert cluster.ask(wish(late, arrived=cluster.now)).refusal is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes, st.integers(20, 2000), st.floats(0.01, 10))
+def test_whoever_is_refused_for_his_target_is_taken_after_the_time_he_is_told_and_served_in_time(
+    asked: list[int], tokens: int, target_s: float
+) -> None:
+    cluster = ModelCluster(100)
+    for each in asked:
+        cluster.ask(wish(each))
+    arrival = cluster.ask(wish(tokens, ttft_s=target_s))
+    if arrival.refusal is None:
+        return
+    if refusal(arrival).reason == "ttft_never":
+        assert refusal(arrival).retry_after_s is None
+        assert tokens / 1e3 > target_s
+        return
+    assert refusal(arrival).reason == "ttft"
+    cluster.run(told(refusal(arrival)))
+    again = wish(tokens, arrived=cluster.now, ttft_s=target_s)
+    assert cluster.ask(again).refusal is None
+    began_by = cluster.now + target_s
+    while again not in [each for each, _ in cluster.decoding]:
+        cluster.run(0.01)
+        assert again not in [each for each, _ in cluster.refused]
+        assert cluster.now <= began_by + 0.05
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes, st.integers(200, 3000))
+def test_nobody_waits_for_ever_and_kv_is_never_promised_twice(asked: list[int], kv_tokens: int) -> None:
+    cluster = ModelCluster(100, kv_tokens)
+    for tokens in asked:
+        cluster.ask(wish(tokens))
+        used = sum(each.tokens for each, _ in [*cluster.prefilling, *cluster.decoding])
+        assert used <= kv_tokens or len(cluster.prefilling) == 1
+    cluster.run(sum(asked) / 1e3 + (DECODE_S + 0.05) * len(asked), tick=0.05)
+    assert len(cluster.begun) == len(asked)
+    assert not cluster.refused
+
+
+def test_a_light_key_is_not_refused_for_the_queue_of_a_heavy_one() -> None:
+    cluster = ModelCluster(100)
+    for _ in range(60):
+        cluster.ask(wish(500, "heavy"))
+    assert refusal(cluster.ask(wish(100, "heavy", ttft_s=8.0))).reason == "ttft"
+    light = wish(100, "light", ttft_s=8.0)
+    assert cluster.ask(light).refusal is None
+    cluster.run(8)
+    assert light in cluster.begun
+
+
+def test_a_full_queue_makes_room_for_the_more_important() -> None:
+    cluster = ModelCluster(3)
+    while not (arrival := cluster.ask(wish(1000))).refusal:
+        pass
+    assert refusal(arrival).reason == "queue_full"
+    arrival = cluster.ask(urgent := wish(1000, priority=-1))
+    assert arrival.displaced is not None
+    assert arrival.displacement is not None
+    assert arrival.displacement.reason == "displaced"
+    assert not cluster.admission.waits(arrival.displaced)
+    assert cluster.admission.queue.first() is urgent
+
+
+def test_the_places_of_one_key_are_bounded() -> None:
+    cluster = ModelCluster(100)
+    for _ in range(20):
+        cluster.ask(wish(1000))
+    waiting = cluster.admission.queue.waiting("a")
+    arrival = cluster.admission.arrive(wish(), cluster.nodes, 0.0, max_of_key=waiting)
+    assert refusal(arrival).reason == "key_queue_full"
+    assert cluster.admission.arrive(wish(key="b"), cluster.nodes, 0.0, max_of_key=waiting).refusal is None
+
+
+def test_requests_leave_the_queue_at_their_deadline_and_when_their_target_has_passed() -> None:
+    cluster = ModelCluster(100)
+    for _ in range(20):
+        cluster.ask(wish(1000))
+    patient = wish(deadline=1.0, priority=1)
+    cluster.ask(patient)
+    hurried = wish(100, "b", ttft_s=9.0)
+    assert cluster.ask(hurried).refusal is None
+    cluster.ask(gone := wish(priority=1))
+    cluster.admission.leave(gone)
+    for _ in range(20):  # others are more important
+        cluster.ask(wish(1000, "c", priority=-1))
+    cluster.run(9)
+    assert {each: why.reason for each, why in cluster.refused} == {patient: "deadline", hurried: "ttft_passed"}
+    assert gone not in cluster.begun
+
+
+def test_one_more_request_waits_until_a_token_takes_no_longer_than_its_target() -> None:
+    cluster = ModelCluster(100)
+    for _ in range(5):
+        assert cluster.ask(wish(1)).begins
+    cluster.run(0.01)
+    assert cluster.nodes.decode[0].requests == 5
+    assert not cluster.ask(hurried := wish(1, tpot_s=0.0155)).begins  # one more makes 16 ms
+    assert cluster.admission.waits(hurried)
+    cluster.run(DECODE_S)
+    assert hurried in cluster.begun
+    assert refusal(cluster.ask(wish(1, tpot_s=0.0105))).reason == "tpot_never"
+
+
+def test_without_anything_under_way_the_first_begins_whatever_others_have_there() -> None:
+    admission = Admission(10)
+    full = Nodes([ModelNode(100, 10**6)], [ModelNode(100, kv_room=0.0)])
+    first, second = wish(), wish()
+    assert admission.arrive(first, full, 0.0).begins
+    assert not admission.arrive(second, full, 0.0).begins
+    assert admission.next(full) is None
+    admission.ended(first, 100, 10, 1.0)
+    assert admission.next(full) is second
+
+
+def test_what_has_begun_counts_until_a_node_counts_it() -> None:
+    admission = Admission(10)
+    nodes = Nodes([ModelNode()], [ModelNode(kv_room=1000.0)])
+    begun = [wish(300) for _ in range(3)]
+    assert [admission.arrive(each, nodes, 0.0).begins for each in begun] == [True] * 3
+    assert not admission.arrive(wish(300), nodes, 0.0).begins
+    for each in begun:
+        admission.placed(each, prefilling=True, decoding=True)
+        admission.placed(each, prefilling=True, decoding=True)
+    assert admission.next(nodes) is not None  # these nodes say that they have room all the same
+    for each in begun:
+        admission.ended(each, 300, 10, 1.0)
+    assert admission._promised.growth_tokens == 0
+
+
+def test_what_ends_is_counted_with_a_fading_past() -> None:
+    freed = Freed()
+    assert freed.tokens_s == 0
+    for at in range(300):
+        freed.ended(100, float(at))
+    assert freed.tokens_s == pytest.approx(100, rel=0.05)
+    for at in range(300, 600):
+        freed.ended(20, float(at))
+    assert freed.tokens_s == pytest.approx(20, rel=0.05)
+    assert freed.requests_s == pytest.approx(1, rel=0.05)

@@ -1,0 +1,281 @@
+"""Connections of clients: what is no HTTP that could be read one way only, too large, too slow, or too many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from router_doubles import Call, Cluster, cluster, decode, decode_ok, prefill, refuse, until
+
+import router.server as server_module
+from router.connections import connections
+from router.server import make_server
+from wire.config import RouterConfig
+from wire.errors import ConfigError
+from wire.frames import FRAMES_MEDIA_TYPE
+
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+BODY = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]}'
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+
+
+@asynccontextmanager
+async def connection(c: Cluster) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def said(c: Cluster, *pieces: bytes) -> bytes:
+    """Everything that the router answers to these bytes until it closes, or 2 s have passed."""
+    async with connection(c) as (reader, writer):
+        answer = b""
+        try:
+            async with asyncio.timeout(2):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                while more := await reader.read(1 << 16):
+                    answer += more
+        except (TimeoutError, ConnectionError):
+            pass
+        return answer
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+ONE_LENGTH_TOO_MANY = {
+    "length and chunks": LENGTH + b"transfer-encoding: chunked\r\n",
+    "chunks and length": b"transfer-encoding: chunked\r\n" + LENGTH,
+    "two lengths": LENGTH + b"content-length: 5\r\n",
+    "two equal lengths in one": b"content-length: 5, 5\r\n",
+    "a length with a sign": b"content-length: +5\r\n",
+    "a length in hex": b"content-length: 0x10\r\n",
+    "chunks twice over": b"transfer-encoding: chunked, identity\r\n",
+    "a space before the colon": b"transfer-encoding : chunked\r\n",
+    "a folded header": b"x: a\r\n b\r\n" + LENGTH,
+    "a naked newline": b"x: a\ny: b\r\n" + LENGTH,
+    "a null": b"x: a\x00b\r\n" + LENGTH,
+    "no name": b": a\r\n" + LENGTH,
+    "a name with a space": b"a b: c\r\n" + LENGTH,
+}
+
+
+@pytest.mark.parametrize("headers", ONE_LENGTH_TOO_MANY.values(), ids=ONE_LENGTH_TOO_MANY.keys())
+async def test_what_two_servers_could_read_differently_is_refused_and_the_connection_closed(headers: bytes) -> None:
+    p = prefill()
+    async with cluster(p, decode()) as c:
+        answer = await said(c, CHAT + headers + b"\r\n" + BODY + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert status(answer) == 400
+        assert answer.count(b"HTTP/1.1") == 1
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        assert p.calls == []
+
+
+@pytest.mark.parametrize(
+    ("head", "wanted"),
+    [
+        (CHAT + b"x: y\r\n" * 200 + b"\r\n", 431),
+        (CHAT + b"x: " + b"y" * (70 << 10) + b"\r\n\r\n", 431),
+        (CHAT + b"x: " + b"y" * (300 << 10), 431),
+        (CHAT + (b"x: " + b"y" * 1000 + b"\r\n") * 100, 431),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00", 400),  # TLS on a port without
+    ],
+)
+async def test_heads_that_are_too_large_or_none_are_refused(head: bytes, wanted: int) -> None:
+    async with cluster() as c:
+        assert status(await said(c, head)) == wanted
+        assert status(await said(c, b"GET /ping HTTP/1.0\r\n\r\n")) == 503  # there are no nodes
+
+
+async def test_odd_headers_neither_break_the_router_nor_get_anywhere() -> None:
+    rng = random.Random(5)
+    names = ["x-kvrelay-load", "x-kvrelay-x", "accept", "x-request-id", "traceparent", "x-slo-ttft-ms", "expect", "te",
+             "authorization", "x-api-key", "content-type", "upgrade", "connection", "host", "cookie"]  # fmt: skip
+    values = [b"", b"\xff\xfe", b"a" * 3000, b"%00", FRAMES_MEDIA_TYPE.encode(), b"[1,2]", b"Bearer", b"Bearer  x",
+              b"1", b"-1", b"h2c", b"Upgrade", b"{}", b"\xe2\x80\xae", b"null", b"keep-alive, close"]  # fmt: skip
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        for _ in range(40):
+            headers = b"".join(
+                b"%s: %s\r\n" % (rng.choice(names).encode(), rng.choice(values)) for _ in range(rng.randrange(1, 6))
+            )
+            answer = await said(c, CHAT + LENGTH + headers + b"connection: close\r\n\r\n" + BODY)
+            assert status(answer) in (200, 400, 429), (headers, answer)
+        for call in (*p.calls, *d.calls):
+            assert not [name for name in call.headers if name.startswith("x-kvrelay") or name == "cookie"]
+            assert call.headers["accept"] == FRAMES_MEDIA_TYPE
+        assert await c.text()
+
+
+async def test_a_client_gets_no_frames_whatever_it_accepts() -> None:
+    async with cluster(prefill(), decode()) as c, c.post(headers={"accept": FRAMES_MEDIA_TYPE}) as answer:
+        assert answer.content_type == "application/json"
+        assert "x-kvrelay-load" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"tiny","kv_transfer_params":null,"messages":[],"kv_transfer_params":{"remote_host":"10.0.0.9"}}',
+        b'{"model":"tiny","messages":[],"kv\\u005ftransfer_params":{"do_remote_prefill":true}}',
+        b'{"model":"tiny","messages":[],"remote_block_ids":[1]}',
+        b'{"model":"tiny","messages":[],"do_remote_decode":true}',
+        b'{"model":"tiny","messages":[],"remote_anything":1}',
+        b'{"model":"' + b"x" * 300 + b'","messages":[]}',
+        b'{"model":"tiny","messages":' + b"[" * 200 + b"]" * 200 + b"}",
+    ],
+)
+async def test_hand_over_fields_long_names_and_deep_bodies_are_refused(body: bytes) -> None:
+    p = prefill()
+    async with cluster(p, decode()) as c:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            async with c.http.post(c.url + path, data=body) as answer:
+                assert answer.status == 400
+                assert len(await answer.read()) < 1000
+        assert p.calls == []
+
+
+async def test_no_words_of_a_client_get_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    secret = "the secret word"
+    bodies: list[Any] = [
+        {"stop": [secret], "min_tokens": -1},
+        {"messages": [{"role": "user", "content": secret}], "max_tokens": secret},
+        {"model": secret * 1000},
+        {secret: 1, "remote_" + "host": secret},
+        {"messages": [{"role": "user", "content": secret}]},
+    ]
+    script = refuse(400, f"a node repeats {secret}")
+    async with cluster(prefill(script), decode()) as c:
+        for body in bodies:
+            async with c.post(body) as answer:
+                assert answer.status == 400
+        async with c.http.post(f"{c.url}/v1/chat/completions", data=f'{{"a": "{secret}') as answer:
+            assert answer.status == 400
+        await until(lambda: caplog.text.count("status=400") == len(bodies) + 1)
+    assert secret not in caplog.text
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads must be there within 0.3 s."""
+    monkeypatch.setattr(server_module, "connections", lambda at_most: connections(at_most, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [(b"", b""), (b"\r\n", b""), (b"GET /ping HTTP/1.1\r\nx:", b"HTTP/1.1 408 ")],
+)
+async def test_slow_heads_are_cut_off(sent: bytes, wanted: bytes, hurried: None) -> None:
+    async with cluster() as c, connection(c) as (reader, writer):
+        writer.write(sent)
+        async with asyncio.timeout(5):
+            assert (await reader.read()).startswith(wanted)
+            assert reader.at_eof()
+
+
+async def test_a_kept_connection_that_trickles_is_cut_off_and_one_that_works_is_not(hurried: None) -> None:
+    async with cluster() as c, connection(c) as (reader, writer):
+        for _ in range(3):
+            writer.write(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(5):
+                assert b"503" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\r\n")  # resets uvicorn's own timer for kept connections
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+
+
+async def test_a_long_answer_is_no_slow_head(hurried: None) -> None:
+    async def slow(call: Call) -> None:
+        await asyncio.sleep(0.6)
+        await decode_ok(call)
+
+    async with cluster(prefill(), decode(slow)) as c:
+        assert await c.text()
+
+
+async def test_more_connections_than_the_limit_are_refused() -> None:
+    async with cluster(max_connections=2) as c, connection(c), connection(c):
+        answer = await said(c)
+        assert status(answer) == 503
+        assert b"retry-after: 1" in answer
+
+
+async def test_a_client_that_leaves_with_a_second_request_behind_the_first_ends_both() -> None:
+    never = asyncio.Event()
+
+    async def hang(call: Call) -> None:
+        await never.wait()
+
+    p, d = prefill(), decode(hang)
+    async with cluster(p, d) as c:
+        async with connection(c) as (_, writer):
+            writer.write(2 * (CHAT + LENGTH + b"\r\n" + BODY))
+            await until(lambda: len(d.calls) == 1)
+        await asyncio.wait_for(d.aborted.wait(), 5)
+        await until(lambda: not c.router._live)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cert.pem and key.pem of 127.0.0.1, self-signed."""
+    folder = tmp_path_factory.mktemp("tls")
+    words = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=kvrelay "
+        "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    )
+    try:
+        subprocess.run(words.split(), cwd=folder, check=True, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl here to make a certificate")
+    return folder
+
+
+async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(certificate: Path) -> None:
+    cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
+    context = ssl.create_default_context(cafile=cert)
+    async with cluster(tls_cert=cert, tls_key=key) as inner:  # stands in for an https node: it has a /health
+        inner_url = inner.url.replace("http://", "https://")
+        async with inner.http.get(f"{inner_url}/health", ssl=context) as answer:
+            assert answer.status == 503
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await inner.http.get(f"{inner_url}/health")
+        for ca, told in (("", "CERTIFICATE_VERIFY_FAILED"), (cert, "its health check answers 503")):
+            async with _over(inner_url, ca) as outer:
+                await until(lambda: told in outer.router.pool.nodes[0].reason)  # noqa: B023
+
+
+@asynccontextmanager
+async def _over(node_url: str, ca: str) -> AsyncIterator[Cluster]:
+    from router_doubles import _router
+
+    config = RouterConfig(prefill=(node_url,), decode=(), tls_ca=ca, health_interval_s=0.05, health_deadline_s=2.0)
+    async with _router(config) as outer:
+        yield outer
+
+
+def test_files_that_cannot_be_served_are_told_before_anything_listens(certificate: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    for cert in (wrong, tmp_path / "missing.pem"):
+        with pytest.raises(ConfigError, match="cannot be served"):
+            make_server(RouterConfig(tls_cert=str(cert)))
+    with pytest.raises(ConfigError, match="tls_key needs tls_cert"):
+        RouterConfig(tls_key="key.pem")

@@ -1,0 +1,108 @@
+"""Limits of keys: what was taken comes back, and whoever waits as long as he is told gets in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.rate_limits import Exceeded, KeyLimits, Quota, Taken, shown_s
+
+BOTH = Quota(requests_per_minute=6, tokens_per_minute=600)
+
+
+def take(limits: KeyLimits, quota: Quota, tokens: int = 0, now: float = 0.0) -> Taken:
+    taken = limits.take("k", quota, tokens, now)
+    assert isinstance(taken, Taken), taken
+    return taken
+
+
+def refused(limits: KeyLimits, quota: Quota, tokens: int = 0, now: float = 0.0) -> Exceeded:
+    exceeded = limits.take("k", quota, tokens, now)
+    assert isinstance(exceeded, Exceeded), exceeded
+    return exceeded
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 600), st.integers(0, 900), st.booleans()), max_size=40))
+def test_no_minute_sees_more_requests_than_the_limit_twice_and_the_wait_that_is_told_is_enough(
+    asked: list[tuple[float, int, int, bool]],
+) -> None:
+    limits, now, begun = KeyLimits(), 0.0, []
+    for pause, tokens, used, counts in asked:
+        now += pause
+        answer = limits.take("k", BOTH, tokens, now)
+        if isinstance(answer, Exceeded):
+            assert answer.retry_after_s is not None
+            now += math.ceil(answer.retry_after_s)
+            answer = limits.take("k", BOTH, tokens, now)
+        assert isinstance(answer, Taken)
+        if counts:
+            begun.append(now)
+        limits.give_back(answer, used if counts else None, now)
+        # A full bucket and what flows in: never more than twice the limit in any minute.
+        assert sum(now - 60 < at <= now for at in begun) <= 2 * BOTH.requests_per_minute
+    assert limits.running("k") == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=30))
+def test_over_a_long_time_tokens_keep_to_their_rate_whatever_was_thought(used: list[int]) -> None:
+    limits, now, total = KeyLimits(), 0.0, 0
+    quota = Quota(tokens_per_minute=600)
+    for tokens in used:
+        answer = limits.take("k", quota, 1, now)
+        if isinstance(answer, Exceeded):
+            assert answer.what == "tokens"
+            now += answer.retry_after_s or 0.0
+            answer = limits.take("k", quota, 1, now)
+        assert isinstance(answer, Taken)
+        limits.give_back(answer, tokens, now)
+        total += tokens
+        assert total <= 600 + now * 10 + 600 + 1e-3  # the bucket, what flowed in, and the last answer
+
+
+def test_concurrency_counts_what_is_under_way() -> None:
+    limits, quota = KeyLimits(), Quota(at_once=2)
+    first = take(limits, quota)
+    take(limits, quota)
+    assert refused(limits, quota).what == "concurrency"
+    limits.give_back(first, 10, 1.0)
+    take(limits, quota)
+    assert limits.running("k") == 2
+
+
+def test_a_request_that_never_began_costs_nothing() -> None:
+    limits, quota = KeyLimits(), Quota(requests_per_minute=1, tokens_per_minute=10)
+    limits.give_back(take(limits, quota, 10), None, 0.0)
+    assert take(limits, quota, 10).headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused(limits, quota, 1).retry_after_s == pytest.approx(60.0)
+
+
+def test_what_can_never_be_taken_is_told_so() -> None:
+    exceeded = refused(KeyLimits(), BOTH, 601)
+    assert exceeded.retry_after_s is None
+    assert "601" in exceeded.message
+    assert "600" in exceeded.message
+
+
+def test_headers_are_those_of_openai() -> None:
+    taken = take(KeyLimits(), BOTH, 100)
+    assert taken.headers == {
+        "x-ratelimit-limit-requests": "6",
+        "x-ratelimit-remaining-requests": "5",
+        "x-ratelimit-reset-requests": "10s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "500",
+        "x-ratelimit-reset-tokens": "10s",
+    }
+    assert take(KeyLimits(), Quota()).headers == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0, "0ms"), (0.0201, "21ms"), (7.5, "8s"), (360, "6m0s"), (3600, "1h0m0s"), (60, "1m0s")]
+)
+def test_times_are_shown_as_openai_does(seconds: float, shown: str) -> None:
+    assert shown_s(seconds) == shown
