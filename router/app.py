@@ -106,6 +106,7 @@ class Router:
             self.metrics,
             RetryBudget(),
             self.config.attempts,
+            self.config.conditional_disaggregation,
             self.config.request_deadline_s,
         )
         events = KvEvents(self.pool.prefixes, self.metrics.prefix)

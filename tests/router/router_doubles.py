@@ -307,6 +307,7 @@ async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncI
     """Start the nodes and a router over them; wait until it is ready unless told not to."""
     async with _all_running(list(nodes)):
         every: dict[str, Any] = {"health_interval_s": 0.05, "health_deadline_s": 0.2, "request_deadline_s": 10.0}
+        every["conditional_disaggregation"] = False  # prompts of these tests are short
         settings = RouterConfig(
             prefill=tuple(node.url for node in nodes if node.role == "prefill"),
             decode=tuple(node.url for node in nodes if node.role != "prefill"),
