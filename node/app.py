@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ __all__ = ["Node", "create_app", "frames_of", "legs_of"]
 log = logging.getLogger("kvrelay.node")
 
 MAX_QUEUED = 1024
+POD_UID = "KVRELAY_POD_UID"
+"""Variable from the downward API: with it a router sees that another pod has been given this address."""
 # The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0
 _COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
@@ -112,7 +115,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     async def completions(request: Request) -> Response:
         return await _complete(node, request, chat=False)
 
-    @app.post(LEGS_PATH, include_in_schema=False)
+    @app.post(LEGS_PATH)
     async def leg_stream(request: Request) -> Response:
         authorize(node.config.api_key, request)
         node.ready()
@@ -191,6 +194,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "requests": node.engine.queue_depth(),
                 "held_blocks": node.engine.stats.held_blocks,
                 "quarantined_blocks": node.engine.stats.quarantined_blocks,
+                "pod_uid": os.environ.get(POD_UID, ""),
             },
             503 if draining else 200,
         )

@@ -29,7 +29,7 @@ from router.legs import LegFailed, Refused
 from router.means import Means
 from router.measured import learn
 from router.policies.policy import Ask
-from router.pool import Lease, Node
+from router.pool import Lease, Node, NodeKind
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
@@ -63,6 +63,7 @@ class Walk:
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
+        self._first: list[Node] = []  # the prefill node that was chosen already
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
@@ -130,7 +131,7 @@ class Walk:
         """Whether the whole request goes to one decode node. Raises NoNode if it can go nowhere at all."""
         pool, doors, model = self._pool, self._doors, self.job.model
         ask, now = prefill_ask(self.job, self._prefix), time.monotonic()
-        decode = pool.up(Role.DECODE, model=model)
+        decode = pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)
         if not decode:
             raise pool.no_node(Role.DECODE, model)
         try:
@@ -142,7 +143,20 @@ class Walk:
         if not paired:
             self._go_local("incompatible", KvNotLoaded.because("Incompatible", unlike))
             return True
-        return False
+        return self._is_better_local(ask, paired)
+
+    def _is_better_local(self, ask: Ask, prefill: Sequence[Node]) -> bool:
+        """Whether the measured costs say that a decode node computes the prompt. If not, it has its prefill node."""
+        if not self._means.conditional:
+            return False
+        source, told = self._pool.choose(ask, prefill)
+        self._first = [source]
+        decision = self._means.binding.decide(told, source)
+        if decision is None or not decision.local:
+            return False
+        self._metrics.local_prefills.labels(decision.reason.value).inc()
+        self.timeline.local = True
+        return True
 
     def _go_local(self, reason: str, otherwise: NoNode | KvNotLoaded | NodeFailed) -> None:
         """The prompt is computed on a decode node; raises `otherwise` if none may."""
@@ -179,8 +193,12 @@ class Walk:
         ask, tries = prefill_ask(self.job, self._prefix), Tries(self._means)
         failure: LegFailed | Refused
         while True:
-            nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
-            nodes, _ = self._doors.with_partner(nodes, self._pool.up(Role.DECODE, model=self.job.model))
+            nodes, self._first = self._first, []
+            if not nodes:
+                nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
+                nodes, _ = self._doors.with_partner(
+                    nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
+                )
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
@@ -199,11 +217,8 @@ class Walk:
                         raise
                     failure = why
             tries.nodes.append(lease.node)
-            if self._decoding is not None:
-                # It computes the prompt itself, if it must.
-                self._metrics.failovers.labels("prefill").inc()
-                return True
-            if not self.progress.start_over():
+            if self._decoding is not None or not self.progress.start_over():
+                # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
                 return True
             if self._goes_local_instead(ask, tries, failure):

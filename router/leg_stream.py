@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -278,8 +279,16 @@ class _Link:
 class LegStreams:
     """The leg streams of all nodes that speak it. They are opened and mended when a node reports its health."""
 
-    def __init__(self, headers: Mapping[str, str], connect_deadline_s: float, health_deadline_s: float) -> None:
+    def __init__(
+        self,
+        headers: Mapping[str, str],
+        trusted: ssl.SSLContext | bool,
+        connect_deadline_s: float,
+        health_deadline_s: float,
+    ) -> None:
+        """`trusted`: for nodes at https addresses."""
         self._headers = headers
+        self._trusted = trusted
         self._connect_deadline_s = connect_deadline_s
         self._silence_s = _SILENT_CHECKS * health_deadline_s
         self._links: dict[Node, _Link] = {}
@@ -325,7 +334,10 @@ class LegStreams:
         try:
             async with asyncio.timeout(self._connect_deadline_s):
                 _, stream = await asyncio.get_running_loop().create_connection(
-                    lambda: LegStream(head), at.hostname or "", at.port or (443 if secure else 80), ssl=secure or None
+                    lambda: LegStream(head),
+                    at.hostname or "",
+                    at.port or (443 if secure else 80),
+                    ssl=self._trusted if secure else None,
                 )
                 await stream.ready
         except (OSError, TimeoutError) as why:

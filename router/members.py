@@ -23,6 +23,7 @@ class Source(enum.StrEnum):
     STATIC = "static"
     KUBERNETES = "kubernetes"
     HEARTBEATS = "heartbeats"
+    P2P_NCCL = "p2p-nccl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,10 @@ class Members:
         return self._now(
             {source: {at: spec for at, spec in self._told[source].items() if at != url} for source in sources}
         )
+
+    def spec(self, source: Source, url: str) -> NodeSpec | None:
+        """What a source says of a node, if it names it."""
+        return self._told[source].get(url)
 
     def told(self, source: Source) -> list[NodeSpec]:
         """What a source sees."""

@@ -18,6 +18,7 @@ from router.client import client_of
 from router.gate import Turn
 from router.handoff import Walk
 from router.joined_walk import JoinedWalk
+from router.vllm.walk import VllmWalk
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
@@ -57,7 +58,9 @@ def id_headers(job_id: str) -> dict[str, str]:
 class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
-    def __init__(self, walk: Walk | JoinedWalk, turn: Turn, finished: Finished, dialect: Dialect = AS_IS) -> None:
+    def __init__(
+        self, walk: Walk | JoinedWalk | VllmWalk, turn: Turn, finished: Finished, dialect: Dialect = AS_IS
+    ) -> None:
         super().__init__()
         self._dialect = dialect
         self._walk = walk

@@ -36,7 +36,7 @@ __all__ = [
     "message",
 ]
 
-LEGS_PATH = "/v1/legs"
+LEGS_PATH = "/kv/legs"
 LEGS_MEDIA_TYPE = "application/vnd.kvrelay.legs"
 LEGS_VERSION = 1
 WINDOW_BYTES = 1 << 20

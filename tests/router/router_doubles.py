@@ -168,6 +168,7 @@ class FakeNode:
     script: Script
     model: str = MODEL
     generation: str = "g1"
+    pod_uid: str = ""
     load: Load = field(default_factory=Load)
     health_status: int = 200
     health_hangs: bool = False
@@ -236,6 +237,7 @@ class FakeNode:
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
             "legs": self.legs,
+            "pod_uid": self.pod_uid,
             "kv": msgspec.to_builtins(self.kv),
         }
         return web.json_response(body, status=503 if self.draining else self.health_status)
@@ -335,6 +337,7 @@ async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncI
     """Start the nodes and a router over them; wait until it is ready unless told not to."""
     async with _all_running(list(nodes)):
         every: dict[str, Any] = {"health_interval_s": 0.05, "health_deadline_s": 0.2, "request_deadline_s": 10.0}
+        every["conditional_disaggregation"] = False  # prompts of these tests are short
         settings = RouterConfig(
             prefill=tuple(node.url for node in nodes if node.role == "prefill"),
             decode=tuple(node.url for node in nodes if node.role != "prefill"),

@@ -51,7 +51,7 @@ class Stream:
     """A LegStream without a network."""
 
     def __init__(self) -> None:
-        self.end = LegStream(b"POST /v1/legs HTTP/1.1\r\n\r\n")
+        self.end = LegStream(b"POST /kv/legs HTTP/1.1\r\n\r\n")
         self.transport = Transport()
         self.end.connection_made(cast(asyncio.Transport, self.transport))
         self.node = Node("http://n", role=Role.DECODE)
