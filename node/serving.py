@@ -105,8 +105,10 @@ class Serving:
         if not isinstance(request, CompletionRequest) or len(prompts) == 1:
             only = msgspec.structs.replace(request, prompt=prompts[0]) if prompts else request
             return [self._leg(call, only, transfer)], request
-        if transfer.do_remote_decode or transfer.do_remote_prefill:
-            raise RequestError("a leg has one prompt; send one for each", param="prompt")
+        # A hand-over has one prompt. Of a prefill leg with several, which a third-party proxy sends, nothing is held:
+        # the decode leg comes without a hand-over, and is served whole.
+        if transfer.do_remote_prefill:
+            raise RequestError("a hand-over has one prompt; send one for each", param="prompt")
         created = int(time.time())
         return [
             self._leg(
@@ -133,7 +135,8 @@ class Serving:
             vocab_size=self.info.vocab_size,
             prompt_tokens=len(prompt),
             max_model_len=self.info.max_model_len,
-            default_seed=transfer.seed if transfer.seed is not None else random.getrandbits(63),
+            # 53 bits: a proxy on its way to the decode node may read numbers as floats.
+            default_seed=transfer.seed if transfer.seed is not None else random.getrandbits(53),
         )
         sampling = msgspec.structs.replace(sampling, constraint=form.guided(sampling.constraint))
         writer = AnswerWriter(

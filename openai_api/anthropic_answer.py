@@ -109,8 +109,8 @@ class AnthropicAnswer:
 
     def _add(self, choice: ChatChoice) -> None:
         said = choice.said
-        if said.reasoning_content:
-            self._text("thinking", said.reasoning_content)
+        if said.thought:
+            self._text("thinking", said.thought)
         if said.content:
             self._text("text", said.content)
         for at, call in enumerate(said.tool_calls or ()):

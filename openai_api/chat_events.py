@@ -32,7 +32,14 @@ class Said(msgspec.Struct, frozen=True):
 
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The newer name of reasoning_content, in vLLM's answers."""
     tool_calls: list[ToolCall] | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """Reasoning, by whichever name it goes."""
+        return self.reasoning_content or self.reasoning
 
 
 class _Logprobs(msgspec.Struct, frozen=True):

@@ -125,8 +125,8 @@ class ResponsesAnswer:
 
     def _add(self, choice: ChatChoice) -> None:
         said = choice.said
-        if said.reasoning_content:
-            self._text("reasoning", said.reasoning_content, [])
+        if said.thought:
+            self._text("reasoning", said.thought, [])
         logprobs = (choice.logprobs.content or []) if choice.logprobs else []
         if said.content:
             self._text("message", said.content, logprobs)

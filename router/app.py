@@ -46,7 +46,8 @@ from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
 from router.pairs import Meeting, Pairs
-from router.pool import Pool
+from router.policies.policy import Ask
+from router.pool import NodeKind, Pool
 from router.questions import ask_any
 from router.rate_limits import KeyLimits
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
@@ -54,6 +55,9 @@ from router.reply import Reply
 from router.retries import RetryBudget
 from router.state import health_of
 from router.timeline import Timeline
+from router.vllm.legs import VllmLegs
+from router.vllm.pings import hearing_pings
+from router.vllm.walk import VllmWalk
 from router.warm_up import warming
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
@@ -86,6 +90,7 @@ class Router:
         self.chores = Chores()
         self._legs: Legs | None = None
         self._means: Means | None = None
+        self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
 
     @asynccontextmanager
@@ -104,6 +109,7 @@ class Router:
             self.config.request_deadline_s,
         )
         events = KvEvents(self.pool.prefixes, self.metrics.prefix)
+        self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
             config = self.config
             async with (
@@ -111,6 +117,7 @@ class Router:
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
                 warming(self.pool, self.pairs, legs, self._met),
+                hearing_pings(self.pool, config.host, config.p2p_nccl_port),
             ):
                 yield
         finally:
@@ -118,6 +125,7 @@ class Router:
             await events.close()
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
+            await vllm_legs.close()
 
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
@@ -138,7 +146,7 @@ class Router:
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
-            parts = parts_of(job)
+            walk = self._walk(job, {"x-request-id": job.id, **sane_trace(request.headers.get)}, timeline)
             turn = self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
         except KvrelayError as why:
             self.metrics.finished(path, why.status)
@@ -150,14 +158,6 @@ class Router:
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        headers = {"x-request-id": job.id, **sane_trace(request.headers.get)}
-
-        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            assert self._means is not None
-            return Walk(part, headers, its, self._means, reply)
-
-        several = len(parts) > 1
-        walk = JoinedWalk(job, parts, timeline.arrived, walk_of) if several else walk_of(job, timeline)
         turn.placed = lambda: (walk.timeline.sent is not None, not walk.nodes[1].startswith("-"))
         self._live.add(job.id)
         self.metrics.running.inc()
@@ -168,6 +168,22 @@ class Router:
             self._finished(walk, turn, path, status, why)
 
         return Relay(walk, turn, self.config.request_deadline_s, finished, dialect)
+
+    def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline) -> Walk | JoinedWalk | VllmWalk:
+        """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
+        means, vllm_legs = self._means, self._vllm_legs
+        assert means is not None
+        assert vllm_legs is not None
+        kind = self.pool.kind_for(Ask(Role.PREFILL, job.model, job.prompt_tokens))
+        if kind is not NodeKind.KVRELAY:
+            attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
+            return VllmWalk(job, kind, headers, timeline, self.pool, vllm_legs, self.metrics, attempts, deadline_s)
+
+        def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
+            return Walk(part, headers, its, means, reply)
+
+        parts = parts_of(job)
+        return JoinedWalk(job, parts, timeline.arrived, walk_of) if len(parts) > 1 else walk_of(job, timeline)
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
@@ -216,7 +232,9 @@ class Router:
         check_depth(body)
         return body
 
-    def _finished(self, walk: Walk | JoinedWalk, turn: Turn, path: str, status: int, why: KvrelayError | None) -> None:
+    def _finished(
+        self, walk: Walk | JoinedWalk | VllmWalk, turn: Turn, path: str, status: int, why: KvrelayError | None
+    ) -> None:
         self._live.discard(walk.job.id)
         timeline, (prefill, decode) = walk.timeline, walk.nodes
         timeline.ended = time.monotonic()

@@ -18,7 +18,7 @@ from router.doors import Doors
 from router.legs import Legs
 from router.metrics import Metrics
 from router.policies.policy import Ask
-from router.pool import Lease, Node, Pool
+from router.pool import Lease, Node, NodeKind, Pool
 from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role
 from wire.errors import KvNotLoaded, KvrelayError, Overloaded
@@ -149,7 +149,7 @@ class Binding:
 
     def _turn(self) -> None:
         if self._queue:
-            self._queue.turn(self._pool.up(Role.DECODE))
+            self._queue.turn(self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY))
         self._metrics.waiting_for_room.set(len(self._queue))
 
 

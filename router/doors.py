@@ -16,7 +16,7 @@ from router.breaker import State
 from router.outliers import EVERY_S, Samples, outliers
 from router.pairing import FailedPairs, unlike
 from router.policies.policy import Ask
-from router.pool import Node, Pool
+from router.pool import Node, NodeKind, Pool
 from router.standing import Passage, Standing
 from wire.config import Role
 from wire.errors import NoNode, Overloaded
@@ -59,7 +59,7 @@ class Doors:
         """The nodes that may take this leg, whatever room they have. Raises NoNode, or Overloaded if all of them rest.
 
         `computes`: a decode leg that computes its prompt itself."""
-        nodes = self._pool.up(ask.role, exclude, ask.model)
+        nodes = self._pool.up(ask.role, exclude, ask.model, NodeKind.KVRELAY)
         if not nodes:
             raise self._pool.no_node(ask.role, ask.model)
         if not self._troubled:

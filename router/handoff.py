@@ -29,7 +29,7 @@ from router.legs import LegFailed, Refused
 from router.means import Means
 from router.measured import learn
 from router.policies.policy import Ask
-from router.pool import Lease, Node
+from router.pool import Lease, Node, NodeKind
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
@@ -130,7 +130,7 @@ class Walk:
         """Whether the whole request goes to one decode node. Raises NoNode if it can go nowhere at all."""
         pool, doors, model = self._pool, self._doors, self.job.model
         ask, now = prefill_ask(self.job, self._prefix), time.monotonic()
-        decode = pool.up(Role.DECODE, model=model)
+        decode = pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)
         if not decode:
             raise pool.no_node(Role.DECODE, model)
         try:
@@ -180,7 +180,9 @@ class Walk:
         failure: LegFailed | Refused
         while True:
             nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
-            nodes, _ = self._doors.with_partner(nodes, self._pool.up(Role.DECODE, model=self.job.model))
+            nodes, _ = self._doors.with_partner(
+                nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
+            )
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()

@@ -12,12 +12,13 @@ import msgspec
 from router.chores import Chores
 from router.pool import HealthReport, Lease, Node
 from router.tls import trusted
+from router.vllm.report import vllm_report
 from wire.config import RouterConfig
 from wire.errors import DeadlineExceeded, Draining, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
 from wire.outputs import Load
 
-__all__ = ["LegFailed", "Legs", "Refused", "TakeFrames"]
+__all__ = ["LegFailed", "Legs", "Refused", "TakeFrames", "read_rest", "read_short"]
 
 TakeFrames = Callable[[Sequence[Frame]], Awaitable[None]]
 """Given frames in order; may wait until the client has room for more."""
@@ -125,7 +126,9 @@ class Legs:
         """The node's report, or why it answers that it takes no work. Raises ClientError, OSError, TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
         async with self._session.get(f"{node.url}/health", timeout=timeout) as answer:
-            body = await _read_short(answer.content)
+            body = await read_short(answer.content)
+        if answer.status == 200 and not body.strip():
+            return await vllm_report(node, lambda path: self._fetch(node, path, timeout))
         try:
             report = msgspec.json.decode(body, type=HealthReport)
         except _MALFORMED as why:
@@ -135,6 +138,10 @@ class Legs:
             if answer.status == 200 or report.draining:
                 return report
         return f"its health check answers {answer.status}"
+
+    async def _fetch(self, node: Node, path: str, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
+        async with self._session.get(node.url + path, headers=self._auth, timeout=timeout) as answer:
+            return answer.status, await read_short(answer.content)
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
         """The answer to a short question that runs no leg. Raises LegFailed, Refused, DeadlineExceeded."""
@@ -147,7 +154,7 @@ class Legs:
                 allow_redirects=False,
             ) as answer:
                 if answer.status != 200:
-                    raise _refusal(answer, await _read_short(answer.content))
+                    raise _refusal(answer, await read_short(answer.content))
                 return await answer.read()
         except TimeoutError as why:
             raise DeadlineExceeded(f"a node did not answer within {_QUESTION_DEADLINE_S:g} s; ask for less") from why
@@ -187,7 +194,7 @@ class Legs:
                 timeout=aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s),
                 allow_redirects=False,
             ) as answer:
-                return answer.status, _message(await _read_short(answer.content))
+                return answer.status, _message(await read_short(answer.content))
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
             return 503, f"it could not be reached: {type(why).__name__}"
 
@@ -204,7 +211,7 @@ class Legs:
         try:
             _note_load_header(node, answer.headers.get(LOAD_HEADER))
             if answer.status != 200:
-                raise _refusal(answer, await _read_short(answer.content))
+                raise _refusal(answer, await read_short(answer.content))
             if answer.content_type != FRAMES_MEDIA_TYPE:
                 raise LegFailed(f"the node answered with {answer.content_type}, not with {FRAMES_MEDIA_TYPE}")
             ended = await _read_frames(node, answer.content, take)
@@ -213,7 +220,7 @@ class Legs:
             if ended is None:
                 answer.close()
             else:
-                self._chores.spawn(_drain(answer))
+                self._chores.spawn(read_rest(answer))
 
 
 async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFrames) -> FrameKind:
@@ -276,7 +283,7 @@ def _message(body: bytes) -> str:
         return "no message"
 
 
-async def _read_short(content: aiohttp.StreamReader) -> bytes:
+async def read_short(content: aiohttp.StreamReader) -> bytes:
     """A body that ought to be short; cut at _MAX_ERROR_BYTES."""
     body = bytearray()
     while len(body) < _MAX_ERROR_BYTES and (chunk := await content.readany()):
@@ -293,7 +300,7 @@ def _note_load_header(node: Node, value: str | None) -> None:
         _log.warning("node %s reports a malformed load: %.80r", node.url, value)
 
 
-async def _drain(answer: aiohttp.ClientResponse) -> None:
+async def read_rest(answer: aiohttp.ClientResponse) -> None:
     """Read the few bytes behind the last frame, so that the connection can be used again."""
     try:
         async with asyncio.timeout(_DRAIN_DEADLINE_S):

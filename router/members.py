@@ -23,6 +23,7 @@ class Source(enum.StrEnum):
     STATIC = "static"
     KUBERNETES = "kubernetes"
     HEARTBEATS = "heartbeats"
+    P2P_NCCL = "p2p-nccl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,12 @@ class Metrics:
             registry=registry,
         )
         self.prefix = PrefixMetrics(registry, pool.prefixes)
+        self.undivided = Counter(
+            "kvrelay_router_undivided",
+            "Requests that a vLLM decode node did alone, its prompt too, by why.",
+            ["why"],
+            registry=registry,
+        )
         node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
         depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
 

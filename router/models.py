@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.pool import Pool
+from router.pool import NodeKind, Pool
 from wire.config import Role
 from wire.errors import NoNode, NotFound
 
@@ -68,9 +68,11 @@ class Models:
 
     def ready(self) -> dict[str, bool]:
         """Of each model: whether a request for it could walk through both of its legs now."""
-        roles = (Role.PREFILL, Role.DECODE)
-        return {name: all(self._pool.up(role, model=name) for role in roles) for name in sorted(self._pool.models())}
+        return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
 
     def alone(self) -> bool:
         """Whether there is a decode node that would answer requests without any prefill node."""
-        return any(node.kv is not None and node.kv.computes_prompts for node in self._pool.up(Role.DECODE))
+        return any(
+            node.kv is not None and node.kv.computes_prompts
+            for node in self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY)
+        )

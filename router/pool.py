@@ -10,6 +10,7 @@ new legs and is watched until its last one has ended.
 
 from __future__ import annotations
 
+import enum
 import logging
 import random
 from collections import Counter
@@ -34,7 +35,7 @@ from wire.kv_events import KvEventsReport
 from wire.outputs import Load
 from wire.transfer import KvFacts
 
-__all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "Pool"]
+__all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "NodeKind", "Pool"]
 
 LOST_AFTER_MISSES = 3
 
@@ -44,8 +45,16 @@ _DRAINING = "draining"
 _log = logging.getLogger("kvrelay.router")
 
 
+class NodeKind(enum.StrEnum):
+    """Whose node it is, and by which contract it hands over: only nodes of one kind can be a pair."""
+
+    KVRELAY = "kvrelay"
+    VLLM = "vllm"
+    VLLM_P2P_NCCL = "vllm-p2p-nccl"
+
+
 class HealthReport(msgspec.Struct, frozen=True):
-    """A node's answer to GET /health."""
+    """The 200 answer of a node's GET /health, or what was found out of one that answers with less."""
 
     role: Role
     model: str
@@ -57,6 +66,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     adapters: list[str] = []
     kv: KvFacts | None = None
     kv_events: KvEventsReport | None = None
+    kind: NodeKind = NodeKind.KVRELAY
     held_blocks: int = 0
     pod_uid: str = ""
     """Of the Kubernetes pod that it runs in, if it was told."""
@@ -93,6 +103,9 @@ class Node(NodeView):
     """One node as the router knows it. `foreign_*` is the reported load that is not our own legs."""
 
     role: Role
+    kind: NodeKind = NodeKind.KVRELAY
+    p2p_address: str = ""
+    """Of a vLLM node with a P2pNcclConnector: host and port of its ZMQ socket, as it has told."""
     up: bool = False
     since: float = 0.0
     reason: str = _NEW
@@ -199,6 +212,7 @@ class Pool:
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
         self.kinds = Kinds()
+        self._foreign = False  # a node of another kind than ours was seen
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
@@ -287,14 +301,33 @@ class Pool:
             for _, left in self._followers:
                 left(node)
 
-    def up(self, role: Role, exclude: Collection[Node] = (), model: str = "") -> list[Node]:
-        """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served."""
+    def up(
+        self, role: Role, exclude: Collection[Node] = (), model: str = "", kind: NodeKind | None = None
+    ) -> list[Node]:
+        """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served.
+
+        Of any kind if none is named.
+        """
         base = self.base_of(model)
-        return [
+        up = [
             node
             for node in self.nodes
             if node.role == role and node.up and node not in exclude and (not model or node.serves(base, model))
         ]
+        return [node for node in up if node.kind is kind] if self._foreign and kind else up
+
+    def node_kinds(self, model: str = "") -> list[NodeKind]:
+        """Those of which nodes of both roles are up for this model or adapter."""
+        there = [{node.kind for node in self.up(role, model=model)} for role in (Role.PREFILL, Role.DECODE)]
+        return [kind for kind in NodeKind if all(kind in of_role for of_role in there)]
+
+    def kind_for(self, ask: Ask) -> NodeKind:
+        """Of which kind the nodes are to be that a request goes to: that of the one which the policy would choose."""
+        kinds = self.node_kinds(ask.model) if self._foreign else ()
+        if len(kinds) < 2:
+            return kinds[0] if kinds else NodeKind.KVRELAY
+        nodes = [node for node in self.up(ask.role, model=ask.model) if node.kind in kinds]
+        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng).kind
 
     def base_of(self, name: str) -> str:
         """The model that a name stands for: itself, or that of an adapter; empty if no node has reported either.
@@ -310,6 +343,8 @@ class Pool:
         for role in (Role.PREFILL, Role.DECODE):
             if not self.up(role, model=model):
                 raise self.no_node(role, model)
+        if self._foreign and not self.node_kinds(model):
+            raise self.no_node(Role.DECODE, model)
 
     def models(self) -> dict[str, int]:
         """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take."""
@@ -328,11 +363,17 @@ class Pool:
         return [node for node in self.nodes if node.up] or self.nodes
 
     @contextmanager
-    def lease(self, ask: Ask, exclude: Collection[Node] = (), among: Sequence[Node] | None = None) -> Iterator[Lease]:
-        """A place on the node that the policy chooses, of all or `among` these, for the length of the block.
+    def lease(
+        self,
+        ask: Ask,
+        exclude: Collection[Node] = (),
+        kind: NodeKind = NodeKind.KVRELAY,
+        among: Sequence[Node] | None = None,
+    ) -> Iterator[Lease]:
+        """A place on the node that the policy chooses, of all of a kind or `among` these, for the length of the block.
 
         Raises NoNode."""
-        nodes = self.up(ask.role, exclude, ask.model) if among is None else among
+        nodes = self.up(ask.role, exclude, ask.model, kind) if among is None else among
         if not nodes:
             raise self.no_node(ask.role, ask.model)
         lease = self.hold(ask, nodes)
@@ -385,7 +426,8 @@ class Pool:
             self.prefixes.forget(node.url)
             node.drain_asked = False
         node.misses = 0
-        node.generation, node.engine_id = report.generation, report.engine_id
+        node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
+        self._foreign |= node.kind is not NodeKind.KVRELAY
         node.held_blocks = report.held_blocks
         node.note_load(report.load)
         why = self._misfit(node, report)
@@ -470,6 +512,9 @@ class Pool:
 
     def no_node(self, role: Role, model: str = "") -> NoNode:
         """Why no leg of this role can be sent."""
+        if self.up(role, model=model):
+            found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
+            return NoNode(f"no {role} node that is up is of a prefill node's kind ({', '.join(found)})")
         if model and self.up(role):
             return NoNode(
                 f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"

@@ -17,6 +17,7 @@ from openai_api.sse import error_event
 from router.gate import Turn
 from router.handoff import Walk
 from router.joined_walk import JoinedWalk
+from router.vllm.walk import VllmWalk
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
@@ -54,7 +55,12 @@ class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
     def __init__(
-        self, walk: Walk | JoinedWalk, turn: Turn, deadline_s: float, finished: Finished, dialect: Dialect = AS_IS
+        self,
+        walk: Walk | JoinedWalk | VllmWalk,
+        turn: Turn,
+        deadline_s: float,
+        finished: Finished,
+        dialect: Dialect = AS_IS,
     ) -> None:
         super().__init__()
         self._dialect = dialect

@@ -7,7 +7,7 @@ import time
 from router.legs import LegFailed, Refused
 from router.means import Means
 from router.policies.policy import Ask
-from router.pool import Node
+from router.pool import Node, NodeKind
 from wire.config import Role
 from wire.errors import NodeFailed, NoNode, Overloaded
 
@@ -31,7 +31,11 @@ class Tries:
             return False
         if ask.role is Role.DECODE:
             return True
-        return bool(self._means.doors.with_partner(nodes, self._means.pool.up(Role.DECODE, model=ask.model))[0])
+        return bool(
+            self._means.doors.with_partner(
+                nodes, self._means.pool.up(Role.DECODE, model=ask.model, kind=NodeKind.KVRELAY)
+            )[0]
+        )
 
     def may_go_on(self, why: LegFailed, *, begun: bool) -> bool:
         """Whether a leg may be tried again, for which the retry budget is asked where it must be.

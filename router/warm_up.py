@@ -18,7 +18,7 @@ import msgspec
 
 from router.legs import LegFailed, Legs, Refused
 from router.pairs import Meeting, Outcome, Pairs
-from router.pool import Pool
+from router.pool import NodeKind, Pool
 from wire.config import Role
 from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from wire.errors import KvrelayError
@@ -65,7 +65,8 @@ async def _arrange(pool: Pool, pairs: Pairs, legs: Legs, count: Callable[[str, M
     here: list[tuple[str, str]] = []
     async with asyncio.TaskGroup() as group:
         while True:
-            prefill, decode, now = pool.up(Role.PREFILL), pool.up(Role.DECODE), time.monotonic()
+            now = time.monotonic()
+            prefill, decode = (pool.up(role, kind=NodeKind.KVRELAY) for role in (Role.PREFILL, Role.DECODE))
             were, here = here, [(node.url, node.generation) for node in (*prefill, *decode)]
             if here != were or stirred.is_set() or now - looked_at >= _LOOK_S:
                 looked_at = now

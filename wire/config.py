@@ -467,11 +467,16 @@ class RouterConfig:
     """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
     decode_policy: str = "cost"
     """How a decode node is chosen: one of the same."""
+    p2p_nccl_port: int = 0
+    """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
+        _require(
+            0 <= self.p2p_nccl_port < 65536, f"p2p_nccl_port must be between 0 and 65535, got {self.p2p_nccl_port}"
+        )
         _positive(
             self,
             "max_body_bytes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import random
 import sys
 import time
@@ -27,6 +28,12 @@ from wire.errors import ConfigError
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
 NOT_LONGER_S = 5.0
 QUICK = Pace(relist_s=0.3, patience_s=0.05, list_deadline_s=0.5, connect_s=0.5, most_back_off_s=0.2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """The client takes a second or more to import: before any deadline, and not when tests are collected."""
+    importlib.import_module("kubernetes.client")
 
 
 def lead_to(server: ApiServer, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -279,9 +286,9 @@ async def test_in_a_pod_its_service_account_leads_there(monkeypatch: pytest.Monk
     monkeypatch.setattr(kubernetes_watch, "_OWN_NAMESPACE", tmp_path / "namespace")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    assert kubernetes_watch._server_of("")[1] == "mine"
-    assert kubernetes_watch._server_of("")[0].host == "https://[fd00::1]:443"
-    assert kubernetes_watch._server_of("theirs")[1] == "theirs"
+    assert kubernetes_watch.server_of("")[1] == "mine"
+    assert kubernetes_watch.server_of("")[0].host == "https://[fd00::1]:443"
+    assert kubernetes_watch.server_of("theirs")[1] == "theirs"
 
 
 def test_a_namespace_alone_is_refused() -> None:

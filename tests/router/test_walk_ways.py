@@ -297,7 +297,15 @@ async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(monkeypatc
 ROOMY = Load(running=1, free_blocks=60, total_blocks=64, block_tokens=16)
 
 
-async def test_what_finds_no_room_waits_its_turn_and_is_not_thrown_at_a_full_node() -> None:
+@pytest.fixture
+def all_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another router had taken the room since: admission lets nobody begin who would find none."""
+    monkeypatch.setattr("router.admission.until_decode_s", lambda *_: 0.0)
+
+
+async def test_what_finds_no_room_waits_its_turn_and_is_not_thrown_at_a_full_node(
+    all_begin: None,
+) -> None:
     async def hold_then_answer(call: Call) -> None:
         await call.send()
         await asyncio.wait_for(go[len(d.calls) - 1].wait(), 10)
@@ -320,7 +328,9 @@ async def test_what_finds_no_room_waits_its_turn_and_is_not_thrown_at_a_full_nod
         assert c.metric("kvrelay_router_room_waits_total", outcome="room") == 2
 
 
-async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> None:
+async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(
+    all_begin: None,
+) -> None:
     p, d = prefill(), decode(hold, load=ROOMY)
     async with cluster(p, d) as c:
         c.node(d).rates.generated(10**6)
@@ -338,7 +348,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind() -> No
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_who_waits_too_long_is_refused_or_served_anyway_if_an_answer_has_begun(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
+    stream: bool, all_begin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.handoff.ROOM_DEADLINE_S", 0.2)
 

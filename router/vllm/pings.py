@@ -1,0 +1,140 @@
+"""vLLM nodes with a P2pNcclConnector name themselves: a ZMQ message every 3 s, from which this router knows them.
+
+A ping is a msgpack map of `type` ("P" or "D"), `http_address` and `zmq_address`, both host:port. A node that is silent
+for EXPIRY_S is no member any more. Pings have no authentication: who reaches the port can name a node, which gets
+prompts then; so the port is off unless it is asked for, and its network must be the nodes' alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from router.members import NodeSpec, Source
+from router.pool import Pool
+from wire.config import Role
+from wire.errors import RequestError
+
+if TYPE_CHECKING:
+    import zmq.asyncio
+
+__all__ = ["EXPIRY_S", "PingBook", "hearing_pings"]
+
+EXPIRY_S = 10.0
+"""Three pings missed."""
+
+_MAX_NODES = 4096
+_MAX_PING_BYTES = 4096
+_EXPIRE_S = 1.0
+_COMPLAIN_S = 10.0
+_ROLES = {"P": Role.PREFILL, "D": Role.DECODE}
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class _Ping(msgspec.Struct):
+    type: Literal["P", "D"]
+    http_address: str
+    zmq_address: str
+
+
+_decoder = msgspec.msgpack.Decoder(_Ping)
+
+
+class PingBook:
+    """Who has pinged, and when. Pure; times are any one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[NodeSpec, str, float]] = {}
+
+    def take(self, message: bytes, now: float) -> bool:
+        """Note a ping; whether it changes what is known. Raises RequestError for what is none."""
+        try:
+            ping = _decoder.decode(message)
+            # A colon apart from the port's would be read as an address in a request's id.
+            if ping.zmq_address.count(":") != 1 or not ping.zmq_address.rpartition(":")[2].isdecimal():
+                raise RequestError(f"zmq_address must be host:port, got {ping.zmq_address[:80]!r}")
+            NodeSpec(f"http://{ping.zmq_address}", Role.PREFILL)
+            spec = NodeSpec(f"http://{ping.http_address}", _ROLES[ping.type])
+        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+            raise RequestError(f"it is no ping: {why}") from why
+        before = self._heard.get(spec.url)
+        if before is None and len(self._heard) >= _MAX_NODES:
+            raise RequestError(f"{_MAX_NODES} nodes have named themselves already")
+        self._heard[spec.url] = (spec, ping.zmq_address, now)
+        return before is None or before[:2] != (spec, ping.zmq_address)
+
+    def expire(self, now: float) -> bool:
+        """Forget who has been silent for too long; whether anybody was."""
+        silent = [url for url, (_, _, at) in self._heard.items() if now - at > EXPIRY_S]
+        for url in silent:
+            del self._heard[url]
+        return bool(silent)
+
+    def members(self) -> list[tuple[NodeSpec, str]]:
+        """The nodes, each with the address of its ZMQ socket."""
+        return [(spec, address) for spec, address, _ in self._heard.values()]
+
+
+@asynccontextmanager
+async def hearing_pings(pool: Pool, host: str, port: int) -> AsyncIterator[None]:
+    """Keep the pool to who pings, for the length of the block; with port 0 do nothing. Raises RequestError."""
+    if not port:
+        yield
+        return
+    import zmq  # here, because most routers do without
+    import zmq.asyncio
+
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_PING_BYTES)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.bind(f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}")
+    except zmq.ZMQError as why:
+        context.destroy(0)
+        raise RequestError(f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port") from why
+    task = asyncio.create_task(_hear(pool, socket))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(0)
+
+
+async def _hear(pool: Pool, socket: zmq.asyncio.Socket) -> None:
+    book = PingBook()
+    expire_at = complain_at = 0.0
+    while True:
+        changed = False
+        if await socket.poll(_EXPIRE_S * 1e3):
+            frames = await socket.recv_multipart()
+            now = time.monotonic()
+            try:
+                changed = book.take(frames[-1], now)
+            except RequestError as why:
+                if now >= complain_at:  # a stranger must not fill the log
+                    complain_at = now + _COMPLAIN_S
+                    _log.warning("a ping is refused: %s", why.message)
+        now = time.monotonic()
+        if now >= expire_at:
+            expire_at = now + _EXPIRE_S
+            changed |= book.expire(now)
+        if changed:
+            _tell(pool, book, now)
+
+
+def _tell(pool: Pool, book: PingBook, now: float) -> None:
+    members = book.members()
+    pool.tell(Source.P2P_NCCL, [spec for spec, _ in members], now)
+    for spec, address in members:
+        node = pool.find(spec.url)
+        if node is not None:
+            node.p2p_address = address

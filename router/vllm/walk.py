@@ -1,0 +1,245 @@
+"""The walk of one request through two vLLM nodes: prefill leg, hand-over, decode leg; and what to do when one breaks.
+
+Nothing of the prefill node's answer but the hand-over is used: the decode node tells of every token, the first too.
+
+A broken leg is tried on other nodes until the client has bytes. KV that a decode node may have read is not offered to
+another one: vLLM frees a prompt's blocks after the first read and guards them with no fence, so a second reader could
+get another request's KV. The prompt is prefilled again, mostly out of the prefill node's prefix cache. After the first
+byte an answer ends with an error: a vLLM node does not tell the state that another one would have to go on from.
+
+KV that nobody fetches (the client left between the legs, or no decode node is left) stays with its prefill node until
+that lets go of it: after 30 s, in older versions 480. There is no call to release it. To have a decode node fetch it
+for one token would do, and costs a transfer and a seat while the cluster is in trouble, so it is not done. A decode leg
+that is aborted while it waits releases it itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import msgspec
+
+from openai_api.stages import with_stages
+from router.job import Job, prefix_of
+from router.legs import LegFailed
+from router.metrics import Metrics
+from router.policies.policy import Ask
+from router.pool import Lease, Node, NodeKind, Pool
+from router.reply import Reply
+from router.timeline import Timeline
+from router.vllm.bodies import (
+    check_fields,
+    decode_body,
+    forces_tools,
+    handover_of,
+    p2p_request_id,
+    plain_answer,
+    prefill_body,
+    undivided_because,
+)
+from router.vllm.legs import NotReached, VllmLegs
+from wire.config import Role
+from wire.errors import DeadlineExceeded, NodeFailed
+
+__all__ = ["VllmWalk"]
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class VllmWalk:
+    """One request on its way. `run` once. What the Relay reads is as of the walk over our own nodes."""
+
+    def __init__(
+        self,
+        job: Job,
+        kind: NodeKind,
+        headers: Mapping[str, str],
+        timeline: Timeline,
+        pool: Pool,
+        legs: VllmLegs,
+        metrics: Metrics,
+        attempts: int,
+        deadline_s: float,
+    ) -> None:
+        """`kind`: of all nodes that the request may go to. Raises RequestError."""
+        check_fields(job)
+        self.job = job
+        self.reply = Reply()
+        self.timeline = timeline
+        self.prompt_tokens: int | None = None
+        self.output_tokens = 0
+        """As the node counts them; of a stream its events, which are about one per token."""
+        self._kind = kind
+        self._prefix = prefix_of(job)
+        self._headers = headers
+        self._pool = pool
+        self._legs = legs
+        self._metrics = metrics
+        self._attempts = attempts
+        self._deadline_s = deadline_s
+        self._tried: dict[Role, list[Node]] = {Role.PREFILL: [], Role.DECODE: []}
+        self._last: dict[Role, str] = {Role.PREFILL: "", Role.DECODE: ""}
+        self._round = 0
+
+    @property
+    def nodes(self) -> tuple[str, str]:
+        """Where its last legs ran."""
+        return self._last[Role.PREFILL] or "-", self._last[Role.DECODE] or "-"
+
+    async def run(self) -> None:
+        """Answer the request into `reply`. Raises KvrelayError when it cannot."""
+        try:
+            async with asyncio.timeout(self._deadline_s - (time.monotonic() - self.timeline.arrived)):
+                while not await self._hand_over():
+                    self._round += 1
+        except TimeoutError as why:
+            raise DeadlineExceeded(
+                f"the request did not finish within {self._deadline_s:g} s; "
+                "ask for fewer tokens, or raise request_deadline_s"
+            ) from why
+
+    async def _hand_over(self) -> bool:
+        """One prefill leg and the decode legs that its KV is good for; whether they have answered the request."""
+        by_id = self._kind is NodeKind.VLLM_P2P_NCCL
+        with ExitStack() as held:
+            # Where the prefill node pushes the KV it must be told where to, before it begins.
+            decode = held.enter_context(self._lease(Role.DECODE)) if by_id else None
+            # Nodes that find KV by the request's id can do nothing undivided: the decode node would wait for the KV.
+            alone = None if by_id else undivided_because(self.job)
+            headers, params = self._named(None, None), None
+            if alone is None:
+                headers, params, alone = await self._prefill(decode)
+            if alone is not None:
+                self._metrics.undivided.labels(alone).inc()
+            while True:
+                if decode is None:
+                    decode = held.enter_context(self._lease(Role.DECODE, self.job.prompt_tokens if alone else 0))
+                try:
+                    await self._decode(decode, decode_body(self.job, params), headers)
+                    return True
+                except NotReached as why:
+                    self._blame(decode.node, Role.DECODE, why)
+                    if by_id:
+                        return False  # the KV went to the node that cannot be reached
+                    held.pop_all().close()
+                    decode = None
+                except LegFailed as why:
+                    self._blame(decode.node, Role.DECODE, why)
+                    return False
+
+    async def _prefill(self, decode: Lease | None) -> tuple[dict[str, str], msgspec.Raw | None, str | None]:
+        """The headers that the decode leg must carry, the hand-over, and why there is none if one was to be.
+
+        `decode`: the node that the KV is pushed to, for those that push; it is told nothing.
+        """
+        body = prefill_body(self.job, named_by_id=decode is not None)
+        while True:
+            with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
+                node = lease.node
+                headers = self._named(lease, decode)
+                if forces_tools(self.job) and not self._legs.forces_tools(node):
+                    return headers, None, "forced_tools"
+                self.timeline.sent = self.timeline.sent or time.monotonic()
+                try:
+                    handover = handover_of(await self._legs.whole(lease, self.job.path, body, headers))
+                except LegFailed as why:
+                    failure = why
+                except NodeFailed as why:
+                    failure = LegFailed(why.message)
+                else:
+                    self.timeline.handed_over = time.monotonic()
+                    self.prompt_tokens = handover.prompt_tokens or None
+                    if decode is not None or handover.params is not None:
+                        return headers, handover.params, None
+                    _log.warning("prefill node %s hands no KV over; start it with a NixlConnector", node.url)
+                    return headers, None, "no_kv"
+            if failure.status == 500 and forces_tools(self.job) and decode is None:
+                _log.warning("prefill node %s fails on forced tool calls, so decode nodes do those alone", node.url)
+                self._legs.note_without_forced_tools(node)
+                return headers, None, "forced_tools"
+            self._blame(node, Role.PREFILL, failure)
+
+    async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
+        """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else NodeFailed."""
+        if not self.job.stream:
+            answer = await self._legs.whole(lease, self.job.path, body, headers)
+            try:
+                ending = plain_answer(answer)
+            except NodeFailed as why:
+                raise LegFailed(why.message) from why
+            self.timeline.tokens(time.monotonic())
+            self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
+            self.reply.put(self._timed(ending.body))
+            return
+
+        async def put(events: bytes) -> None:
+            if not self.output_tokens:
+                lease.node.answered(lease, 0)
+            self.timeline.tokens(time.monotonic())
+            self.output_tokens += events.count(b"data: {")
+            self.reply.put(self._timed(events))
+            await self.reply.room()
+
+        try:
+            await self._legs.events(lease, self.job.path, body, headers, put)
+        except LegFailed as why:
+            if not self.output_tokens:
+                raise
+            self._pool.blame(lease.node, f"a leg broke on it: {why.detail}", time.monotonic())
+            raise NodeFailed(
+                "the decode node broke in the middle of the answer, which a vLLM node's answer cannot be continued "
+                f"after; send the request again ({why.message})"
+            ) from why
+
+    def _timed(self, end: bytes) -> bytes:
+        """With the stages at the end of the answer, if the client asked for them."""
+        if not self.job.wants_stages or (self.job.stream and not end.endswith(b"data: [DONE]\n\n")):
+            return end
+        stages = self.timeline.stages_s(time.monotonic())
+        return with_stages(end, {name: took * 1e3 for name, took in stages.items()})
+
+    @contextmanager
+    def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
+        job, decoding = self.job, role is Role.DECODE
+        ask = Ask(
+            role,
+            job.model,
+            tokens,
+            kv_tokens=(self.prompt_tokens or job.prompt_tokens) if decoding else 0,
+            output_tokens=job.max_tokens if decoding else 0,
+            priority=job.priority,
+            session=job.session,
+            prefix=self._prefix,
+            peer=self._last[Role.PREFILL] if decoding else "",
+        )
+        with self._pool.lease(ask, self._tried[role], self._kind) as lease:
+            self._last[role] = lease.node.url
+            yield lease
+
+    def _named(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
+        """The headers of both legs. An id is used for one hand-over: what the last one has left must not be met."""
+        unique = self.job.id if not self._round else f"{self.job.id}-{self._round}"
+        if prefill is not None and decode is not None:
+            # Not the client's own id: a colon in it would be read as an address.
+            unique = p2p_request_id(prefill.node.p2p_address, decode.node.p2p_address, uuid.uuid4().hex)
+        return {**self._headers, "x-request-id": unique}
+
+    def _blame(self, node: Node, role: Role, why: LegFailed) -> None:
+        """The leg broke on this node, and on no other. Raises what the client is told when there is nowhere to go."""
+        _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, role, node.url, why.detail)
+        self._pool.blame(node, f"a leg broke on it: {why.detail}", time.monotonic())
+        tried = self._tried[role]
+        tried.append(node)
+        if len(tried) < self._attempts and self._pool.up(role, tried, self.job.model, self._kind):
+            self._metrics.failovers.labels(role.value).inc()
+            return
+        failure = NodeFailed(
+            f"no {role} node could serve the request ({len(tried)} tried); the last one: {why.message}"
+        )
+        failure.status, failure.retry_after_s = why.status, why.retry_after_s
+        raise failure from why

@@ -1,0 +1,165 @@
+"""What vLLM nodes are asked, and what is read in their answers and in what they say of themselves."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
+from router.pool import HealthReport, NodeKind
+from router.vllm.bodies import (
+    decode_body,
+    error_in,
+    forces_tools,
+    handover_of,
+    p2p_request_id,
+    plain_answer,
+    prefill_body,
+    told_error,
+    undivided_because,
+)
+from router.vllm.report import report_of
+from tests.router.vllm_doubles import ASKED, DONE, error, metrics_text
+from wire.config import Role
+from wire.errors import NodeFailed
+from wire.outputs import Load
+
+MODELS = (
+    b'{"object":"list","data":[{"id":"m","parent":null,"max_model_len":64},{"id":"alias"},{"id":"x","parent":"m"}]}'
+)
+
+
+def job(path: str = CHAT_PATH, **fields: Any) -> Job:
+    return parse_job(json.dumps({"model": "m", **fields}).encode(), path, "id-1", 1, 5)
+
+
+def test_the_prefill_leg_has_the_clients_fields_but_those_that_do_not_go_with_one_token() -> None:
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "response_format": {"type": "json_object"},
+        "temperature": 0.25,
+        "stop": ["x"],
+        "logprobs": True,
+        "min_tokens": 4,
+        "max_completion_tokens": 9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "stop_token_ids": [1],
+    }
+    asked = job(**fields)
+    told = json.loads(prefill_body(asked))
+    own = {k: v for k, v in fields.items() if k not in ("min_tokens", "stream_options", "stop_token_ids")}
+    one_token = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False, "ignore_eos": True}
+    assert told == {"model": "m"} | own | one_token | {"kv_transfer_params": ASKED}
+    assert "kv_transfer_params" not in json.loads(prefill_body(asked, named_by_id=True))
+    assert json.loads(decode_body(asked, None)) == {"model": "m"} | fields
+
+
+@given(
+    st.dictionaries(
+        st.text(), st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**63), 2**64 - 1) | st.text()
+    )
+)
+def test_a_hand_over_is_passed_on_byte_for_byte(extra: dict[str, Any]) -> None:
+    given_away = json.dumps({**extra, "do_remote_prefill": True, "remote_num_tokens": 1.0e3}, indent=1)
+    body = b'{"choices":[{}],"usage":{"prompt_tokens":7},"kv_transfer_params":' + given_away.encode() + b"}"
+    handover = handover_of(body)
+    assert handover.prompt_tokens == 7
+    assert given_away.encode() in decode_body(job(messages=[]), handover.params)
+
+
+@pytest.mark.parametrize("params", [b"null", b"{}", b'{"do_remote_prefill":false}', b"[1]", b'"x"'])
+def test_what_is_no_hand_over_is_not_passed_on(params: bytes) -> None:
+    assert handover_of(b'{"choices":[{}],"kv_transfer_params":' + params + b"}").params is None
+    assert handover_of(b'{"choices":[{}]}').params is None
+
+
+@pytest.mark.parametrize("body", [b"", b"null", b"[]", b"{}", b'{"choices":[]}', b'{"choices":[{}]', b"<html>"])
+def test_what_is_no_answer_is_a_failure_of_the_node(body: bytes) -> None:
+    for read in (handover_of, plain_answer):
+        with pytest.raises(NodeFailed):
+            read(body)
+
+
+def test_one_hand_over_is_for_one_sequence_without_log_probabilities_of_its_prompt() -> None:
+    for path, fields in (
+        (CHAT_PATH, {"messages": [], "n": 1, "logprobs": True, "echo": None, "prompt_logprobs": None}),
+        (COMPLETIONS_PATH, {"prompt": "a", "echo": True, "logprobs": None, "best_of": 1}),
+        (COMPLETIONS_PATH, {"prompt": [1, 2], "echo": False, "logprobs": 3, "use_beam_search": False}),
+    ):
+        assert undivided_because(job(path, **fields)) is None
+    assert undivided_because(job(COMPLETIONS_PATH, prompt="a", best_of=2, n=1)) == "choices"
+    assert undivided_because(job(COMPLETIONS_PATH, prompt_embeds="x")) == "prompt_embeds"
+
+
+def test_forced_tool_calls_are_known() -> None:
+    named = {"type": "function", "function": {"name": "f"}}
+    assert [forces_tools(job(messages=[], tool_choice=choice)) for choice in ("required", named)] == [True, True]
+    assert [forces_tools(job(messages=[], tool_choice=choice)) for choice in ("auto", "none", None)] == [False] * 3
+
+
+@given(st.integers(0, 4), st.booleans(), st.integers(400, 599))
+def test_an_error_event_is_found_wherever_it_stands(before: int, wrapped: bool, status: int) -> None:
+    events = b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n' * before
+    assert error_in(events + DONE.encode()) is None
+    told = b"data: " + json.dumps(error(status, "why", wrapped=wrapped)).encode() + b"\n\n"
+    found = error_in(events + told + DONE.encode())
+    assert found is not None
+    at, what, told_status = found
+    assert (at, what.message, told_status) == (len(events), "why", status)
+
+
+def test_an_error_without_a_shape_keeps_its_status() -> None:
+    assert told_error(b'{"detail":"Not Found"}', 404)[1] == 404
+    assert told_error(b"oops", 502)[1] == 502
+    assert told_error(b'{"error":{"message":"m","type":"t","code":"x"}}', 409)[0].code == "x"
+
+
+def test_an_id_for_p2p_nccl_is_read_as_the_connector_reads_it() -> None:
+    """By its own two patterns, in an id that the node has put more around."""
+    made = "cmpl-" + p2p_request_id("10.0.0.1:21001", "10.0.0.2:22001", "0af3") + "-0"
+    assert re.findall(r"___decode_addr_(.*):(\d+)", made) == [("10.0.0.2", "22001")]
+    assert re.findall(r"___prefill_addr_(.*):(\d+)___", made) == [("10.0.0.1", "21001")]
+
+
+def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
+    text = metrics_text(running=3, waiting=2, used=0.25).encode()
+    report = report_of(Role.DECODE, "", MODELS, text)
+    assert report == HealthReport(
+        role=Role.DECODE,
+        model="m",
+        max_model_len=64,
+        generation="1.7952345678e+09",
+        load=Load(3, 2, free_blocks=150, total_blocks=200, block_tokens=16),
+        adapters=["alias", "x"],
+        kind=NodeKind.VLLM,
+    )
+    older = report_of(Role.DECODE, "h:1", MODELS, metrics_text(used=0.5, cache="gpu_cache_usage_perc").encode())
+    assert isinstance(older, HealthReport)
+    assert (older.load.free_blocks, older.kind) == (100, NodeKind.VLLM_P2P_NCCL)
+
+
+@given(st.binary(max_size=200))
+def test_metrics_of_any_kind_are_read_without_an_error(text: bytes) -> None:
+    report = report_of(Role.PREFILL, "", MODELS, b"vllm:num_requests_running{} " + text + b"\n" + text)
+    assert isinstance(report, HealthReport)
+
+
+@pytest.mark.parametrize("models", [b"", b"{}", b'{"data":[]}', b'{"data":[{"id":"x","parent":"m"}]}'])
+def test_a_node_without_a_model_takes_no_work(models: bytes) -> None:
+    assert isinstance(report_of(Role.PREFILL, "", models, b""), str)
+
+
+def test_the_clients_own_bytes_stay_as_they_are() -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"\\u00e9 1.50"}],"temperature":1.50}'
+    asked = parse_job(body, CHAT_PATH, "id-1", 1, 5)
+    for made in (prefill_body(asked), decode_body(asked, msgspec.Raw(b"{}"))):
+        assert b'"\\u00e9 1.50"' in made
+        assert b'"temperature":1.50' in made

@@ -1,0 +1,398 @@
+"""The walk over doubles of vLLM nodes: versions, both legs, what breaks, and the client going away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from aiohttp import web
+
+from router.pool import NodeKind
+from tests.router.router_doubles import MODEL, Cluster, decode, prefill, until
+from tests.router.router_doubles import cluster as start_cluster
+from tests.router.vllm_doubles import (
+    ASKED,
+    DONE,
+    VERSIONS,
+    Call,
+    Store,
+    VllmNode,
+    cut,
+    deltas,
+    error,
+    hang,
+    ok,
+    pair,
+    refuse,
+)
+
+
+def cluster(*nodes: Any, **config: Any) -> AbstractAsyncContextManager[Cluster]:
+    """A health check here is four questions; on a busy machine they take a while."""
+    return start_cluster(*nodes, **({"health_deadline_s": 2.0} | config))
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+async def said(started: Cluster, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions") -> str:
+    """The text of an answer that must be 200, streamed or whole."""
+    text = await started.text(body, path=path)
+    if (body or {}).get("stream"):
+        assert text.endswith(DONE)
+        return deltas(text) if "chat" in path else text
+    answer = json.loads(text)
+    assert not answer.get("kv_transfer_params")
+    choice = answer["choices"][0]
+    return str(choice["message"]["content"] if "chat" in path else choice["text"])
+
+
+def cut_after(*pieces: str) -> Any:
+    """A decode leg that tells of some and breaks."""
+
+    async def script(call: Call) -> web.StreamResponse:
+        response = await call.stream(*(call.event(piece) for piece in pieces))
+        await asyncio.sleep(0.02)
+        call.cut()
+        return response
+
+    return script
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_a_request_walks_through_both_legs_of_every_version(version: str, stream: bool) -> None:
+    p, d = pair(version=version)
+    async with cluster(p, d, node_api_key="nodes") as c:
+        body = {"stream": stream, "max_tokens": 9, "min_tokens": 5, "stop_token_ids": [7], "temperature": 0.5}
+        body |= {"stream_options": {"include_usage": True}} if stream else {}
+        headers = {"x-request-id": "my.id-1", "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+        text = await c.text(body, headers=headers)
+        if stream:
+            assert text == "".join(d.calls[0].events())
+        else:
+            assert json.loads(text)["choices"][0]["message"]["content"] == "abc"
+        (first,), (second,) = p.calls, d.calls
+        assert first.body["kv_transfer_params"] == ASKED
+        assert second.body["kv_transfer_params"]["remote_engine_id"] == "engine-1"
+        for call in (first, second):
+            assert call.headers["x-request-id"] == "my.id-1"
+            assert call.headers["traceparent"] == "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+            assert call.headers["authorization"] == "Bearer nodes"
+        own = {k: v for k, v in second.body.items() if k not in ("kv_transfer_params", "model", "messages")}
+        assert own == body
+        node = c.node(d)
+        assert (node.kind, node.model, node.max_model_len, node.load.total_blocks) == (NodeKind.VLLM, MODEL, 128, 200)
+        await until(lambda: c.metric("kvrelay_router_time_to_first_token_seconds_count") == 1)
+
+
+async def test_official_clients_of_three_apis_are_served() -> None:
+    p, d = pair()
+    async with cluster(p, d, api_key="key") as c:
+        asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+        async with openai.AsyncOpenAI(base_url=f"{c.url}/v1", api_key="key", max_retries=0) as client:
+            whole = await client.chat.completions.create(**asked)
+            assert whole.choices[0].message.content == "abc"
+            stream = await client.chat.completions.create(**asked, stream=True)
+            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            assert (await client.responses.create(model=MODEL, input="hi")).output_text == "abc"
+            async with client.responses.stream(model=MODEL, input="hi") as events:
+                kinds = [event.type async for event in events]
+            assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+        async with anthropic.AsyncAnthropic(base_url=c.url, api_key="key", max_retries=0) as other:
+            asked["max_tokens"] = 9
+            async with other.messages.stream(**asked) as told:
+                assert await told.get_final_text() == "abc"
+            message = await other.messages.create(**asked)
+            assert message.content[0].text == "abc"  # type: ignore[union-attr]
+            assert (await other.messages.count_tokens(model=MODEL, messages=asked["messages"])).input_tokens == 3
+
+
+async def test_text_completions_and_tokens_of_a_text_come_through() -> None:
+    p, d = pair()
+    async with cluster(p, d) as c:
+        assert await said(c, {"prompt": "hi"}, "/v1/completions") == "abc"
+        assert '"text": "b"' in await said(c, {"prompt": [1, 2], "stream": True}, "/v1/completions")
+        async with c.http.post(f"{c.url}/tokenize", json={"model": MODEL, "prompt": "hi"}) as answer:
+            assert (await answer.json())["tokens"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"n": 2}, "choices"),
+        ({"prompt": ["a", "b"]}, "prompts"),
+        ({"prompt": [[1], [2]]}, "prompts"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True, "max_tokens": 0}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "beam_search"),
+    ],
+)
+async def test_what_one_hand_over_cannot_serve_is_done_by_the_decode_node_alone(
+    fields: dict[str, Any], why: str
+) -> None:
+    p, d = pair()
+    async with cluster(p, d) as c:
+        await c.text({"prompt": "hi", **fields}, path="/v1/completions")
+        assert p.calls == []
+        assert "kv_transfer_params" not in d.calls[0].body
+        assert c.metric("kvrelay_router_undivided_total", why=why) == 1
+
+
+async def test_a_prefill_node_without_a_connector_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    p, d = pair(hands_over=False)
+    async with cluster(p, d) as c:
+        with caplog.at_level(logging.WARNING, "kvrelay.router"):
+            assert await said(c) == "abc"
+        assert c.metric("kvrelay_router_undivided_total", why="no_kv") == 1
+        assert "NixlConnector" in caplog.text
+
+
+async def test_a_version_that_fails_on_forced_tools_is_asked_for_them_once() -> None:
+    p, d = pair(fails_forced_tools=True)
+    async with cluster(p, d) as c:
+        for _ in range(2):
+            assert await said(c, {"tools": TOOLS, "tool_choice": "required"}) == "abc"
+        assert len(p.calls) == 1
+        assert c.metric("kvrelay_router_undivided_total", why="forced_tools") == 2
+        assert c.node(p).up
+        assert await said(c, {"tools": TOOLS}) == "abc"
+        assert len(p.calls) == 2
+
+
+async def test_kv_offered_back_by_a_decode_node_is_kept_from_clients() -> None:
+    async def offers(call: Call) -> web.Response:
+        return web.json_response(call.answer(kv_transfer_params={"remote_host": "10.0.0.1", "do_remote_decode": True}))
+
+    p, d = pair()
+    d.script = offers
+    async with cluster(p, d) as c:
+        text = await c.text()
+        assert "10.0.0.1" not in text
+        assert json.loads(text)["choices"][0]["message"]["content"] == "abc"
+
+
+@pytest.mark.parametrize("broken", [cut, refuse(500), refuse(503, wrapped=False)])
+async def test_a_broken_prefill_leg_goes_to_another_node_and_blames_no_other(broken: Any) -> None:
+    store = Store()
+    bad = VllmNode("prefill", broken, store)
+    good, d = VllmNode("prefill", ok, store, running_requests=9), VllmNode("decode", ok, store)
+    async with cluster(bad, good, d) as c:
+        assert await said(c, {"stream": True}) == "abc"
+        assert (len(bad.calls), len(good.calls), len(d.calls)) == (1, 1, 1)
+        assert c.metric("kvrelay_failovers_total", leg="prefill") == 1
+        assert c.metric("kvrelay_failovers_total", leg="decode") == 0
+
+
+async def in_band_error(call: Call) -> web.StreamResponse:
+    return await call.stream(f"data: {json.dumps(error(500, 'engine broke'))}\n\n", DONE)
+
+
+async def empty(call: Call) -> web.StreamResponse:
+    return await call.stream() if call.body.get("stream") else web.Response(content_type="application/json")
+
+
+async def half_an_event(call: Call) -> web.StreamResponse:
+    return await call.stream('data: {"choices": [{"del')
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("broken", [cut, refuse(500), in_band_error, empty, half_an_event])
+async def test_a_decode_leg_that_breaks_before_its_first_byte_is_prefilled_again(broken: Any, stream: bool) -> None:
+    """The store asserts that no KV is read twice; a real node would answer with another request's."""
+    store = Store()
+
+    async def fetches_and_breaks(call: Call) -> web.StreamResponse | None:
+        assert store.fetch(call.body["kv_transfer_params"], call.request_id) is None
+        result: web.StreamResponse | None = await broken(call)
+        return result
+
+    p, bad = VllmNode("prefill", ok, store), VllmNode("decode", fetches_and_breaks, store)
+    good = VllmNode("decode", ok, store, running_requests=9)
+    async with cluster(p, bad, good) as c:
+        assert await said(c, {"stream": stream}) == "abc"
+        assert (len(p.calls), len(bad.calls), len(good.calls)) == (2, 1, 1)
+        assert p.calls[0].request_id != p.calls[1].request_id == good.calls[0].request_id
+        assert c.metric("kvrelay_failovers_total", leg="decode") == 1
+        assert c.metric("kvrelay_failovers_total", leg="prefill") == 0
+
+
+async def test_kv_that_no_decode_node_has_heard_of_goes_to_another_one_as_it_is() -> None:
+    store = Store()
+    p, good = VllmNode("prefill", ok, store), VllmNode("decode", ok, store, running_requests=9)
+    gone = VllmNode("decode", ok, store)
+    async with cluster(p, gone, good, health_interval_s=30.0, ready=False) as c:
+        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        c.node(gone).url = "http://127.0.0.1:1"
+        assert await said(c) == "abc"
+        assert len(p.calls) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_when_no_node_is_left_the_client_gets_an_error_and_not_an_empty_200(stream: bool) -> None:
+    p, d = pair()
+    d.script = empty
+    async with cluster(p, d) as c, c.post({"stream": stream}) as answer:
+        assert answer.status == 502
+        assert "no decode node could serve" in (await answer.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+async def test_a_refusal_is_passed_on_and_blames_nobody(wrapped: bool) -> None:
+    p, d = pair()
+    p.script = refuse(400, "too long", wrapped=wrapped)
+    async with cluster(p, d) as c:
+        async with c.post({"stream": True}) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["message"] == "too long"
+        assert d.calls == []
+        p.script, d.script = ok, refuse(422, "not so", wrapped=wrapped)
+        async with c.post() as answer:
+            assert answer.status == 422
+        assert c.node(p).up
+        assert c.node(d).up
+
+
+async def test_a_refused_key_is_the_operators_mistake() -> None:
+    p, d = pair()
+    p.script = refuse(401, "Unauthorized")
+    async with cluster(p, d) as c, c.post() as answer:
+        assert answer.status == 502
+        assert "router's key" in (await answer.json())["error"]["message"]
+
+
+async def test_after_the_first_byte_an_answer_ends_with_an_error_that_says_why() -> None:
+    store = Store()
+    p, bad = VllmNode("prefill", ok, store), VllmNode("decode", cut_after("a", "b"), store)
+    other = VllmNode("decode", ok, store, running_requests=9)
+    async with cluster(p, bad, other) as c:
+        text = await c.text({"stream": True})
+        *events, last = text.removesuffix(DONE).split("\n\n")[:-1]
+        assert text.endswith(DONE)
+        assert deltas("\n\n".join(events)) == "ab"
+        assert "cannot be continued" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert other.calls == []
+        assert not c.node(bad).up or c.node(bad).since
+
+
+async def test_an_error_event_in_the_middle_is_told_once() -> None:
+    async def breaks(call: Call) -> web.StreamResponse:
+        both = call.event("b") + f"data: {json.dumps(error(500, 'engine broke'))}\n\n" + DONE
+        return await call.stream(call.event("a"), both)
+
+    p, d = pair()
+    d.script = breaks
+    async with cluster(p, d) as c:
+        text = await c.text({"stream": True})
+        assert (text.count('"error"'), text.count("engine broke"), text.count(DONE)) == (1, 1, 1)
+        assert '"b"' in text
+
+
+async def test_events_are_passed_on_whole_wherever_the_network_cuts_them() -> None:
+    async def slow(call: Call) -> web.StreamResponse:
+        data = "".join(call.events()).encode()
+        response = await call.stream()
+        for at in range(0, len(data), 97):
+            await response.write(data[at : at + 97])
+            await asyncio.sleep(0)
+        return response
+
+    p, d = pair()
+    d.script = slow
+    async with cluster(p, d) as c:
+        assert await said(c, {"stream": True}) == "abc"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_that_stops_is_left_for_another(role: str) -> None:
+    store = Store()
+    stopped, good = VllmNode(role, hang, store), VllmNode(role, ok, store, running_requests=9)
+    other = VllmNode("decode" if role == "prefill" else "prefill", ok, store)
+    async with cluster(stopped, good, other, health_deadline_s=0.3) as c:
+        asking = asyncio.create_task(said(c, {"stream": True}))
+        await asyncio.wait_for(stopped.called.wait(), 5)
+        stopped.health_hangs = True
+        assert await asyncio.wait_for(asking, 8) == "abc"
+
+
+async def test_a_request_ends_at_its_deadline() -> None:
+    p, d = pair()
+    d.script = hang
+    async with cluster(p, d, request_deadline_s=0.5) as c, c.post() as answer:
+        assert answer.status == 504
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_leg_of_a_client_that_left_is_aborted(role: str) -> None:
+    p, d = pair()
+    waits = p if role == "prefill" else d
+    waits.script = hang
+    async with cluster(p, d) as c:
+        asking = asyncio.create_task(c.text({"stream": True}))
+        await asyncio.wait_for(waits.called.wait(), 5)
+        asking.cancel()
+        await asyncio.wait_for(waits.aborted.wait(), 5)
+        await until(lambda: not any(node.leases for node in c.router.pool.nodes))
+
+
+async def test_kinds_do_not_mix_and_each_answers_its_own() -> None:
+    p, d = pair()
+    ours = prefill(), decode()
+    async with cluster(p, d, *ours) as c:
+        for _ in range(6):
+            await c.text()
+        assert len(p.calls) + len(ours[0].calls) == 6
+        assert (len(p.calls), len(ours[0].calls)) == (len(d.calls), len(ours[1].calls))
+        c.router.pool.unready(c.node(d), "for this test", 1e12)
+        assert c.router.pool.node_kinds() == [NodeKind.KVRELAY]
+
+
+async def test_nodes_of_two_kinds_are_no_cluster() -> None:
+    p, d = pair()
+    ours = prefill()
+    async with cluster(ours, d) as c:
+        async with c.post() as answer:
+            assert answer.status == 503
+            assert "kind" in (await answer.json())["error"]["message"]
+        async with c.http.get(f"{c.url}/health") as health:
+            assert health.status == 503
+            assert {node["kind"] for node in (await health.json())["nodes"]} == {"kvrelay", "vllm"}
+        assert ours.calls == d.calls == []
+    alone = decode()
+    async with cluster(p, alone) as c:
+        async with c.post() as answer:
+            assert answer.status == 200
+        assert c.metric("kvrelay_router_local_prefills_total", reason="no_prefill_node") == 1
+        assert p.calls == []
+
+
+async def test_a_client_cannot_point_a_node_at_an_address() -> None:
+    p, d = pair()
+    async with cluster(p, d) as c:
+        for fields in ({"kv_transfer_params": ASKED}, {"vllm_xargs": {"kv_transfer_params": {"remote_host": "x"}}}):
+            async with c.post(fields) as answer:
+                assert answer.status == 400
+        assert p.calls + d.calls == []
+
+
+async def test_a_draining_node_and_one_that_is_no_vllm_node_are_kept_out() -> None:
+    p, d = pair()
+    d.health_status = 503
+    async with cluster(p, d, ready=False) as c:
+        await until(lambda: c.node(p).up and "503" in c.node(d).reason)
+
+        async def not_there(request: web.Request) -> web.Response:
+            return web.Response(status=404)
+
+        stranger = VllmNode("decode", ok, Store())
+        stranger.say_version = not_there  # type: ignore[method-assign]
+    async with cluster(p, stranger, ready=False) as c:
+        await until(lambda: "neither" in c.node(stranger).reason)
