@@ -46,9 +46,10 @@ from router.legs import Legs
 from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
+from router.node import NodeKind
 from router.pairs import Meeting, Pairs
 from router.policies.policy import Ask
-from router.pool import NodeKind, Pool
+from router.pool import Pool
 from router.questions import ask_any
 from router.rate_limits import KeyLimits
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers

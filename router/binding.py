@@ -18,8 +18,9 @@ from router.conditional import Decision, decide
 from router.doors import Doors
 from router.legs import Legs
 from router.metrics import Metrics
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind, Pool
+from router.pool import Pool
 from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role
 from wire.errors import KvNotLoaded, KvrelayError, NoNode, Overloaded

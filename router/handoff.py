@@ -28,8 +28,8 @@ from router.leg_watch import LegWatch
 from router.legs import LegFailed, Refused
 from router.means import Means
 from router.measured import learn
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
