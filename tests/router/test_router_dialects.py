@@ -24,6 +24,7 @@ from tests.router.router_doubles import (
     refuse,
 )
 from wire.frames import Frame, FrameKind
+from wire.outputs import Load
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 
@@ -174,7 +175,8 @@ async def test_a_decode_node_that_dies_is_replaced_under_a_response_as_under_a_c
         asked.cut()
 
     first = decode(dies)
-    async with cluster(prefill(prefill_first), first, decode(decode_tools, generation="g2")) as started:
+    second = decode(decode_tools, generation="g2", load=Load(running=9))
+    async with cluster(prefill(prefill_first), first, second) as started:
         for _ in range(4):
             asked = {"model": MODEL, "stream": True, "input": "hi", "seed": 1}
             async with started.http.post(started.url + "/v1/responses", json=asked) as answer:
