@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
@@ -292,7 +292,7 @@ class Walk:
         kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
         kv_failed, begin = False, place.at.get(0, 0)
 
-        async def take(frames: Sequence[Frame]) -> None:
+        def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
             nonlocal kv_failed
             now, told = time.monotonic(), False
             for frame in frames:
@@ -323,9 +323,10 @@ class Walk:
                     self._doors.kv_came(peer, node)
             if told and decoding:
                 node.grown(lease, kv_tokens + sum(place.at.values()))
-            if self.reply.full:
+            room = self.reply.room()
+            if room is not None:
                 passage.held_up()
-                await self.reply.room()
+            return room
 
         patience_s = self._doors.patience_s(lease.tokens)
         with LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:

@@ -68,6 +68,10 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
     held_blocks: int = 0
+    legs: int = 0
+    """The version of the leg stream (wire/leg_stream.py) that it speaks; 0: none."""
+    pod_uid: str = ""
+    """Of the Kubernetes pod that it runs in, if it was told."""
 
     @property
     def draining(self) -> bool:
@@ -499,6 +503,11 @@ class Pool:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
             )
+        pod = self.members.spec(Source.KUBERNETES, node.url)
+        if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
+            return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
+        if pod is not None and pod.model and report.model != pod.model:
+            return f"its pod is labelled with the model {pod.model!r} and it serves {report.model!r}; correct the label"
         return None
 
     def _take_down(self, node: Node, why: str, now: float) -> None:
