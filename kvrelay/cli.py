@@ -76,6 +76,10 @@ def _serving_router(values: dict[str, object]) -> int:
     check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
+    if config.kubernetes_selector:
+        from router.kubernetes_watch import server_of
+
+        server_of(config.kubernetes_namespace)  # before anything is started
     if config.p2p_nccl_port:
         check_port(config.host, config.p2p_nccl_port)
     _log_to_stderr()

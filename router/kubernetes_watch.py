@@ -36,7 +36,7 @@ from router.members import Source
 from router.pool import Pool
 from wire.errors import ConfigError
 
-__all__ = ["Pace", "discovering"]
+__all__ = ["Pace", "discovering", "server_of"]
 
 _PAGE = 500
 _MAX_LIST_BYTES = 256 << 20
@@ -118,7 +118,7 @@ class _Api:
 
     def __init__(self, selector: str, namespace: str) -> None:
         """Raises ConfigError if there is no client, or nothing says where the API server is."""
-        settings, self.namespace = _server_of(namespace)
+        settings, self.namespace = server_of(namespace)
         import kubernetes.client
 
         self.selector = f"{selector},{ROLE}"
@@ -195,8 +195,8 @@ class _Api:
                 read.shutdown(socket.SHUT_RDWR)
 
 
-def _server_of(namespace: str) -> tuple[Any, str]:
-    """The client's settings, and the namespace; an empty one is our own. Raises ConfigError."""
+def server_of(namespace: str) -> tuple[Any, str]:
+    """The client's settings, and the namespace; an empty one is our own. Raises ConfigError; asks nobody."""
     try:
         import kubernetes.client
         import kubernetes.config

@@ -10,178 +10,31 @@ new legs and is watched until its last one has ended.
 
 from __future__ import annotations
 
-import enum
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 
-import msgspec
-
-from router.credit import Credit, Reservation, blocks_of, likely_kv_tokens
+from router.credit import likely_kv_tokens
 from router.members import Change, Members, NodeSpec, Source
+from router.node import NEW, HealthReport, Lease, Node, NodeKind
 from router.pairing import Kinds
 from router.policies.by_name import POLICIES
-from router.policies.policy import Ask, NodeView
+from router.policies.policy import Ask
 from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
-from router.standing import Standing
 from wire.config import Role
 from wire.errors import NoNode
-from wire.kv_events import KvEventsReport
-from wire.outputs import Load
-from wire.transfer import KvFacts
 
-__all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "NodeKind", "Pool"]
+__all__ = ["LOST_AFTER_MISSES", "Pool"]
 
 LOST_AFTER_MISSES = 3
 
-_NEW = "not checked yet"
-_DRAINING = "draining"
 
 _log = logging.getLogger("kvrelay.router")
-
-
-class NodeKind(enum.StrEnum):
-    """Whose node it is, and by which contract it hands over: only nodes of one kind can be a pair."""
-
-    KVRELAY = "kvrelay"
-    VLLM = "vllm"
-    VLLM_P2P_NCCL = "vllm-p2p-nccl"
-
-
-class HealthReport(msgspec.Struct, frozen=True):
-    """The 200 answer of a node's GET /health, or what was found out of one that answers with less."""
-
-    role: Role
-    model: str
-    status: str = "ok"
-    max_model_len: int = 0
-    engine_id: str = ""
-    generation: str = ""
-    load: Load = Load()
-    adapters: list[str] = []
-    kv: KvFacts | None = None
-    kv_events: KvEventsReport | None = None
-    kind: NodeKind = NodeKind.KVRELAY
-    held_blocks: int = 0
-    pod_uid: str = ""
-    """Of the Kubernetes pod that it runs in, if it was told."""
-
-    @property
-    def draining(self) -> bool:
-        """It takes nothing new and ends what it has: a 503 with a report."""
-        return self.status == _DRAINING
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """One leg's place on a node. `tokens` are those that the node must compute before it can answer."""
-
-    node: Node
-    tokens: int
-    kv_tokens: int = 0
-    """Of KV that the node is likely to need for it in all."""
-    room: Reservation = field(default_factory=Reservation)
-    under_way: ExitStack = field(default_factory=ExitStack)
-    """What the prefix index is told while it runs."""
-    company: int = 0
-    """Requests that were there before it."""
-    expected_queue_ms: float = 0.0
-    """How long it was expected to wait for its turn."""
-    cached_tokens: int = 0
-    """Of the prompt, which the node was believed to have when it was chosen."""
-    cut: Callable[[], None] | None = None
-    """Called when the node is lost while the leg runs."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Node(NodeView):
-    """One node as the router knows it. `foreign_*` is the reported load that is not our own legs."""
-
-    role: Role
-    kind: NodeKind = NodeKind.KVRELAY
-    p2p_address: str = ""
-    """Of a vLLM node with a P2pNcclConnector: host and port of its ZMQ socket, as it has told."""
-    up: bool = False
-    since: float = 0.0
-    reason: str = _NEW
-    wanted: bool = True
-    """Some source names it. One that is not wanted any more only ends the legs that it has."""
-    model: str = ""
-    adapters: frozenset[str] = frozenset()
-    adapters_at: float = float("-inf")
-    """When an adapter was last loaded or unloaded here through this router: older reports do not know of it."""
-    max_model_len: int = 0
-    engine_id: str = ""
-    generation: str = ""
-    drain_asked: bool = False
-    """An operator drains it through this router: until it is asked to end that, or another process stands there."""
-    held_blocks: int = 0
-    """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
-    misses: int = 0
-    blamed_at: float = float("-inf")
-    load: Load = field(default_factory=Load)
-    foreign_requests: int = 0
-    foreign_tokens: int = 0
-    leases: set[Lease] = field(default_factory=set)
-    own_tokens: int = 0
-    """Sum over the leases."""
-    credit: Credit = field(default_factory=Credit)
-    kv: KvFacts | None = None
-    standing: dict[Role, Standing] = field(default_factory=dict)
-    """By kind of leg; kept by router/doors.py."""
-
-    def serves(self, base: str, name: str) -> bool:
-        """Whether requests for `name`, the model `base` or an adapter of it, can run here."""
-        return self.model == base and (name == base or name in self.adapters)
-
-    def note_load(self, load: Load) -> None:
-        """Take over a reported load. What we sent ourselves is in it and is not counted twice."""
-        self.load = load
-        self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
-        self.foreign_tokens = max(0, load.waiting_tokens - self.own_tokens)
-        self.context_tokens = load.context_tokens
-        self.credit.reported()
-        self._sum_up()
-
-    def take(self, lease: Lease) -> None:
-        """Count a leg of ours, from now on."""
-        self.leases.add(lease)
-        self.own_tokens += lease.tokens
-        if self.load.block_tokens:
-            lease.room = self.credit.reserve(blocks_of(lease.kv_tokens, self.load.block_tokens))
-        self._sum_up()
-
-    def give_back(self, lease: Lease) -> None:
-        """It has ended."""
-        if lease in self.leases:
-            self.leases.discard(lease)
-            self.own_tokens -= lease.tokens
-            self.credit.give_back(lease.room)
-            self._sum_up()
-
-    def answered(self, lease: Lease, kv_tokens: int) -> None:
-        """The leg tells of its first token: nothing is to be computed, and the node has KV of so many tokens for it."""
-        self.own_tokens -= lease.tokens
-        lease.tokens = 0
-        self.grown(lease, kv_tokens)
-        self._sum_up()
-
-    def grown(self, lease: Lease, kv_tokens: int) -> None:
-        """The leg has KV of so many tokens by now."""
-        if self.load.block_tokens:
-            self.credit.holds(lease.room, blocks_of(kv_tokens, self.load.block_tokens))
-
-    def _sum_up(self) -> None:
-        """Our own legs, exact, plus what others were seen to have there."""
-        self.requests = len(self.leases) + self.foreign_requests
-        self.tokens = self.own_tokens + self.foreign_tokens
-        if self.load.block_tokens:
-            self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_tokens
 
 
 class Pool:
@@ -270,7 +123,7 @@ class Pool:
         back = next((each for each in self.leaving if each.url == spec.url and each.role is spec.role), None)
         if back is not None:
             self.leaving = [each for each in self.leaving if each is not back]
-            back.wanted, back.reason, back.blamed_at = True, _NEW, now
+            back.wanted, back.reason, back.blamed_at = True, NEW, now
             self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
             return
         node = Node(spec.url, role=spec.role, model=spec.model)
@@ -384,9 +237,7 @@ class Pool:
 
     def hold(self, ask: Ask, nodes: Sequence[Node]) -> Lease:
         """A place on one of these, until it is given back."""
-        if isinstance(ask.prefix, Prefix):
-            ask = self._with_cached(ask, ask.prefix)
-        node = POLICIES[self.policies[ask.role]](ask, nodes, self._rng)
+        node, ask = self.choose(ask, nodes)
         self._turns += 1
         node.turn = self._turns
         lease = Lease(
@@ -401,6 +252,12 @@ class Pool:
         node.take(lease)
         lease.under_way.enter_context(self.prefixes.under_way(ask.prefix, node.url))
         return lease
+
+    def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
+        """The one of these that the policy chooses, and what it was told."""
+        if isinstance(ask.prefix, Prefix):
+            ask = self._with_cached(ask, ask.prefix)
+        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng), ask
 
     def give_back(self, lease: Lease) -> None:
         """The leg has ended; twice is as once."""
@@ -434,7 +291,7 @@ class Pool:
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
-            fleet = self._fleets.setdefault((node.role, report.model), NodeRates())
+            fleet = self._fleet(node.role, report.model)
             if node.rates.fleet is not fleet:
                 node.rates = NodeRates(fleet)
             node.rates.age(now)
@@ -447,6 +304,15 @@ class Pool:
             if not node.up:
                 node.up, node.since, node.reason = True, now, ""
                 _log.info("%s node %s is up", node.role, node.url)
+
+    def _fleet(self, role: Role, model: str) -> NodeRates:
+        """What the nodes of a role and model have in common."""
+        fleet = self._fleets.get((role, model))
+        if fleet is None:
+            fleet = self._fleets[role, model] = NodeRates()
+            if role is Role.DECODE:  # which seldom compute prompts
+                fleet.prefills_like(self._fleet(Role.PREFILL, model))
+        return fleet
 
     def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
         """The node has just said that it has loaded or unloaded an adapter."""

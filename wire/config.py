@@ -467,6 +467,9 @@ class RouterConfig:
     """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
     decode_policy: str = "cost"
     """How a decode node is chosen: one of the same."""
+    conditional_disaggregation: bool = True
+    """Compute a short prompt on its decode node where that is faster by the measured costs. Without it decode nodes
+    compute prompts only where no prefill node can."""
     p2p_nccl_port: int = 0
     """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
     log_bodies: bool = False

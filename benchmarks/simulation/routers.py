@@ -15,9 +15,10 @@ from benchmarks.simulation.decode_node import DecodeNode
 from benchmarks.simulation.prefill_node import PrefillNode
 from benchmarks.simulation.stream import Speeds, Stream
 from router.measured import learn
+from router.node import HealthReport, Lease, Node
 from router.policies.cost import decode_ms, prefill_ms
 from router.policies.policy import Ask, NodeView
-from router.pool import HealthReport, Lease, Node, Pool
+from router.pool import Pool
 from router.prefix_index import Prefix
 from router.rates import NodeRates
 from router.room import has_room

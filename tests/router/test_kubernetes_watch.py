@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import random
 import sys
 import time
@@ -20,7 +21,8 @@ from prometheus_client import CollectorRegistry
 from router_doubles import cluster, decode, prefill, until
 
 from router.kubernetes_watch import Pace, discovering
-from router.pool import HealthReport, Node, Pool
+from router.node import HealthReport, Node
+from router.pool import Pool
 from wire.config import Role, RouterConfig
 from wire.errors import ConfigError
 
@@ -29,13 +31,23 @@ NOT_LONGER_S = 5.0
 QUICK = Pace(relist_s=0.3, patience_s=0.05, list_deadline_s=0.5, connect_s=0.5, most_back_off_s=0.2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """The client takes a second or more to import: before any deadline, and not when tests are collected."""
+    importlib.import_module("kubernetes.client")
+
+
+def lead_to(server: ApiServer, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(folder / "config")))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
 @pytest_asyncio.fixture
 async def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[ApiServer]:
     server = ApiServer()
     async with server.running():
-        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "config")))
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        lead_to(server, monkeypatch, tmp_path)
         yield server
 
 
@@ -122,25 +134,30 @@ async def test_a_malformed_event_is_followed_by_a_list(api: ApiServer, line: byt
         assert urls(pool) == [P]
 
 
-async def test_a_restarted_api_server_takes_no_node_down(api: ApiServer) -> None:
-    await api.put(pod_of("p", P, "prefill"))
-    port = int(api.url.rpartition(":")[2])
-    async with following() as pool:
-        other = ApiServer()
-        await until(lambda: urls(pool) == [P])
-        api.list_fails = api.watch_fails = kmock.KubernetesError(503, "ServiceUnavailable", "starting")
-        lists = api.count("list")
-        await until(lambda: api.count("list") >= lists + 2)
-        assert urls(pool) == [P]
-        for server in api._handler.servers[:]:
-            for transport in api._transports:
-                transport.abort()
-            await server.server.close()  # connections are refused from now on
-        await asyncio.sleep(0.3)
-        assert urls(pool) == [P]
-        await other.put(pod_of("d", D, "decode"))  # its versions are older, too
-        async with other.running(port):
-            await until(lambda: urls(pool) == [D])
+async def test_a_restarted_api_server_takes_no_node_down(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first, second = ApiServer(), ApiServer()  # the second one's versions are older than those of the first
+    first.version = 7000
+    tries = 0
+
+    def cut(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        writer.transport.abort()
+
+    async with contextlib.AsyncExitStack() as life:
+        await life.enter_async_context(first.running())
+        lead_to(first, monkeypatch, tmp_path)
+        port = int(first.url.rpartition(":")[2])
+        await first.put(pod_of("p", P, "prefill"))
+        async with following() as pool:
+            await until(lambda: urls(pool) == [P] and first.count("watch") > 0)
+            await life.aclose()
+            async with await asyncio.start_server(cut, "127.0.0.1", port):
+                await until(lambda: tries >= 3)
+            assert urls(pool) == [P]
+            await second.put(pod_of("d", D, "decode"))
+            async with second.running(port):
+                await until(lambda: urls(pool) == [D])
 
 
 async def test_a_slow_list_is_waited_for_and_one_too_slow_tried_again(api: ApiServer) -> None:
@@ -270,9 +287,9 @@ async def test_in_a_pod_its_service_account_leads_there(monkeypatch: pytest.Monk
     monkeypatch.setattr(kubernetes_watch, "_OWN_NAMESPACE", tmp_path / "namespace")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    assert kubernetes_watch._server_of("")[1] == "mine"
-    assert kubernetes_watch._server_of("")[0].host == "https://[fd00::1]:443"
-    assert kubernetes_watch._server_of("theirs")[1] == "theirs"
+    assert kubernetes_watch.server_of("")[1] == "mine"
+    assert kubernetes_watch.server_of("")[0].host == "https://[fd00::1]:443"
+    assert kubernetes_watch.server_of("theirs")[1] == "theirs"
 
 
 def test_a_namespace_alone_is_refused() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from router.held_blocks import HeldBlocks
 from router.job import CHAT_PATH, parse_job, prefix_of
+from router.node import HealthReport
 from router.policies.policy import Ask
-from router.pool import HealthReport, Pool
+from router.pool import Pool
 from router.prefix_index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
 from router.text_tree import EDGE_BYTES, TextTree
 from wire.config import Role
@@ -22,7 +23,7 @@ from wire.outputs import PromptBlocks
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda chunks: array("q", chunks))
 BLOCK = 16
-unhurried = settings(deadline=None, max_examples=60)
+unhurried = settings(max_examples=60)
 
 
 def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:
