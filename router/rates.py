@@ -25,6 +25,7 @@ _PRIOR_WEIGHT = 0.1
 _MOST_OFF = 4.0
 _MOST_OFF_LOG = math.log(_MOST_OFF)
 _SETTLED = 2.5
+_NEWS = 4  # a settled curve is drawn anew with every so many measurements: drawing costs ten times as much as asking
 _CLASSES = 12
 _MOST_PEERS = 256
 _LEAST_WAIT_MS = 1.0
@@ -44,7 +45,19 @@ class Curve:
     Class k holds sizes from 2**(bits * k) on. `parent` is the fleet's curve of the same shape.
     """
 
-    __slots__ = ("_bits", "_heights", "_knots", "_parent", "_prior", "_sums", "_weights", "each", "least", "measured")
+    __slots__ = (
+        "_bits",
+        "_heights",
+        "_knots",
+        "_news",
+        "_parent",
+        "_prior",
+        "_sums",
+        "_weights",
+        "each",
+        "least",
+        "measured",
+    )
     _knots: list[float]
 
     def __init__(self, fixed_ms: float, ms_each: float, bits: int, parent: Curve | None = None) -> None:
@@ -55,6 +68,7 @@ class Curve:
         self._weights = [0.0] * _CLASSES
         self._knots = [2.0 ** (bits * (at + 0.5)) for at in range(_CLASSES)] if parent is None else parent._knots
         self._heights: list[float] | None = None  # at the knots; None: to be drawn anew
+        self._news = 0  # measurements since
         self.measured = False
         """Whether anything was, ever."""
         self.least, self.each = fixed_ms + ms_each, ms_each
@@ -89,15 +103,17 @@ class Curve:
         if size < 1 or ms <= 0:
             return
         fixed_ms, ms_each = self._prior
-        prior_ms = fixed_ms + ms_each * size
-        if sum(self._weights) > _SETTLED:
+        settled = sum(self._weights) > _SETTLED
+        if settled:
             known = self.at(size)
             ms = min(max(ms, known / _MOST_OFF), known * _MOST_OFF)
         at = min((int(size).bit_length() - 1) // self._bits, _CLASSES - 1)
-        self._sums[at] = self._sums[at] * _KEPT + ms / prior_ms
+        self._sums[at] = self._sums[at] * _KEPT + ms / (fixed_ms + ms_each * size)
         self._weights[at] = self._weights[at] * _KEPT + 1.0
         self.measured = True
-        self._heights = None
+        self._news += 1
+        if not settled or self._news >= _NEWS:
+            self._heights = None
 
     def fade(self, factor: float) -> None:
         """What was measured counts so much less from now on."""
@@ -128,7 +144,7 @@ class Curve:
         for knot, ratio in zip(self._knots, self._ratios(), strict=True):
             highest = max(highest, ratio * (fixed_ms + ms_each * knot))
             heights.append(highest)
-        self._heights = heights
+        self._heights, self._news = heights, 0
         self.least = self.at(1)
         self.each = self.at(_TYPICAL) / _TYPICAL
         return heights
