@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from router.chores import Chores
 from router.conditional import Decision, decide
@@ -87,7 +89,7 @@ class Binding:
     def decide(self, ask: Ask, source: Node) -> Decision | None:
         """Whether a prompt that this prefill node would get is better computed on its decode node: None while speeds
         are not known there, or no decode node has said that it would."""
-        its = replace(ask, role=Role.DECODE)
+        its = msgspec.structs.replace(ask, role=Role.DECODE)
         try:
             able = [node for node in self.computing(its) if node.kv is not None and node.rates.measured]
         except (NoNode, Overloaded):
