@@ -11,22 +11,24 @@ import uvloop
 
 from router.app import create_app
 from router.connections import connections
+from router.shared import Alone, Make
 from router.tls import check_certificate
 from wire.config import RouterConfig
 
-__all__ = ["make_server", "run", "serve"]
+__all__ = ["DRAIN_S", "make_server", "run", "serve"]
 
-_DRAIN_S = 30
+DRAIN_S = 30
+"""What is under way may take so long when the process is to end."""
 # Above the idle time after which OpenAI clients close a kept connection themselves, so that we never do it first.
 _KEEP_CONNECTION_S = 75
 
 
-def make_server(config: RouterConfig) -> uvicorn.Server:
+def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
     """A server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError."""
     check_certificate(config)
     return uvicorn.Server(
         uvicorn.Config(
-            create_app(config),
+            create_app(config, shared=shared),
             host=config.host,
             port=config.port,
             loop="uvloop",
@@ -36,7 +38,7 @@ def make_server(config: RouterConfig) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_CONNECTION_S,
-            timeout_graceful_shutdown=_DRAIN_S,
+            timeout_graceful_shutdown=DRAIN_S,
             ssl_certfile=config.tls_cert or None,
             ssl_keyfile=config.tls_key or None,
         )

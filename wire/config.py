@@ -35,6 +35,7 @@ MAX_URL_CHARS = 512
 # Each proposal costs a row of a step, whether it comes true or not.
 MAX_SPECULATIVE_TOKENS = 32
 MAX_NGRAM = 16
+MAX_WORKERS = 256
 
 
 class Role(enum.StrEnum):
@@ -422,6 +423,8 @@ class RouterConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on."""
+    workers: int = 1
+    """Processes that serve the port; more than one share it, and a parent process keeps what they have in common."""
     api_key: str = ""
     """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
     keys: tuple[KeyConfig, ...] = ()
@@ -481,7 +484,9 @@ class RouterConfig:
             "health_deadline_s",
             "attempts",
             "max_connections",
+            "workers",
         )
+        _require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
         self._check_entry()
         for role in ("prefill", "decode"):
             name = getattr(self, f"{role}_policy")
