@@ -67,14 +67,19 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object]) -> int:
     config = build(RouterConfig, values)
-    if not (config.prefill and config.decode) and not (config.heartbeat_port or config.p2p_nccl_port):
+    announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
+    if not (config.prefill and config.decode) and not announced:
         raise ConfigError(
             "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
-            "announce themselves"
+            "announce themselves, or --kubernetes-selector for pods"
         )
     check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
+    if config.kubernetes_selector:
+        from router.kubernetes_watch import server_of
+
+        server_of(config.kubernetes_namespace)  # before anything is started
     if config.p2p_nccl_port:
         check_port(config.host, config.p2p_nccl_port)
     if config.workers > 1:

@@ -37,9 +37,11 @@ from router.gate import Gate, Targets, Turn
 from router.handoff import Walk
 from router.health import watching
 from router.heartbeats import hearing
+from router.hot_routes import HotRoutes
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of, with_priority
 from router.joined_walk import JoinedWalk
 from router.keys import Caller, Keyring
+from router.kubernetes_watch import discovering
 from router.kv_events import KvEvents
 from router.legs import Legs
 from router.means import Means
@@ -107,6 +109,7 @@ class Router:
             self.metrics,
             RetryBudget(),
             self.config.attempts,
+            self.config.conditional_disaggregation,
             self.config.request_deadline_s,
         )
         events = KvEvents(self.pool.prefixes, self.metrics.prefix)
@@ -116,6 +119,7 @@ class Router:
             async with (
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
+                discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
                 warming(self.pool, self.pairs, legs, self._met) if self.shared.warms else nullcontext(),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port),
             ):
@@ -136,7 +140,7 @@ class Router:
         self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
     ) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
-        path, timeline, caller = request.url.path, Timeline(time.monotonic()), _caller(request)
+        path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), _caller(request)
         request.state.job_id = self._new_id(request)
         try:
             body = await self._body(request)
@@ -174,7 +178,7 @@ class Router:
             self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
             self._finished(walk, turn, path, status, why)
 
-        return Relay(walk, turn, self.config.request_deadline_s, finished, dialect)
+        return Relay(walk, turn, finished, dialect)
 
     def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline) -> Walk | JoinedWalk | VllmWalk:
         """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
@@ -290,6 +294,16 @@ def _caller(request: Request) -> Caller:
     return caller
 
 
+class _App(FastAPI):
+    """All routes. The hot ones need no matching, and nothing that FastAPI puts around a route."""
+
+    hot: ASGIApp
+    has_hot: Callable[[Scope], bool]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.hot(scope, receive, send) if self.has_hot(scope) else super().__call__(scope, receive, send))
+
+
 def create_app(config: RouterConfig, rng: random.Random | None = None, shared: Make = Alone) -> FastAPI:
     """The router as an ASGI application. `rng` breaks ties between nodes."""
     router = Router(config, rng or random.Random(), shared)
@@ -299,18 +313,20 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
         async with router.running():
             yield
 
-    app = FastAPI(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.router = router
     app.add_exception_handler(KvrelayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_crash)
     app.add_middleware(_KeyGate, keyring=router.keyring, metrics=router.metrics)
 
-    @app.post(CHAT_PATH, response_model=None)
-    @app.post(COMPLETIONS_PATH, response_model=None)
     async def complete(request: Request) -> Response:
         return await router.complete(request, as_it_is)
 
+    hot = HotRoutes(dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete), _answer_any)
+    app.hot, app.has_hot = _KeyGate(hot, router.keyring, router.metrics), hot.has
+    for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
+        app.post(path, response_model=None)(complete)
     add_routes(app, router, router.shared.responses)
     read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.shared, router.legs, config.admin_key, read)
@@ -379,6 +395,13 @@ async def _answer_http_error(request: Request, why: Exception) -> Response:
     error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
     error.status = why.status_code
     return error_response(error, why.headers, shape)
+
+
+async def _answer_any(request: Request, why: Exception) -> Response:
+    if isinstance(why, KvrelayError):
+        return await _answer_error(request, why)
+    _log.error("%s broke", request.url.path, exc_info=why)
+    return await _answer_crash(request, why)
 
 
 async def _answer_crash(request: Request, why: Exception) -> Response:

@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.chores import Chores
+from router.conditional import Decision, decide
 from router.doors import Doors
 from router.legs import Legs
 from router.metrics import Metrics
@@ -21,7 +22,7 @@ from router.policies.policy import Ask
 from router.pool import Lease, Node, NodeKind, Pool
 from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role
-from wire.errors import KvNotLoaded, KvrelayError, Overloaded
+from wire.errors import KvNotLoaded, KvrelayError, NoNode, Overloaded
 
 __all__ = ["ROOM_DEADLINE_S", "Binding", "Wish"]
 
@@ -81,6 +82,16 @@ class Binding:
         if not able:
             raise self._pool.no_node(Role.PREFILL, ask.model)
         return able
+
+    def decide(self, ask: Ask, source: Node) -> Decision | None:
+        """Whether a prompt that this prefill node would get is better computed on its decode node: None while speeds
+        are not known there, or no decode node has said that it would."""
+        its = replace(ask, role=Role.DECODE)
+        try:
+            able = [node for node in self.computing(its) if node.kv is not None and node.rates.measured]
+        except (NoNode, Overloaded):
+            return None
+        return decide(ask, source, self._pool.choose(its, able)[0]) if able else None
 
     def _able(self, wish: Wish) -> tuple[Sequence[Node], bool]:
         """The nodes that may take the leg now, whatever room they have, and whether they fetch its KV."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Ahead", "FairQueue", "Wish"]
+__all__ = ["Ahead", "FairQueue", "Entrant"]
 
 
 @dataclass(eq=False, slots=True)
-class Wish:
+class Entrant:
     """A request that wants a turn. Times are seconds of one clock, counts are tokens."""
 
     key: str
@@ -61,7 +61,7 @@ class _Key:
 class _Line:
     """Requests of one key and one priority, oldest first."""
 
-    wishes: dict[Wish, None] = field(default_factory=dict)
+    entrants: dict[Entrant, None] = field(default_factory=dict)
     tokens: int = 0
     uncached: int = 0
 
@@ -76,7 +76,7 @@ class Ahead:
 
 
 class FairQueue:
-    """Holds wishes, unbounded. All sizes are in requests."""
+    """Holds entrants, unbounded. All sizes are in requests."""
 
     def __init__(self) -> None:
         self._keys: dict[str, _Key] = {}
@@ -87,90 +87,90 @@ class FairQueue:
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Wish]:
-        return (wish for lines in self._lines.values() for line in lines.values() for wish in line.wishes)
+    def __iter__(self) -> Iterator[Entrant]:
+        return (entrant for lines in self._lines.values() for line in lines.values() for entrant in line.entrants)
 
-    def __contains__(self, wish: Wish) -> bool:
-        line = self._lines.get(wish.priority, {}).get(wish.key)
-        return line is not None and wish in line.wishes
+    def __contains__(self, entrant: Entrant) -> bool:
+        line = self._lines.get(entrant.priority, {}).get(entrant.key)
+        return line is not None and entrant in line.entrants
 
     def waiting(self, key: str) -> int:
         """How many requests of a key wait."""
         known = self._keys.get(key)
         return known.waiting if known else 0
 
-    def push(self, wish: Wish) -> None:
+    def push(self, entrant: Entrant) -> None:
         """Let it wait behind those of its key that are as important."""
-        key = self._keys.setdefault(wish.key, _Key())
+        key = self._keys.setdefault(entrant.key, _Key())
         if not key.waiting:
             key.clock = max(key.clock, self._now)
         key.waiting += 1
-        line = self._lines.setdefault(wish.priority, {}).setdefault(wish.key, _Line())
-        line.wishes[wish] = None
-        line.tokens += wish.tokens
-        line.uncached += wish.uncached
+        line = self._lines.setdefault(entrant.priority, {}).setdefault(entrant.key, _Line())
+        line.entrants[entrant] = None
+        line.tokens += entrant.tokens
+        line.uncached += entrant.uncached
         self._length += 1
 
-    def remove(self, wish: Wish) -> None:
+    def remove(self, entrant: Entrant) -> None:
         """It waits no more, and costs its key nothing. KeyError if it did not wait."""
-        lines = self._lines[wish.priority]
-        line = lines[wish.key]
-        del line.wishes[wish]
-        line.tokens -= wish.tokens
-        line.uncached -= wish.uncached
-        if not line.wishes:
-            del lines[wish.key]
+        lines = self._lines[entrant.priority]
+        line = lines[entrant.key]
+        del line.entrants[entrant]
+        line.tokens -= entrant.tokens
+        line.uncached -= entrant.uncached
+        if not line.entrants:
+            del lines[entrant.key]
             if not lines:
-                del self._lines[wish.priority]
-        self._keys[wish.key].waiting -= 1
+                del self._lines[entrant.priority]
+        self._keys[entrant.key].waiting -= 1
         self._length -= 1
 
-    def first(self) -> Wish | None:
+    def first(self) -> Entrant | None:
         """Who is next: of the most important ones, the oldest of the key whose clock is furthest behind."""
         if not self._lines:
             return None
         lines = self._lines[min(self._lines)]
         key = min(lines, key=lambda name: self._keys[name].clock)
-        return next(iter(lines[key].wishes))
+        return next(iter(lines[key].entrants))
 
-    def begin(self, wish: Wish) -> None:
+    def begin(self, entrant: Entrant) -> None:
         """Its turn has come, whether it waited or not: its key's clock runs on."""
-        waited = wish in self
+        waited = entrant in self
         if waited:
-            self.remove(wish)
-        key = self._keys.setdefault(wish.key, _Key())
+            self.remove(entrant)
+        key = self._keys.setdefault(entrant.key, _Key())
         start = key.clock if waited else max(key.clock, self._now)
         self._now = max(self._now, start)
-        wish.charged = float(wish.tokens)
-        key.clock = start + wish.charged / wish.weight
+        entrant.charged = float(entrant.tokens)
+        key.clock = start + entrant.charged / entrant.weight
 
-    def correct(self, wish: Wish, tokens: int) -> None:
+    def correct(self, entrant: Entrant, tokens: int) -> None:
         """A request that began has cost so many tokens in fact."""
-        key = self._keys[wish.key]
+        key = self._keys[entrant.key]
         # Cheaper than thought is no credit: the clock is not put back behind the time of all.
-        key.clock = max(key.clock + (tokens - wish.charged) / wish.weight, min(key.clock, self._now))
-        wish.charged = float(tokens)
+        key.clock = max(key.clock + (tokens - entrant.charged) / entrant.weight, min(key.clock, self._now))
+        entrant.charged = float(tokens)
 
-    def ahead(self, wish: Wish) -> Ahead:
+    def ahead(self, entrant: Entrant) -> Ahead:
         """About what would begin before this newcomer does."""
         requests = tokens = uncached = 0.0
-        key = self._keys.get(wish.key)
-        mine = self._lines.get(wish.priority, {}).get(wish.key)
-        starts = max(key.clock if key else 0.0, self._now) + (mine.tokens if mine else 0) / wish.weight
+        key = self._keys.get(entrant.key)
+        mine = self._lines.get(entrant.priority, {}).get(entrant.key)
+        starts = max(key.clock if key else 0.0, self._now) + (mine.tokens if mine else 0) / entrant.weight
         for priority, lines in self._lines.items():
-            if priority > wish.priority:
+            if priority > entrant.priority:
                 continue
             for name, line in lines.items():
                 share = 1.0
-                if priority == wish.priority and name != wish.key:
-                    before = max(0.0, starts - self._keys[name].clock) * next(iter(line.wishes)).weight
+                if priority == entrant.priority and name != entrant.key:
+                    before = max(0.0, starts - self._keys[name].clock) * next(iter(line.entrants)).weight
                     share = min(1.0, before / line.tokens) if line.tokens else 1.0
-                requests += share * len(line.wishes)
+                requests += share * len(line.entrants)
                 tokens += share * line.tokens
                 uncached += share * line.uncached
         return Ahead(requests, tokens, uncached)
 
-    def displaced_by(self, wish: Wish) -> Wish | None:
+    def displaced_by(self, entrant: Entrant) -> Entrant | None:
         """Who would have to leave for this newcomer if there were no room for both; None: the newcomer itself.
 
         The newest of the least important ones, if they are less important; else, if they are as important, the newest
@@ -179,16 +179,16 @@ class FairQueue:
         if not self._lines:
             return None
         worst = max(self._lines)
-        if worst < wish.priority:
+        if worst < entrant.priority:
             return None
         lines = self._lines[worst]
-        if worst > wish.priority:
-            return max((next(reversed(line.wishes)) for line in lines.values()), key=lambda each: each.arrived)
+        if worst > entrant.priority:
+            return max((next(reversed(line.entrants)) for line in lines.values()), key=lambda each: each.arrived)
 
         def places(name: str) -> float:
-            return self._keys[name].waiting / next(iter(lines[name].wishes)).weight
+            return self._keys[name].waiting / next(iter(lines[name].entrants)).weight
 
         largest = max(lines, key=places)
-        if largest == wish.key or places(largest) <= (self.waiting(wish.key) + 1) / wish.weight:
+        if largest == entrant.key or places(largest) <= (self.waiting(entrant.key) + 1) / entrant.weight:
             return None
-        return next(reversed(lines[largest].wishes))
+        return next(reversed(lines[largest].entrants))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from router.admission import Admission, Refusal
 from router.admission_metrics import AdmissionMetrics
-from router.fair_queue import Wish
+from router.fair_queue import Entrant
 from router.job import Job, prefix_of
 from router.keys import Caller
 from router.pool import Pool
@@ -52,7 +52,7 @@ class _Line:
     """The queue for the nodes of one model."""
 
     admission: Admission
-    waiting: dict[Wish, Turn] = field(default_factory=dict)
+    waiting: dict[Entrant, Turn] = field(default_factory=dict)
     unplaced: set[Turn] = field(default_factory=set)
 
 
@@ -61,7 +61,7 @@ class Turn:
     """One request's. `begun` before anything of it is sent to a node, `Gate.leave` once, at its end."""
 
     caller: Caller
-    wish: Wish
+    entrant: Entrant
     line: _Line
     taken: Taken
     state: _State = _State.BEGUN
@@ -108,13 +108,13 @@ class Gate:
         base = self._pool.base_of(job.model)
         line = self._lines.setdefault(base, _Line(Admission(self._config.max_queue)))
         nodes = self._nodes(job.model)
-        wish = self._wish(caller, job, targets, arrived, nodes)
-        taken = await self._take(caller, wish, now)
+        entrant = self._entrant(caller, job, targets, arrived, nodes)
+        taken = await self._take(caller, entrant, now)
         now = time.monotonic()
-        turn = Turn(caller, wish, line, taken)
+        turn = Turn(caller, entrant, line, taken)
         try:
             self._see(line)
-            arrival = line.admission.arrive(wish, nodes, now, caller.max_queue)
+            arrival = line.admission.arrive(entrant, nodes, now, caller.max_queue)
             if arrival.refusal is not None:
                 raise self._refused(caller, arrival.refusal, taken.headers)
         except BaseException:
@@ -127,7 +127,7 @@ class Gate:
             self._metrics.admitted(caller.name, "at_once")
             return turn
         turn.state, turn.news = _State.WAITING, asyncio.get_running_loop().create_future()
-        line.waiting[wish] = turn
+        line.waiting[entrant] = turn
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
         return turn
@@ -138,13 +138,13 @@ class Gate:
         line = turn.line
         if turn.state is _State.BEGUN:
             line.unplaced.discard(turn)
-            line.admission.ended(turn.wish, prompt_tokens, output_tokens, now)
+            line.admission.ended(turn.entrant, prompt_tokens, output_tokens, now)
             self._limits.give_back(turn.taken, prompt_tokens + output_tokens, now)
             self._metrics.ended(turn.caller.name, prompt_tokens, output_tokens)
         else:
             if turn.state is _State.WAITING:
-                del line.waiting[turn.wish]
-                line.admission.leave(turn.wish)
+                del line.waiting[turn.entrant]
+                line.admission.leave(turn.entrant)
                 self._metrics.refused(turn.caller.name, "client_gone")
             self._limits.give_back(turn.taken, None, now)
         self._pump(line, now)
@@ -155,11 +155,11 @@ class Gate:
             self._looking.cancel()
             await asyncio.wait((self._looking,))
 
-    def _wish(self, caller: Caller, job: Job, targets: Targets, arrived: float, nodes: Nodes) -> Wish:
+    def _entrant(self, caller: Caller, job: Job, targets: Targets, arrived: float, nodes: Nodes) -> Entrant:
         each = nodes.decode[0].rates.output_tokens(job.max_tokens) if nodes.decode else 0.0
         ttft_s = targets.ttft_s or self._config.ttft_target_ms / 1e3 or None
         tpots = [each for each in (targets.tpot_s, self._config.tpot_target_ms / 1e3) if each]
-        return Wish(
+        return Entrant(
             key=caller.name,
             arrived=arrived,
             weight=caller.weight,
@@ -179,11 +179,11 @@ class Gate:
         cached = self._pool.prefixes.lookup(prefix_of(job))
         return max((cached.get(node.url) for node in nodes.prefill), default=0)
 
-    async def _take(self, caller: Caller, wish: Wish, now: float) -> Taken:
-        tokens = wish.tokens
+    async def _take(self, caller: Caller, entrant: Entrant, now: float) -> Taken:
+        tokens = entrant.tokens
         if caller.quota.tokens_per_minute:
             # A long answer may be thought of that never comes: alone it is no reason to refuse.
-            tokens = max(wish.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
+            tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
         taken = await self._limits.take(caller.name, caller.quota, tokens, now)
         if not isinstance(taken, Exceeded):
             return taken
@@ -209,7 +209,7 @@ class Gate:
             assert turn.placed is not None
             prefilling, decoding = turn.placed()
             if prefilling or decoding:
-                line.admission.placed(turn.wish, prefilling=prefilling, decoding=decoding)
+                line.admission.placed(turn.entrant, prefilling=prefilling, decoding=decoding)
             if prefilling and decoding:
                 line.unplaced.discard(turn)
 
@@ -229,8 +229,8 @@ class Gate:
         if first is None:
             return
         self._see(line)
-        for wish, refusal in line.admission.late(self._nodes(first.model), now):
-            self._end_waiting(line, wish, refusal)
+        for entrant, refusal in line.admission.late(self._nodes(first.model), now):
+            self._end_waiting(line, entrant, refusal)
         while (first := line.admission.queue.first()) is not None:
             if line.admission.next(self._nodes(first.model)) is None:
                 return
@@ -239,8 +239,8 @@ class Gate:
             self._metrics.admitted(turn.caller.name, "queued", now - first.arrived)
             turn.tell(_State.BEGUN)
 
-    def _end_waiting(self, line: _Line, wish: Wish, refusal: Refusal) -> None:
-        turn = line.waiting.pop(wish)
+    def _end_waiting(self, line: _Line, entrant: Entrant, refusal: Refusal) -> None:
+        turn = line.waiting.pop(entrant)
         turn.tell(_State.REFUSED, self._refused(turn.caller, refusal, turn.headers))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
@@ -63,6 +63,7 @@ class Walk:
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
+        self._first: list[Node] = []  # the prefill node that was chosen already
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
@@ -142,7 +143,20 @@ class Walk:
         if not paired:
             self._go_local("incompatible", KvNotLoaded.because("Incompatible", unlike))
             return True
-        return False
+        return self._is_better_local(ask, paired)
+
+    def _is_better_local(self, ask: Ask, prefill: Sequence[Node]) -> bool:
+        """Whether the measured costs say that a decode node computes the prompt. If not, it has its prefill node."""
+        if not self._means.conditional:
+            return False
+        source, told = self._pool.choose(ask, prefill)
+        self._first = [source]
+        decision = self._means.binding.decide(told, source)
+        if decision is None or not decision.local:
+            return False
+        self._metrics.local_prefills.labels(decision.reason.value).inc()
+        self.timeline.local = True
+        return True
 
     def _go_local(self, reason: str, otherwise: NoNode | KvNotLoaded | NodeFailed) -> None:
         """The prompt is computed on a decode node; raises `otherwise` if none may."""
@@ -179,10 +193,12 @@ class Walk:
         ask, tries = prefill_ask(self.job, self._prefix), Tries(self._means)
         failure: LegFailed | Refused
         while True:
-            nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
-            nodes, _ = self._doors.with_partner(
-                nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
-            )
+            nodes, self._first = self._first, []
+            if not nodes:
+                nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
+                nodes, _ = self._doors.with_partner(
+                    nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
+                )
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.timeline.sent = self.timeline.sent or time.monotonic()
@@ -201,11 +217,8 @@ class Walk:
                         raise
                     failure = why
             tries.nodes.append(lease.node)
-            if self._decoding is not None:
-                # It computes the prompt itself, if it must.
-                self._metrics.failovers.labels("prefill").inc()
-                return True
-            if not self.progress.start_over():
+            if self._decoding is not None or not self.progress.start_over():
+                # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
                 return True
             if self._goes_local_instead(ask, tries, failure):
@@ -279,7 +292,7 @@ class Walk:
         kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
         kv_failed, begin = False, place.at.get(0, 0)
 
-        async def take(frames: Sequence[Frame]) -> None:
+        def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
             nonlocal kv_failed
             now, told = time.monotonic(), False
             for frame in frames:
@@ -310,9 +323,10 @@ class Walk:
                     self._doors.kv_came(peer, node)
             if told and decoding:
                 node.grown(lease, kv_tokens + sum(place.at.values()))
-            if self.reply.full:
+            room = self.reply.room()
+            if room is not None:
                 passage.held_up()
-                await self.reply.room()
+            return room
 
         patience_s = self._doors.patience_s(lease.tokens)
         with LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:

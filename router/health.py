@@ -29,6 +29,7 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) 
 
     def left(node: Node) -> None:
         watches.pop(node).cancel()
+        legs.forget(node)
         events.leave(node.url)
 
     unfollow = pool.follow(joined, left)

@@ -10,7 +10,7 @@ from openai_api.join import joined_body, joined_end
 from openai_api.stages import with_stages
 from router.handoff import Walk
 from router.job import Job
-from router.reply import Kept, Reply
+from router.reply import Reply
 from router.timeline import Timeline
 
 __all__ = ["JoinedWalk"]
@@ -26,7 +26,7 @@ class JoinedWalk:
         self.job = job
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
-        self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Kept()) for part in parts]
+        self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
 
     @property
     def timeline(self) -> Timeline:
@@ -59,9 +59,9 @@ class JoinedWalk:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self.reply.put(await self._end())
+        self.reply.put(self._end())
 
-    async def _end(self) -> bytes:
+    def _end(self) -> bytes:
         if self.job.stream:
             end = joined_end(
                 [walk.counts for walk in self._walks],
@@ -71,7 +71,7 @@ class JoinedWalk:
                 model=self.job.model,
             )
         else:
-            end = joined_body([await walk.reply.take(0) for walk in self._walks])
+            end = joined_body([walk.reply.kept() for walk in self._walks])
         if not self.job.wants_stages:
             return end
         stages = self.timeline.stages_s(time.monotonic())

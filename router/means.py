@@ -28,5 +28,7 @@ class Means:
     retries: RetryBudget
     attempts: int
     """On how many nodes a leg is tried."""
+    conditional: bool
+    """Prompts may stay on their decode node because that is faster."""
     deadline_s: float
     """Of a request, from its arrival."""

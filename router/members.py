@@ -99,6 +99,10 @@ class Members:
             {source: {at: spec for at, spec in self._told[source].items() if at != url} for source in sources}
         )
 
+    def spec(self, source: Source, url: str) -> NodeSpec | None:
+        """What a source says of a node, if it names it."""
+        return self._told[source].get(url)
+
     def told(self, source: Source) -> list[NodeSpec]:
         """What a source sees."""
         return list(self._told[source].values())

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from openai_api.stages import STAGES
 from router.admission_metrics import AdmissionMetrics
 from router.breaker import State
+from router.conditional import Reason
 from router.doors import Doors
 from router.pool import Node, Pool
 from router.prefix_metrics import PrefixMetrics
@@ -20,8 +21,8 @@ from router.timeline import Timeline
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
 
-LOCAL_REASONS = ("no_prefill_node", "incompatible")
-"""Why a prompt is computed on a decode node, whatever it costs there."""
+LOCAL_REASONS = ("no_prefill_node", "incompatible", Reason.CHEAPER.value)
+"""Why a prompt is computed on a decode node: the first two whatever it costs there."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
@@ -182,7 +183,7 @@ def _depth(node: Node) -> float:
     return node.depth
 
 
-class _Breakers:
+class _Breakers(Collector):
     """Read when they are asked for: nodes come and go."""
 
     def __init__(self, pool: Pool, doors: Doors) -> None:

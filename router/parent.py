@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from openai_api.response_store import ResponseStore
 from router.heartbeats import hearing
+from router.kubernetes_watch import discovering
 from router.members import Members, NodeSpec, Source
 from router.metric_sums import collected, lasting, summed, text_of
 from router.rate_limits import KeyLimits, Taken
@@ -99,6 +100,8 @@ def share_of(config: RouterConfig, port: int) -> RouterConfig:
         keys=tuple(replace(key, max_queue=divided(key.max_queue)) for key in config.keys),
         heartbeat_port=0,
         p2p_nccl_port=0,
+        kubernetes_selector="",
+        kubernetes_namespace="",
     )
 
 
@@ -129,6 +132,7 @@ class Parent:
         async with (
             hearing(self, config.host, config.heartbeat_port, config.node_api_key),
             hearing_pings(self, config.host, config.p2p_nccl_port),
+            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self._registry),
         ):
             sampling = asyncio.create_task(self._sample_for_ever())
             try:

@@ -68,6 +68,10 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
     held_blocks: int = 0
+    legs: int = 0
+    """The version of the leg stream (wire/leg_stream.py) that it speaks; 0: none."""
+    pod_uid: str = ""
+    """Of the Kubernetes pod that it runs in, if it was told."""
 
     @property
     def draining(self) -> bool:
@@ -382,9 +386,7 @@ class Pool:
 
     def hold(self, ask: Ask, nodes: Sequence[Node]) -> Lease:
         """A place on one of these, until it is given back."""
-        if isinstance(ask.prefix, Prefix):
-            ask = self._with_cached(ask, ask.prefix)
-        node = POLICIES[self.policies[ask.role]](ask, nodes, self._rng)
+        node, ask = self.choose(ask, nodes)
         self._turns += 1
         node.turn = self._turns
         lease = Lease(
@@ -399,6 +401,12 @@ class Pool:
         node.take(lease)
         lease.under_way.enter_context(self.prefixes.under_way(ask.prefix, node.url))
         return lease
+
+    def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
+        """The one of these that the policy chooses, and what it was told."""
+        if isinstance(ask.prefix, Prefix):
+            ask = self._with_cached(ask, ask.prefix)
+        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng), ask
 
     def give_back(self, lease: Lease) -> None:
         """The leg has ended; twice is as once."""
@@ -432,7 +440,7 @@ class Pool:
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
-            fleet = self._fleets.setdefault((node.role, report.model), NodeRates())
+            fleet = self._fleet(node.role, report.model)
             if node.rates.fleet is not fleet:
                 node.rates = NodeRates(fleet)
             node.rates.age(now)
@@ -445,6 +453,15 @@ class Pool:
             if not node.up:
                 node.up, node.since, node.reason = True, now, ""
                 _log.info("%s node %s is up", node.role, node.url)
+
+    def _fleet(self, role: Role, model: str) -> NodeRates:
+        """What the nodes of a role and model have in common."""
+        fleet = self._fleets.get((role, model))
+        if fleet is None:
+            fleet = self._fleets[role, model] = NodeRates()
+            if role is Role.DECODE:  # which seldom compute prompts
+                fleet.prefills_like(self._fleet(Role.PREFILL, model))
+        return fleet
 
     def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
         """The node has just said that it has loaded or unloaded an adapter."""
@@ -500,6 +517,11 @@ class Pool:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
             )
+        pod = self.members.spec(Source.KUBERNETES, node.url)
+        if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
+            return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
+        if pod is not None and pod.model and report.model != pod.model:
+            return f"its pod is labelled with the model {pod.model!r} and it serves {report.model!r}; correct the label"
         return None
 
     def _take_down(self, node: Node, why: str, now: float) -> None:

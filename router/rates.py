@@ -153,6 +153,15 @@ class NodeRates:
         self._output = _OUTPUT_TOKENS
         self._aged_at_s: float | None = None
 
+    def prefills_like(self, other: NodeRates) -> None:
+        """Until a prompt was computed here, one takes as long as there."""
+        self._prefill = Curve(*_PREFILL_MS, 2, other._prefill)
+
+    @property
+    def measured(self) -> bool:
+        """Whether no estimate is a mere guess: of prompts, steps and transfers each was measured once at least."""
+        return all(curve.known().measured for curve in (self._prefill, self._step, self._transfer))
+
     # --- estimates -----------------------------------------------------------------------------------------------
 
     def prefill_ms(self, tokens: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.fair_queue import Ahead, Wish
+from router.fair_queue import Ahead, Entrant
 
 __all__ = [
     "Freed",
@@ -29,6 +29,8 @@ __all__ = [
 # A prefill node is busy enough with this much work in so many requests: it never runs dry, and can choose among them.
 _ENOUGH_S = 1.0
 _ENOUGH_REQUESTS = 8
+# So many for each decode node may begin before there is room for their KV: when there is, they are computed already.
+_AHEAD_REQUESTS = 2
 _SAMPLE_TOKENS = 2048  # of a queue, to ask how fast it moves
 _HALF_LIFE_S = 30.0
 
@@ -84,8 +86,6 @@ class Promised:
     prefill_tokens: int = 0
     decode_requests: int = 0
     kv_tokens: int = 0
-    growth_tokens: int = 0
-    """By which the KV of those that do run will still grow."""
 
 
 class Freed:
@@ -149,21 +149,23 @@ def until_prefill_s(nodes: Nodes, promised: Promised) -> float:
     return soonest if nodes.prefill else 0.0
 
 
-def until_decode_s(wish: Wish, nodes: Nodes, promised: Promised, freed: Freed, ahead: Ahead) -> float:
+def until_decode_s(entrant: Entrant, nodes: Nodes, promised: Promised, freed: Freed, ahead: Ahead) -> float:
     """Until a decode node has room for it, by KV and by its target, behind what waits ahead; 0 if one has now.
 
     Infinite if there is no room and nothing has ended yet by which to say when there will be.
     """
     share = 1 / max(1, len(nodes.decode))
-    needed = wish.tokens + (promised.kv_tokens + promised.growth_tokens + ahead.tokens) * share
+    needed = entrant.tokens + (promised.kv_tokens + ahead.tokens) * share
+    may_lack = (promised.decode_requests + ahead.requests) * share < _AHEAD_REQUESTS
     lacking, to_end = math.inf, math.inf
     for node in nodes.decode:
-        lacks = max(0.0, needed - node.kv_room)
+        idle = not (node.requests or promised.decode_requests)
+        lacks = 0.0 if may_lack or idle else max(0.0, needed - node.kv_room)
         lacking = min(lacking, lacks)
-        if wish.tpot_s is None:
+        if entrant.tpot_s is None:
             to_end = 0.0
         elif not lacks:
-            to_end = min(to_end, _to_end(node, (promised.decode_requests + ahead.requests) * share, wish.tpot_s))
+            to_end = min(to_end, _to_end(node, (promised.decode_requests + ahead.requests) * share, entrant.tpot_s))
         if not lacks and not to_end:
             return 0.0
     if not nodes.decode:
@@ -186,9 +188,9 @@ def _to_end(node: View, more_requests: float, tpot_s: float) -> float:
     return running - low
 
 
-def own_ttft_s(wish: Wish, nodes: Nodes) -> float:
+def own_ttft_s(entrant: Entrant, nodes: Nodes) -> float:
     """Its first token on an idle cluster."""
-    return min((node.rates.prefill_ms(wish.uncached) for node in nodes.prefill), default=0.0) / 1e3
+    return min((node.rates.prefill_ms(entrant.uncached) for node in nodes.prefill), default=0.0) / 1e3
 
 
 def own_tpot_s(nodes: Nodes) -> float:
@@ -196,7 +198,7 @@ def own_tpot_s(nodes: Nodes) -> float:
     return min((node.rates.step_ms(1) for node in nodes.decode), default=0.0) / 1e3
 
 
-def ttft_s(wish: Wish, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s: float) -> float:
+def ttft_s(entrant: Entrant, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s: float) -> float:
     """When its first token would be there, from now on: behind the prompts on the nodes and those that wait ahead, and
     not before there is room on a decode node, in `decode_s`."""
     if not nodes.prefill:
@@ -206,4 +208,4 @@ def ttft_s(wish: Wish, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s:
     queue_ms = min(node.rates.queue_ms(node.tokens + tokens, node.requests + requests) for node in nodes.prefill)
     waits = ahead.uncached / prefill_speed(nodes.prefill) if ahead.uncached else 0.0
     known = decode_s if decode_s < math.inf else 0.0
-    return max(queue_ms / 1e3 + waits, known) + own_ttft_s(wish, nodes)
+    return max(queue_ms / 1e3 + waits, known) + own_ttft_s(entrant, nodes)

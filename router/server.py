@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Sequence
 
@@ -10,17 +11,28 @@ import uvicorn
 import uvloop
 
 from router.app import create_app
+from router.client import ClientConnection
 from router.connections import connections
 from router.shared import Alone, Make
 from router.tls import check_certificate
 from wire.config import RouterConfig
 
-__all__ = ["DRAIN_S", "make_server", "run", "serve"]
+__all__ = ["DRAIN_S", "calm_collector", "make_server", "run", "serve"]
 
 DRAIN_S = 30
 """What is under way may take so long when the process is to end."""
 # Above the idle time after which OpenAI clients close a kept connection themselves, so that we never do it first.
 _KEEP_CONNECTION_S = 75
+
+
+def calm_collector() -> None:
+    """Have the cyclic collector look seldom: what is there at start stays, requests free themselves by their counts.
+
+    It took 9 % of the time and found next to nothing.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
@@ -32,8 +44,9 @@ def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http=connections(config.max_connections),
+            http=connections(config.max_connections, of=ClientConnection),
             ws="none",
+            proxy_headers=False,  # nobody asks where a client is
             log_config=None,
             access_log=False,
             server_header=False,
@@ -52,6 +65,7 @@ async def serve(config: RouterConfig, listening: Sequence[socket.socket] | None 
 
 def run(config: RouterConfig) -> int:
     """Serve on an event loop of our own until SIGINT or SIGTERM; the exit code."""
+    calm_collector()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
     return 0

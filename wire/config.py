@@ -417,6 +417,11 @@ class RouterConfig:
     heartbeat_port: int = 0
     """Port on which nodes announce themselves (their --router), on the address of host and signed with node_api_key; 0
     hears none."""
+    kubernetes_selector: str = ""
+    """Nodes are the pods with a label kvrelay/role (prefill or decode) that this label selector matches; empty asks no
+    API server."""
+    kubernetes_namespace: str = ""
+    """Namespace of these pods; empty takes the router's own."""
     alias: tuple[str, ...] = ()
     """A further name for a model or an adapter, name=model: clients may ask for either. Give it again for more."""
     host: str = "127.0.0.1"
@@ -465,6 +470,9 @@ class RouterConfig:
     """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
     decode_policy: str = "cost"
     """How a decode node is chosen: one of the same."""
+    conditional_disaggregation: bool = True
+    """Compute a short prompt on its decode node where that is faster by the measured costs. Without it decode nodes
+    compute prompts only where no prefill node can."""
     p2p_nccl_port: int = 0
     """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
     log_bodies: bool = False
@@ -502,6 +510,14 @@ class RouterConfig:
             not self.heartbeat_port or bool(self.node_api_key) or is_loopback(self.host),
             f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the same "
             "KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
+        )
+        _require(
+            not self.kubernetes_namespace or bool(self.kubernetes_selector),
+            f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which chooses its pods",
+        )
+        _require(
+            re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace) is not None,
+            f"kubernetes_namespace {self.kubernetes_namespace!r} is not a name that a namespace can have",
         )
         names = list(self.aliases)
         _require(

@@ -183,7 +183,8 @@ class VllmWalk:
             self.timeline.tokens(time.monotonic())
             self.output_tokens += events.count(b"data: {")
             self.reply.put(self._timed(events))
-            await self.reply.room()
+            if (room := self.reply.room()) is not None:
+                await room
 
         try:
             await self._legs.events(lease, self.job.path, body, headers, put)

@@ -226,7 +226,8 @@ def running(
         cluster.nodes += [cluster.start("decode", [*flags, *decode_flags]) for _ in range(decode)]
         cluster.wait_ready(*cluster.nodes)
         peers = [f"--{node.role}={node.url}" for node in cluster.nodes]
-        cluster.router = cluster.start("router", [*peers, *router_flags])
+        # Tests of the hand-over have short prompts, which would stay on their decode node.
+        cluster.router = cluster.start("router", [*peers, "--no-conditional-disaggregation", *router_flags])
         cluster.wait_ready(cluster.router)
         cluster.wait_met(prefill * decode)
         yield cluster

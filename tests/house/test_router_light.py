@@ -20,6 +20,7 @@ HEAVY = {
     "gguf",
     "safetensors",
     "llguidance",
+    "kubernetes",
     "paged_engine",
     "kernels",
 }

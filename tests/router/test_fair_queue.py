@@ -8,24 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import FairQueue, Wish
+from router.fair_queue import Entrant, FairQueue
 
 KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)
 
 
-def wish(key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0) -> Wish:
-    return Wish(key, arrived, weight, priority, prompt_tokens=tokens)
+def entrant(key: str = "a", tokens: int = 100, weight: float = 1.0, priority: int = 0, arrived: float = 0.0) -> Entrant:
+    return Entrant(key, arrived, weight, priority, prompt_tokens=tokens)
 
 
-def begin_next(queue: FairQueue) -> Wish:
+def begin_next(queue: FairQueue) -> Entrant:
     first = queue.first()
     assert first is not None
     queue.begin(first)
     return first
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from(KEYS), sizes), min_size=2, max_size=60),
     st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
@@ -36,7 +36,7 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
     weight = dict(zip(KEYS, weights, strict=True))
     queue = FairQueue()
     for key, tokens in asked:
-        queue.push(wish(key, tokens, weight[key]))
+        queue.push(entrant(key, tokens, weight[key]))
     got = dict.fromkeys(KEYS, 0.0)
     largest = {key: max((tokens for name, tokens in asked if name == key), default=0) for key in KEYS}
     while len(queue):
@@ -52,32 +52,32 @@ def test_while_two_keys_wait_they_get_their_shares_within_one_request_of_each(
 def test_a_key_that_was_busy_for_long_does_not_keep_a_new_one_waiting_nor_the_other_way_round() -> None:
     queue = FairQueue()
     for _ in range(50):
-        queue.push(wish("heavy"))
+        queue.push(entrant("heavy"))
     for _ in range(20):
         begin_next(queue)
-    queue.push(wish("light"))
+    queue.push(entrant("light"))
     assert begin_next(queue).key == "light"
     # Having been idle saves nothing up: from now on they take turns.
     for _ in range(10):
-        queue.push(wish("light"))
+        queue.push(entrant("light"))
     turns = [begin_next(queue).key for _ in range(10)]
     assert 4 <= turns.count("light") <= 6
 
 
 def test_what_begins_without_waiting_counts_too() -> None:
     queue = FairQueue()
-    queue.begin(wish("heavy", 1000))
-    queue.push(wish("heavy", 10))
-    queue.push(wish("light", 10))
+    queue.begin(entrant("heavy", 1000))
+    queue.push(entrant("heavy", 10))
+    queue.push(entrant("light", 10))
     assert [begin_next(queue).key for _ in range(2)] == ["light", "heavy"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.integers(-3, 3), sizes), max_size=40))
 def test_the_more_important_begin_first_and_of_a_key_the_older(asked: list[tuple[str, int, int]]) -> None:
     queue = FairQueue()
     for at, (key, priority, tokens) in enumerate(asked):
-        queue.push(wish(key, tokens, priority=priority, arrived=float(at)))
+        queue.push(entrant(key, tokens, priority=priority, arrived=float(at)))
     begun = [begin_next(queue) for _ in asked]
     assert queue.first() is None
     assert [each.priority for each in begun] == sorted(each.priority for each in begun)
@@ -86,7 +86,7 @@ def test_the_more_important_begin_first_and_of_a_key_the_older(asked: list[tuple
         assert mine == sorted(mine)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
     queue, waiting, begun = FairQueue(), [], []
@@ -94,7 +94,7 @@ def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
         act = data.draw(st.sampled_from(["push", "push", "remove", "begin", "correct"]))
         if act == "push":
             priority = data.draw(st.integers(0, 2))
-            waiting.append(wish(data.draw(st.sampled_from(KEYS)), data.draw(sizes), 1.0, priority, float(at)))
+            waiting.append(entrant(data.draw(st.sampled_from(KEYS)), data.draw(sizes), 1.0, priority, float(at)))
             queue.push(waiting[-1])
         elif act == "remove" and waiting:
             queue.remove(waiting.pop(data.draw(st.integers(0, len(waiting) - 1))))
@@ -112,45 +112,49 @@ def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
 
 def test_an_answer_shorter_than_thought_is_paid_back_and_a_longer_one_paid() -> None:
     queue = FairQueue()
-    short, long = wish("short", 1000), wish("long", 10)
+    short, long = entrant("short", 1000), entrant("long", 10)
     queue.begin(short)
     queue.begin(long)
     queue.correct(short, 10)
     queue.correct(long, 5000)
     for key in ("long", "short", "short"):
-        queue.push(wish(key, 100))
+        queue.push(entrant(key, 100))
     assert [begin_next(queue).key for _ in range(3)] == ["short", "short", "long"]
 
 
 def test_what_is_ahead_is_what_would_begin_before() -> None:
     queue = FairQueue()
     for _ in range(10):
-        queue.push(wish("heavy", 100))
-    assert queue.ahead(wish("heavy", 1)).uncached == 1000
-    assert queue.ahead(wish("light", 1)).uncached == 0
-    assert queue.ahead(wish("light", 1, priority=1)).requests == 10
-    assert queue.ahead(wish("heavy", 1, priority=-1)).requests == 0
-    queue.push(wish("light", 300))
-    assert queue.ahead(wish("light", 1)).uncached == pytest.approx(600)
+        queue.push(entrant("heavy", 100))
+    assert queue.ahead(entrant("heavy", 1)).uncached == 1000
+    assert queue.ahead(entrant("light", 1)).uncached == 0
+    assert queue.ahead(entrant("light", 1, priority=1)).requests == 10
+    assert queue.ahead(entrant("heavy", 1, priority=-1)).requests == 0
+    queue.push(entrant("light", 300))
+    assert queue.ahead(entrant("light", 1)).uncached == pytest.approx(600)
 
 
 def test_the_least_important_and_newest_leaves_for_a_more_important_one() -> None:
     queue = FairQueue()
-    low = [wish("a", priority=5, arrived=1), wish("b", priority=5, arrived=2), wish("a", priority=4, arrived=3)]
+    low = [
+        entrant("a", priority=5, arrived=1),
+        entrant("b", priority=5, arrived=2),
+        entrant("a", priority=4, arrived=3),
+    ]
     for each in low:
         queue.push(each)
-    assert queue.displaced_by(wish("c", priority=0)) is low[1]
-    assert queue.displaced_by(wish("c", priority=6)) is None
+    assert queue.displaced_by(entrant("c", priority=0)) is low[1]
+    assert queue.displaced_by(entrant("c", priority=6)) is None
 
 
 def test_among_equals_the_key_with_most_places_for_its_weight_makes_room() -> None:
     queue = FairQueue()
-    many = [wish("heavy", arrived=float(at)) for at in range(4)]
+    many = [entrant("heavy", arrived=float(at)) for at in range(4)]
     for each in many:
         queue.push(each)
-    queue.push(wish("light"))
-    assert queue.displaced_by(wish("light")) is many[-1]
-    assert queue.displaced_by(wish("heavy")) is None
-    queue.push(wish("light"))
-    queue.push(wish("light"))
-    assert queue.displaced_by(wish("light")) is None  # it would then have as many as heavy
+    queue.push(entrant("light"))
+    assert queue.displaced_by(entrant("light")) is many[-1]
+    assert queue.displaced_by(entrant("heavy")) is None
+    queue.push(entrant("light"))
+    queue.push(entrant("light"))
+    assert queue.displaced_by(entrant("light")) is None  # it would then have as many as heavy

@@ -18,6 +18,12 @@ FULL = Load(free_blocks=0, total_blocks=100, block_tokens=16)
 ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
 
 
+@pytest.fixture(autouse=True)
+def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request begins before there is room on a decode node."""
+    monkeypatch.setattr("router.saturation._AHEAD_REQUESTS", 0)
+
+
 def keys(**alice: Any) -> tuple[KeyConfig, ...]:
     return (KeyConfig("alice", hash_of("a"), **alice), KeyConfig("bob", hash_of("b")))
 

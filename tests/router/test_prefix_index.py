@@ -22,7 +22,7 @@ from wire.outputs import PromptBlocks
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda chunks: array("q", chunks))
 BLOCK = 16
-unhurried = settings(deadline=None, max_examples=60)
+unhurried = settings(max_examples=60)
 
 
 def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:

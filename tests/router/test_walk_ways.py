@@ -30,6 +30,7 @@ from router_doubles import (
     NO_PROMPTS,
     WHOLE,
     Call,
+    Cluster,
     FakeNode,
     cluster,
     decode,
@@ -155,6 +156,39 @@ async def test_the_stages_of_an_answer_of_one_node_have_no_hand_over() -> None:
         assert set(stages) == {"queue_ms", "prefill_ms", "decode_ms", "total_ms"}
         assert (stages["prefill_ms"], stages["decode_ms"]) == (3.0, 2.0)
         assert 1.0 <= stages["queue_ms"] <= stages["total_ms"] + 1.0
+
+
+def measured(c: Cluster, *nodes: FakeNode) -> None:
+    """A prompt of these tests takes 1 ms, a hand-over 50 ms."""
+    for node in (c.node(each).rates for each in nodes):
+        for _ in range(9):
+            node.prefilled(10, 1.0)
+            node.stepped(1, 10.0)
+            node.fetched("", 10, 50.0)
+
+
+async def test_a_prompt_that_is_cheaper_on_its_decode_node_stays_there_and_only_by_measured_costs() -> None:
+    p, d = prefill(kv=KV), decode(whichever, kv=KV)
+    async with cluster(p, d, conditional_disaggregation=True) as c:
+        assert await c.text({"stream": True}) == STREAMED
+        assert len(p.calls) == 1  # nothing is known yet
+        measured(c, p, d)
+        another = {"stream": True, "messages": [{"role": "user", "content": "of which nobody has anything cached"}]}
+        assert await c.text(another) == STREAMED
+        assert (len(p.calls), len(d.calls)) == (1, 2)
+        assert c.metric("kvrelay_router_local_prefills_total", reason="cheaper") == 1
+        await c.text({"messages": [{"role": "user", "content": "word " * 4000}]})
+        assert len(p.calls) == 2
+        assert c.metric("kvrelay_router_disaggregated_total") == 2
+
+
+@pytest.mark.parametrize(("kv", "wanted"), [(NO_PROMPTS, True), (None, True), (KV, False)])
+async def test_no_prompt_stays_where_it_is_not_wanted(kv: KvFacts | None, wanted: bool) -> None:
+    p, d = prefill(kv=KV), decode(whichever, kv=kv)
+    async with cluster(p, d, conditional_disaggregation=wanted) as c:
+        measured(c, p, d)
+        await c.text()
+        assert len(p.calls) == 1
 
 
 # --- pairs -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,129 @@
+"""Which promises were kept: from what clients saw, what was struck, and what the router logged. Pure.
+
+A request may fail if it says so, and if at some moment of it no node of a role was up: nothing else could be done then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.chaos.crowd import Seen
+from benchmarks.load import percentile
+
+__all__ = ["Times", "Verdict", "broken_legs", "judged", "none_up"]
+
+MARGIN_S = 2.5
+"""The router sees that a node is up again so much later at most: an interval and a deadline of its health checks."""
+_BROKE = re.compile(r"id=(\S+): the (prefill|decode) leg broke on ")
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds."""
+
+    p50: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Times:
+        """nan of nothing."""
+        ms = [second * 1e3 for second in seconds]
+        return cls(percentile(ms, 0.5), percentile(ms, 0.99), max(ms, default=float("nan")))
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of the streams. `broken`: promises that were not kept, each in a sentence."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    equal_by_kind: Counter[str] = field(default_factory=Counter)
+    honest: Counter[str] = field(default_factory=Counter)
+    """Errors that clients were told, by status and message."""
+    failed_over: int = 0
+    gap_ms: Times = field(default_factory=lambda: Times.of([]))
+    """At a fail-over: the longest wait between two parts of a stream of which a decode leg broke."""
+    undisturbed_gap_ms: Times = field(default_factory=lambda: Times.of([]))
+    """The longest wait of all other streams."""
+    first_token_ms: Times = field(default_factory=lambda: Times.of([]))
+    first_token_failed_over_ms: Times = field(default_factory=lambda: Times.of([]))
+    """Of those of which a leg broke before their first token."""
+    broken: list[str] = field(default_factory=list)
+
+
+def broken_legs(log: Iterable[str]) -> dict[str, Counter[str]]:
+    """By request id, how many of its legs broke, by role."""
+    found: dict[str, Counter[str]] = {}
+    for line in log:
+        if match := _BROKE.search(line):
+            found.setdefault(match[1], Counter())[match[2]] += 1
+    return found
+
+
+def none_up(down: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[Span]]:
+    """When no node of a role was up, by role; `down` has the spans of each node of a role, which may overlap."""
+    found: dict[str, list[Span]] = {}
+    for role, nodes in down.items():
+        together: list[Span] = [(float("-inf"), float("inf"))]
+        for spans in nodes:
+            wider = [(begin, end + MARGIN_S) for begin, end in spans]
+            both = [(max(a, c), min(b, d)) for a, b in together for c, d in wider]
+            together = sorted({(begin, end) for begin, end in both if begin < end})
+        found[role] = together
+    return found
+
+
+def judged(
+    seen: Sequence[Seen], legs: Mapping[str, Counter[str]], without: Mapping[str, Sequence[Span]], gap_s: float
+) -> Verdict:
+    """`without`: of none_up. `gap_s`: nobody waits longer for a part while a decode node is up."""
+    verdict = Verdict()
+    no_decode = without.get("decode", [])
+    every = [span for spans in without.values() for span in spans]
+    gaps: list[float] = []
+    others: list[float] = []
+    firsts: list[float] = []
+    late_firsts: list[float] = []
+    for each in seen:
+        verdict.ends[each.end] += 1
+        broke = legs.get(each.id, Counter())
+        told = f"{each.kind} {each.number}, id {each.id}"
+        if each.end == "done":
+            verdict.equal_by_kind[each.kind] += 1
+        elif each.honest:
+            verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
+            if not _touch(each.began, each.ended, every):
+                verdict.broken.append(f"{told}: {each.end} {each.status} though nodes were up: {each.error}")
+        else:
+            verdict.broken.append(f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}")
+        begin, end = each.gap()
+        if each.times:
+            (gaps if broke["decode"] else others).append(end - begin)
+            (late_firsts if sum(broke.values()) else firsts).append(each.times[0] - each.began)
+        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in _joined(no_decode))
+        if wait_s > gap_s:
+            verdict.broken.append(f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on")
+    verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
+    verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(gaps), Times.of(others)
+    verdict.first_token_ms = Times.of([*firsts, *late_firsts])
+    verdict.first_token_failed_over_ms = Times.of(late_firsts)
+    return verdict
+
+
+def _touch(begin: float, end: float, spans: Iterable[Span]) -> bool:
+    return any(a <= end and begin <= b for a, b in spans)
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Without overlaps."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined

@@ -1,0 +1,143 @@
+"""What a run shows, as figures, a table, and lines of a plot that needs no library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.simulation.stream import Speeds, Stream
+from benchmarks.simulation.world import Result
+
+__all__ = ["Summary", "plot", "percentile", "summary_of", "table"]
+
+WARM_UP = 0.1
+"""This share of the requests, the first ones, is served and not counted: rates are learned, and caches filled."""
+TTFT_MS, TTFT_ALONE, TPOT_MS = 500.0, 2.0, 20.0
+"""The aim: the first token within 0.5 s and twice what the prompt takes alone, the others each within 20 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Milliseconds, and shares of 1. Of one run, without its warm-up."""
+
+    workload: str
+    policy: str
+    routers: int
+    stale_ms: float
+    requests: int
+    ttft_p50: float
+    ttft_p99: float
+    ttft_p999: float
+    tpot_p50: float
+    tpot_p99: float
+    itl_p50: float
+    itl_p99: float
+    cached: float
+    good: float
+    """The share that has met the aim."""
+    good_per_s: float
+    preemptions: int
+
+
+def percentile(sorted_values: Sequence[float], share: float) -> float:
+    """The value that this share of them does not exceed."""
+    return sorted_values[max(0, min(len(sorted_values), math.ceil(share * len(sorted_values))) - 1)]
+
+
+def summary_of(workload: str, result: Result) -> Summary:
+    """The figures of a run."""
+    setting, speeds = result.setting, result.setting.speeds
+    streams = result.streams[int(len(result.streams) * WARM_UP) :]
+    ttft = sorted(stream.ttft + speeds.network for stream in streams)
+    tpot = sorted(stream.tpot for stream in streams)
+    good = sum(_good(stream, speeds) for stream in streams)
+    seconds = max(1e-9, (streams[-1].at - streams[0].at) / 1e3)
+    return Summary(
+        workload,
+        setting.policy,
+        setting.routers,
+        setting.stale_ms,
+        len(streams),
+        percentile(ttft, 0.5),
+        percentile(ttft, 0.99),
+        percentile(ttft, 0.999),
+        percentile(tpot, 0.5),
+        percentile(tpot, 0.99),
+        result.gap_ms(0.5),
+        result.gap_ms(0.99),
+        sum(stream.cached for stream in streams) / sum(stream.prompt for stream in streams),
+        good / len(streams),
+        good / seconds,
+        result.preemptions,
+    )
+
+
+def _good(stream: Stream, speeds: Speeds) -> bool:
+    most = TTFT_MS + TTFT_ALONE * speeds.prompt_ms(stream.prompt)
+    return stream.ttft + speeds.network <= most and stream.tpot <= TPOT_MS
+
+
+def table(summaries: Sequence[Summary], *, scale: bool) -> str:
+    """In Markdown; of a scale run with routers and age of the reports."""
+    where = ["policy", "routers", "reports' age"] if scale else ["workload", "policy"]
+    shown = ["TTFT p50", "p99", *(["p99.9"] if scale else []), "TPOT p50", "p99", "ITL p50", "p99"]
+    head = [*where, *shown, *([] if scale else ["cached"]), "within aims"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for each in summaries:
+        cells = (
+            [each.policy, f"{each.routers}", f"{each.stale_ms / 1e3:g} s"] if scale else [each.workload, each.policy]
+        )
+        cells += [f"{each.ttft_p50:,.0f}", f"{each.ttft_p99:,.0f}", *([f"{each.ttft_p999:,.0f}"] if scale else [])]
+        cells += [f"{each.tpot_p50:.2f}", f"{each.tpot_p99:.2f}", f"{each.itl_p50:.2f}", f"{each.itl_p99:.2f}"]
+        cells += [*([] if scale else [f"{each.cached:.1%}"]), f"{each.good:.1%} ({each.good_per_s:,.0f}/s)"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+# --- the plot --------------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 460, 70, 190, 40, 50
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#000000")
+
+
+def plot(title: str, xs: Sequence[str], lines: Mapping[str, Sequence[float | None]], unit: str) -> str:
+    """An SVG: a line of points for each name, one point above each of `xs`, on a logarithmic axis; None: no point."""
+    values = [value for line in lines.values() for value in line if value]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
+
+    def x(at: int) -> float:
+        return _LEFT + (at + 0.5) * (_WIDTH - _LEFT - _RIGHT) / len(xs)
+
+    def y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - (math.log10(value) - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" '
+        'font-size="12"><rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{_LEFT}" y="20" font-size="14">{_escaped(title)}</text>',
+    ]
+    for power in range(low, high + 1):
+        at = y(10.0**power)
+        parts.append(f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>')
+        label = f"{10.0**power:,g} {unit}"
+        parts.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    parts += [
+        f'<text x="{x(at):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{_escaped(name)}</text>'
+        for at, name in enumerate(xs)
+    ]
+    for number, (name, line) in enumerate(lines.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        dash = ' stroke-dasharray="5 3"' if number >= len(_COLOURS) else ""
+        points = [(x(at), y(value)) for at, value in enumerate(line) if value]
+        path = " ".join(f"{left:.1f},{top:.1f}" for left, top in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}"{dash}/>')
+        parts += [f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="{colour}"/>' for left, top in points]
+        top = _TOP + 18 * number
+        parts.append(f'<rect x="{_WIDTH - _RIGHT + 14}" y="{top}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 32}" y="{top + 11}">{_escaped(name)}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,207 @@
+"""An API server that knows pods, and speaks list and watch as a real one does, over HTTP.
+
+kmock serves it: routes, status objects, streams. Its own emulator of objects knows no resource versions (nor label
+selectors, pages, bookmarks, watch timeouts, 410), and they are what is tested; so the store behind it is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import kmock
+
+Object = dict[str, Any]
+
+
+class ApiServer:
+    """Pods of one namespace, every change of them with its version, and ways to misbehave."""
+
+    def __init__(self, namespace: str = "serving") -> None:
+        self.namespace = namespace
+        self.pods: dict[str, Object] = {}
+        self.version = 1000
+        self.compacted = 0
+        """Changes up to this version are forgotten: a watch from before it is 410 Gone."""
+        self.list_takes_s = 0.0
+        self.list_fails: kmock.KubernetesError | None = None
+        self.watch_fails: kmock.KubernetesError | None = None
+        self.watches_end_at_once = False
+        self.page = 500
+        self.asked: list[tuple[str, dict[str, str]]] = []
+        """list or watch, and with what."""
+        self.url = ""
+        self._changes: list[tuple[int, str, Object]] = []
+        self._lines: list[tuple[int, bytes]] = []
+        self._changed = asyncio.Condition()
+        self._transports: set[asyncio.BaseTransport] = set()
+        self._handler = kmock.KubernetesScaffold()
+        pods = kmock.resource("", "v1", "pods")
+        self._handler[kmock.action.LIST, pods] << self._list
+        self._handler[kmock.action.WATCH, pods] << self._watch
+
+    @asynccontextmanager
+    async def running(self, port: int | None = None) -> AsyncIterator[ApiServer]:
+        """Serve; when it ends, cut every connection."""
+        async with self._handler, kmock.Server(self._handler, port=port) as server:
+            self.url = str(server.url).rstrip("/")
+            try:
+                yield self
+            finally:
+                for transport in self._transports:
+                    transport.abort()
+                self._transports.clear()
+
+    def kubeconfig(self, path: Path) -> Path:
+        """Write one that leads here."""
+        path.write_text(
+            f"""apiVersion: v1
+kind: Config
+current-context: here
+contexts: [{{name: here, context: {{cluster: here, user: me, namespace: {self.namespace}}}}}]
+clusters: [{{name: here, cluster: {{server: "{self.url}"}}}}]
+users: [{{name: me, user: {{token: secret}}}}]
+"""
+        )
+        return path
+
+    async def put(self, pod: Object, *, lost: bool = False) -> None:
+        """Create or change a pod. `lost`: no watch tells of it."""
+        name = pod["metadata"]["name"]
+        kind = "MODIFIED" if name in self.pods else "ADDED"
+        self.version += 1
+        self.pods[name] = copy.deepcopy(pod)
+        self.pods[name]["metadata"]["resourceVersion"] = str(self.version)
+        await self._tell(kind, self.pods[name], lost)
+
+    async def delete(self, name: str, *, lost: bool = False, terminated: bool = True) -> None:
+        """A pod is not there any more. Without `terminated` it has lost its label instead, and runs on."""
+        self.version += 1
+        pod = self.pods.pop(name)
+        pod["metadata"]["resourceVersion"] = str(self.version)
+        if terminated:
+            pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:30Z"
+        await self._tell("DELETED", pod, lost)
+
+    async def say(self, line: bytes) -> None:
+        """Put a line into all watches."""
+        self.version += 1
+        self._lines.append((self.version, line))
+        async with self._changed:
+            self._changed.notify_all()
+
+    def compact(self) -> None:
+        """Forget all changes so far, as etcd does every five minutes."""
+        self.version += 1
+        self.compacted = self.version
+
+    def count(self, verb: str) -> int:
+        """How often it was asked for lists or watches."""
+        return sum(asked == verb for asked, _ in self.asked)
+
+    async def _tell(self, kind: str, pod: Object, lost: bool) -> None:
+        if not lost:
+            self._changes.append((self.version, kind, copy.deepcopy(pod)))
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _list(self, request: kmock.Request) -> Object:
+        params = self._begin("list", request)
+        await asyncio.sleep(self.list_takes_s)
+        if self.list_fails is not None:
+            raise self.list_fails
+        at, first = self.version, 0
+        if "continue" in params:
+            at, first = map(int, params["continue"].split(":"))
+            if at <= self.compacted:
+                raise _gone(at)
+        elif int(params.get("resourceVersion") or 0) > self.version:
+            raise kmock.KubernetesError(504, "Timeout", "Too large resource version")
+        found = [pod for _, pod in sorted(self.pods.items()) if _matches(pod, params["labelSelector"])]
+        size = min(self.page, int(params.get("limit", "0")) or len(found))
+        meta = {"resourceVersion": str(at)}
+        if first + size < len(found):
+            meta["continue"] = f"{at}:{first + size}"
+        return {"kind": "PodList", "apiVersion": "v1", "metadata": meta, "items": found[first : first + size]}
+
+    async def _watch(self, request: kmock.Request) -> AsyncIterator[Object | bytes]:
+        params = self._begin("watch", request)
+        if self.watch_fails is not None:
+            raise self.watch_fails
+        version = int(params["resourceVersion"])
+        yield b""  # the headers go out now
+        until = asyncio.get_running_loop().time() + int(params["timeoutSeconds"])
+        while not self.watches_end_at_once:
+            if version < self.compacted:
+                status = {"kind": "Status", "status": "Failure", "reason": "Expired", "code": 410, "message": "too old"}
+                yield {"type": "ERROR", "object": status}
+                return
+            changes = [(at, kind, pod) for at, kind, pod in self._changes if at > version]
+            lines = [line for at, line in self._lines if at > version]
+            version = self.version
+            for _, kind, pod in changes:
+                if _matches(pod, params["labelSelector"]):
+                    yield {"type": kind, "object": pod}
+            for line in lines:
+                yield line
+            try:
+                async with asyncio.timeout_at(until), self._changed:
+                    await self._changed.wait_for(lambda seen=version: self.version > seen)
+            except TimeoutError:
+                break
+        if params.get("allowWatchBookmarks") == "true":
+            yield {"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": str(version)}}}
+
+    def _begin(self, verb: str, request: kmock.Request) -> dict[str, str]:
+        if request._raw_request is not None and request._raw_request.transport is not None:
+            self._transports.add(request._raw_request.transport)
+        self.asked.append((verb, dict(request.params)))
+        if request.namespace != self.namespace:
+            raise kmock.KubernetesError(403, "Forbidden", f"cannot list pods in namespace {request.namespace}")
+        return dict(request.params)
+
+
+def _gone(version: int) -> kmock.KubernetesError:
+    return kmock.KubernetesError(410, "Expired", f"{version} is too old")
+
+
+def _matches(pod: Object, selector: str) -> bool:
+    labels = pod["metadata"].get("labels", {})
+    for term in selector.split(","):
+        key, equals, value = term.partition("=")
+        if key not in labels or (equals and labels[key] != value):
+            return False
+    return True
+
+
+def pod_of(name: str, url: str, role: str, uid: str = "", *, ready: bool = True, **labels: str) -> Object:
+    """A pod at the address of a node double, with what an API server tells beside."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    ports = [{"name": "metrics", "containerPort": 9}, {"name": "http", "containerPort": int(port), "protocol": "TCP"}]
+    return {
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "uid": uid or f"uid-{name}",
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "labels": {"app": "kvrelay", "kvrelay/role": role, **labels},
+            "ownerReferences": [{"kind": "ReplicaSet", "name": "x"}],
+        },
+        "spec": {"containers": [{"name": "sidecar"}, {"name": "node", "ports": ports}], "nodeName": "n1"},
+        "status": {
+            "phase": "Running",
+            "podIP": host.strip("[]"),
+            "conditions": [
+                {"type": "Initialized", "status": "True", "lastProbeTime": None},
+                {"type": "Ready", "status": "True" if ready else "False"},
+            ],
+            "containerStatuses": [
+                {"name": "sidecar", "state": {"terminated": {"exitCode": 0}}},
+                {"name": "node", "state": {"running": {"startedAt": "2026-01-01T00:00:01Z"}}, "restartCount": 0},
+            ],
+        },
+    }
