@@ -449,7 +449,7 @@ class RouterConfig:
     health_deadline_s: float = 2.0
     """A health check must be answered within this time."""
     max_queue: int = 1000
-    """Requests that wait while all nodes are busy, for each model; more are refused with 429."""
+    """Requests that wait while all nodes are busy, for each model; more are refused with 429. Divided among workers."""
     ttft_target_ms: float = 0.0
     """Requests whose first token would come later than this are refused at once, with 429; 0 refuses none. Clients may
     send their own as x-slo-ttft-ms."""
@@ -457,7 +457,7 @@ class RouterConfig:
     """Requests wait while one more would make a token take longer than this; 0 is no target. Clients may send a
     stricter one as x-slo-tpot-ms."""
     max_connections: int = 16384
-    """Connections of clients at once; more are refused with 503."""
+    """Connections of clients at once; more are refused with 503. Divided among workers."""
     tls_cert: str = ""
     """A PEM file with the router's certificate and its chain: it then serves https."""
     tls_key: str = ""

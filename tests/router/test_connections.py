@@ -267,7 +267,7 @@ async def _over(node_url: str, ca: str) -> AsyncIterator[Cluster]:
     from router_doubles import _router
 
     config = RouterConfig(prefill=(node_url,), decode=(), tls_ca=ca, health_interval_s=0.05, health_deadline_s=2.0)
-    async with _router(config) as outer:
+    async with router_over(config) as outer:
         yield outer
 
 
