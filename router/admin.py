@@ -20,7 +20,8 @@ from starlette.responses import Response
 from openai_api.routes import given_key
 from router.legs import Legs
 from router.members import NodeSpec
-from router.pool import Node, Pool
+from router.node import Node
+from router.pool import Pool
 from router.shared import Shared
 from router.state import node_of
 from wire.config import Role, is_loopback

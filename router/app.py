@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -47,9 +46,10 @@ from router.legs import Legs
 from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
+from router.node import NodeKind
 from router.pairs import Meeting, Pairs
 from router.policies.policy import Ask
-from router.pool import NodeKind, Pool
+from router.pool import Pool
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
@@ -156,7 +156,7 @@ class Router:
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
             if job.id == request.headers.get("x-request-id"):
-                job = replace(job, mark=secrets.token_hex(4))
+                job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             walk = self._walk(job, {"x-request-id": job.node_id, **sane_trace(request.headers.get)}, timeline)
             turn = await self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
         except KvrelayError as why:

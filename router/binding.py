@@ -11,15 +11,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from router.chores import Chores
 from router.conditional import Decision, decide
 from router.doors import Doors
 from router.legs import Legs
 from router.metrics import Metrics
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind, Pool
+from router.pool import Pool
 from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role
 from wire.errors import KvNotLoaded, KvrelayError, NoNode, Overloaded
@@ -86,7 +89,7 @@ class Binding:
     def decide(self, ask: Ask, source: Node) -> Decision | None:
         """Whether a prompt that this prefill node would get is better computed on its decode node: None while speeds
         are not known there, or no decode node has said that it would."""
-        its = replace(ask, role=Role.DECODE)
+        its = msgspec.structs.replace(ask, role=Role.DECODE)
         try:
             able = [node for node in self.computing(its) if node.kv is not None and node.rates.measured]
         except (NoNode, Overloaded):

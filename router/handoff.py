@@ -28,8 +28,8 @@ from router.leg_watch import LegWatch
 from router.legs import LegFailed, Refused
 from router.means import Means
 from router.measured import learn
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
@@ -64,6 +64,7 @@ class Walk:
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
         self._first: list[Node] = []  # the prefill node that was chosen already
+        self._told: Ask | None = None  # and what is known of the prompt
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
@@ -149,9 +150,9 @@ class Walk:
         """Whether the measured costs say that a decode node computes the prompt. If not, it has its prefill node."""
         if not self._means.conditional:
             return False
-        source, told = self._pool.choose(ask, prefill)
+        source, self._told = self._pool.choose(ask, prefill)
         self._first = [source]
-        decision = self._means.binding.decide(told, source)
+        decision = self._means.binding.decide(self._told, source)
         if decision is None or not decision.local:
             return False
         self._metrics.local_prefills.labels(decision.reason.value).inc()
@@ -190,7 +191,7 @@ class Walk:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
         no prefill node is left."""
         body = prefill_body(self.job)
-        ask, tries = prefill_ask(self.job, self._prefix), Tries(self._means)
+        ask, tries = self._told or prefill_ask(self.job, self._prefix), Tries(self._means)
         failure: LegFailed | Refused
         while True:
             nodes, self._first = self._first, []

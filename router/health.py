@@ -11,7 +11,8 @@ import aiohttp
 
 from router.kv_events import KvEvents
 from router.legs import Legs
-from router.pool import HealthReport, Node, Pool
+from router.node import HealthReport, Node
+from router.pool import Pool
 
 __all__ = ["watching"]
 

@@ -21,7 +21,7 @@ import httptools
 import msgspec
 
 from router.leg_endings import LegFailed, ending, refusal
-from router.pool import HealthReport, Lease, Node
+from router.node import HealthReport, Lease, Node
 from wire.errors import NodeFailed
 from wire.frames import Frame, FrameKind
 from wire.leg_stream import (

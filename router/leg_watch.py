@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from router.pool import Lease
+from router.node import Lease
 from router.standing import Passage
 
 __all__ = ["LegWatch"]

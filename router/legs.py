@@ -17,7 +17,7 @@ import msgspec
 from router.chores import Chores
 from router.leg_endings import LegFailed, Refused, ending, refusal
 from router.leg_stream import LegStreams, TakeFrames
-from router.pool import HealthReport, Lease, Node
+from router.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
 from wire.config import RouterConfig

@@ -15,7 +15,8 @@ from router.admission_metrics import AdmissionMetrics
 from router.breaker import State
 from router.conditional import Reason
 from router.doors import Doors
-from router.pool import Node, Pool
+from router.node import Node
+from router.pool import Pool
 from router.prefix_metrics import PrefixMetrics
 from router.timeline import Timeline
 

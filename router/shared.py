@@ -13,7 +13,8 @@ from openai_api.response_store import KeptHere, Responses
 from router.doors import Doors
 from router.members import NodeSpec, Source
 from router.metrics import Metrics
-from router.pool import Node, Pool
+from router.node import Node
+from router.pool import Pool
 from router.rate_limits import HeldHere, Limits
 
 __all__ = ["Alone", "Make", "Shared"]

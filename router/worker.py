@@ -21,7 +21,8 @@ from router.listening import shared_port
 from router.members import NodeSpec, Source
 from router.metric_sums import collected
 from router.metrics import Metrics
-from router.pool import Node, Pool
+from router.node import Node
+from router.pool import Pool
 from router.rate_limits import NO_LIMIT, Exceeded, Limits, Quota, Taken
 from router.server import make_server
 from router.worker_link import Link

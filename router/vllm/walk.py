@@ -28,8 +28,9 @@ from openai_api.stages import with_stages
 from router.job import Job, prefix_of
 from router.legs import LegFailed
 from router.metrics import Metrics
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind, Pool
+from router.pool import Pool
 from router.reply import Reply
 from router.timeline import Timeline
 from router.vllm.bodies import (

@@ -12,7 +12,7 @@ from router_doubles import Call, cluster, decode, decode_ok, event, prefill, unt
 
 from router.leg_endings import LegFailed, Refused
 from router.leg_stream import LegStream
-from router.pool import Lease, Node
+from router.node import Lease, Node
 from wire.config import Role
 from wire.errors import ErrorBody
 from wire.frames import Frame, FrameKind
