@@ -216,6 +216,8 @@ class Router:
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers
+            if not self.shared.warms:
+                del body["pairs"]  # the first worker knows
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:

@@ -29,6 +29,7 @@ from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
 from wire.config import Role
 from wire.errors import NoNode
+from wire.outputs import Load
 
 __all__ = ["LOST_AFTER_MISSES", "Pool"]
 
