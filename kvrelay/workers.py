@@ -152,7 +152,8 @@ def main() -> None:
     descriptor, index = map(int, sys.argv[1:3])
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT.format(index))
     calm_collector()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_worker(socket.socket(fileno=descriptor)))
 
 

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from router_doubles import until
 
 from openai_api.response_store import Stored
+from router.doors import Doors
 from router.members import NodeSpec, Source
+from router.metrics import Metrics
 from router.parent import Parent, share_of
+from router.pool import Pool
 from router.rate_limits import Exceeded, Quota
 from router.worker import Worker
 from router.worker_link import Link
@@ -40,6 +43,7 @@ from router.worker_messages import (
 from wire.config import Role, RouterConfig
 from wire.errors import Unavailable
 from wire.key_config import KeyConfig
+from wire.outputs import Load
 
 SPEC = NodeSpec("http://p:1", Role.PREFILL)
 CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KeyConfig("a", "0" * 64, max_queue=5),))
@@ -76,13 +80,14 @@ def test_what_is_no_message_ends_the_link(data: bytes) -> None:
 
 
 class Pair:
-    """A parent with workers that are in this process; each has only its link."""
+    """A parent, and workers that are in this process: each has a link and a pool, and serves nobody."""
 
     def __init__(self) -> None:
         self.parent = Parent(CONFIG, 1)
+        self.pools: list[Pool] = []
 
     async def worker(self, index: int) -> tuple[Worker, Link]:
-        pool_parts: Any = object()
+        """One that has begun."""
         ours, its = socket.socketpair()
         heard: list[Any] = []
         worker: list[Worker] = []
@@ -94,17 +99,47 @@ class Pair:
         await self.parent.join(index, ours)
         link = await Link.over(its, FromParent, hear, lambda: None)
         await until(lambda: bool(heard))
-        from router.doors import Doors
-        from router.metrics import Metrics
-        from router.pool import Pool
-
         rng = random.Random(1)
-        pool_parts = Pool([], [], rng)
-        doors = Doors(pool_parts, rng)
-        worker.append(Worker(link, heard[0], pool_parts, doors, Metrics(pool_parts, doors, [])))
+        pool = Pool([], [], rng)
+        doors = Doors(pool, rng)
+        worker.append(Worker(link, heard[0], pool, doors, Metrics(pool, doors, [])))
+        self.pools.append(pool)
         link.tell(Listening())
         await until(lambda: self.parent.serves(index))
         return worker[0], link
+
+
+async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_later() -> None:
+    pair, beat = Pair(), NodeSpec("http://h:1", Role.DECODE, generation="g")
+    (one, link), (_, other) = await pair.worker(0), await pair.worker(1)
+    pair.parent.tell(Source.HEARTBEATS, [beat], 0.0)
+    pair.parent.heard("http://h:1", Load(running=3), 0.0, draining=False)
+    pair.parent.note_p2p_address("http://h:1", "h:2")
+    await one.add(NodeSpec("http://a:1", Role.DECODE))
+    for pool in pair.pools:
+        node = pool.find("http://h:1")
+        assert node is not None
+        assert (node.load.running, node.p2p_address) == (3, "h:2")
+        assert pool.members.sources("http://a:1") == [Source.ADMIN]
+    node = pair.pools[0].find("http://d:1")
+    assert node is not None
+    node.generation = "g1"
+    await one.drain(node, begin=True)
+    await one.remove("http://p:1")
+    _, third = await pair.worker(2)
+    for pool in pair.pools:
+        assert {node.url for node in pool.nodes} == {"http://h:1", "http://a:1", "http://d:1"}
+        drained = pool.find("http://d:1")
+        assert drained is not None
+        assert drained.drain_asked
+    assert drained.generation == "g1"
+    await one.drain(node, begin=False)
+    assert not drained.drain_asked
+    pair.parent.tell(Source.HEARTBEATS, [], 0.0)
+    await until(lambda: all(pool.find("http://h:1") is None for pool in pair.pools))
+    for each in (link, other, third):
+        each.close()
+    await until(lambda: pair.parent.listening() == 0)
 
 
 async def test_a_limit_holds_over_workers_and_a_lost_one_gives_back_what_it_held() -> None:
