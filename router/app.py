@@ -10,7 +10,6 @@ import logging
 import random
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -30,6 +29,7 @@ from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
 from router.binding import Binding
 from router.chores import Chores
+from router.client import arrived
 from router.doors import Doors
 from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
 from router.gate import Gate, Targets, Turn
@@ -42,6 +42,7 @@ from router.joined_walk import JoinedWalk
 from router.keys import Caller, Keyring
 from router.kubernetes_watch import discovering
 from router.kv_events import KvEvents
+from router.leg_watch import LegWatches
 from router.legs import Legs
 from router.means import Means
 from router.metrics import Metrics
@@ -57,6 +58,7 @@ from router.retries import RetryBudget
 from router.shared import Alone, Make
 from router.state import health_of
 from router.timeline import Timeline
+from router.timeline import shown as shown_stages
 from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
@@ -88,6 +90,7 @@ class Router:
         self.keyring = Keyring(config.api_key, config.keys)
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
+        self.metrics.running.set_function(lambda: len(self._live))
         self.shared = shared(self.pool, self.doors, self.metrics)
         self.gate = Gate(config, self.pool, self.shared.limits, self.metrics.admission)
         self.chores = Chores()
@@ -108,6 +111,7 @@ class Router:
             self.chores,
             self.metrics,
             RetryBudget(),
+            LegWatches(),
             self.config.attempts,
             self.config.conditional_disaggregation,
             self.config.request_deadline_s,
@@ -160,18 +164,17 @@ class Router:
             walk = self._walk(job, {"x-request-id": job.node_id, **sane_trace(request.headers.get)}, timeline)
             turn = await self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
         except KvrelayError as why:
-            self.metrics.finished(path, why.status)
+            self.metrics.refused(path, why.status)
             told = (request.state.job_id, path, why.status, caller.name, shown_error(why))
             _log.info("id=%s path=%s status=%d key=%s error=%s", *told)
             raise
         except ClientDisconnect:
-            self.metrics.finished(path, CLIENT_GONE)
+            self.metrics.refused(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        turn.placed = lambda: (walk.timeline.sent is not None, not walk.nodes[1].startswith("-"))
+        walk.on_placed = partial(self.gate.placed, turn)
         self._live.add(job.id)
-        self.metrics.running.inc()
 
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None
@@ -239,7 +242,7 @@ class Router:
     def _new_id(self, request: Request) -> str:
         """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
         wanted = request.headers.get("x-request-id", "")
-        return wanted if sane_id(wanted) and wanted not in self._live else uuid.uuid4().hex
+        return wanted if sane_id(wanted) and wanted not in self._live else secrets.token_hex(16)
 
     async def _body(self, request: Request) -> bytes:
         body = await _read_body(
@@ -254,8 +257,8 @@ class Router:
         self._live.discard(walk.job.id)
         timeline, (prefill, decode) = walk.timeline, walk.nodes
         timeline.ended = time.monotonic()
-        self.metrics.running.dec()
-        self.metrics.finished(path, status, timeline, walk.output_tokens)
+        stages_s = timeline.stages_s(timeline.ended)
+        self.metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
         _log.info(
             "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
             walk.job.id,
@@ -266,7 +269,7 @@ class Router:
             walk.output_tokens,
             prefill,
             decode,
-            timeline.line(),
+            shown_stages(stages_s),
             "yes" if status == CLIENT_GONE else "no",
             "" if why is None else f" error={shown_error(why)}",
         )
@@ -285,7 +288,7 @@ class _KeyGate:
             try:
                 scope[_CALLER] = self._keyring.caller(given_key(Headers(scope=scope).get))
             except Unauthorized as error:
-                self._metrics.finished(scope["path"] if scope["path"] in _PATHS else "other", error.status)
+                self._metrics.refused(scope["path"] if scope["path"] in _PATHS else "other", error.status)
                 await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -371,6 +374,11 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
     announced = request.headers.get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
         raise too_large
+    whole = arrived(request.scope)  # mostly it has, with the headers: no need to wait then
+    if whole is not None:
+        if len(whole) > limit_bytes:
+            raise too_large
+        return whole
     body = bytearray()
     try:
         async with asyncio.timeout(deadline_s):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -62,21 +62,27 @@ class Binding:
         self._pool, self._doors, self._legs = pool, doors, legs
         self._chores, self._metrics = chores, metrics
         self._queue = RoomQueue()
+        metrics.waiting_for_room.set_function(lambda: len(self._queue))
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    @contextlib.asynccontextmanager
-    async def place(self, wish: Wish) -> AsyncIterator[tuple[Lease, bool]]:
-        """A place for the length of the block, and whether the KV can be fetched there; else it is computed.
+    async def place(self, wish: Wish) -> tuple[Lease, bool]:
+        """A place until it is given back, and whether the KV can be fetched there; else it is computed.
 
         Raises NoNode, Overloaded, KvNotLoaded."""
-        lease, fetches = await self._placed(wish)
-        try:
-            yield lease, fetches
-        finally:
-            self._pool.give_back(lease)
-            self._turn()
+        if not self._queue:
+            with contextlib.suppress(Overloaded):
+                able, fetches = self._able(wish)
+                roomy = [node for node in able if has_room(node, wish.ask)]
+                if roomy:
+                    return self._pool.hold(wish.ask, roomy), fetches
+        return await self._waited_for(wish)
+
+    def give_back(self, lease: Lease) -> None:
+        """The leg has ended: somebody else may have its place."""
+        self._pool.give_back(lease)
+        self._turn()
 
     def computing(self, ask: Ask, tried: Collection[Node] = ()) -> list[Node]:
         """Decode nodes that may compute this prompt. Raises NoNode, Overloaded."""
@@ -112,13 +118,7 @@ class Binding:
             raise KvNotLoaded.because("Incompatible", self._doors.with_partner([wish.peer], nodes)[1])
         return able, False
 
-    async def _placed(self, wish: Wish) -> tuple[Lease, bool]:
-        if not self._queue:
-            with contextlib.suppress(Overloaded):
-                able, fetches = self._able(wish)
-                roomy = [node for node in able if has_room(node, wish.ask)]
-                if roomy:
-                    return self._pool.hold(wish.ask, roomy), fetches
+    async def _waited_for(self, wish: Wish) -> tuple[Lease, bool]:
         waiting = _Waiting(self, wish)
         waiter = Waiter(wish.ask, waiting.candidates, waiting.grant)
         self._queue.add(waiter)
@@ -164,7 +164,6 @@ class Binding:
     def _turn(self) -> None:
         if self._queue:
             self._queue.turn(self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY))
-        self._metrics.waiting_for_room.set(len(self._queue))
 
 
 class _Waiting:

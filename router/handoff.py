@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
@@ -55,6 +55,8 @@ class Walk:
         self.progress = Progress(job)
         self._prefix = prefix_of(job)
         self.timeline = timeline
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when a node has a leg of it."""
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
         self._headers = headers
@@ -202,6 +204,7 @@ class Walk:
                 )
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
+                self.on_placed(Role.PREFILL)
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
                     ended = await self._leg(lease, body, Place(), None)
@@ -233,24 +236,29 @@ class Walk:
         while True:
             params = self.progress.decode_params()
             wish = self._wish(params, tries.nodes)
-            async with self._means.binding.place(wish) as (lease, fetches):
+            lease, fetches = await self._means.binding.place(wish)
+            try:
                 self.decode_node = lease.node
-                self.timeline.sent = self.timeline.sent or time.monotonic()
+                if self.timeline.sent is None:
+                    self.timeline.sent = time.monotonic()
+                    self.on_placed(Role.PREFILL)  # what would have been computed there
+                self.on_placed(Role.DECODE)
                 params = self._bound(params, fetches)
-                try:
-                    await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
-                    return
-                except Diverged as why:
-                    # Nobody's fault; the next leg begins behind what the client has.
-                    _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
-                    continue
-                except LegFailed as why:
-                    tries.nodes.append(lease.node)
-                    failure = why
-                except Refused as why:
-                    if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
-                        raise
-                    continue  # it rests, so it is not asked again at once
+                await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
+                return
+            except Diverged as why:
+                # Nobody's fault; the next leg begins behind what the client has.
+                _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
+                continue
+            except LegFailed as why:
+                tries.nodes.append(lease.node)
+                failure = why
+            except Refused as why:
+                if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
+                    raise
+                continue  # it rests, so it is not asked again at once
+            finally:
+                self._means.binding.give_back(lease)
             if not (tries.another(wish.ask) and tries.may_go_on(failure, begun=self.progress.forwarded)):
                 raise tries.failure(Role.DECODE, failure) from failure
             self._metrics.failovers.labels("decode").inc()
@@ -276,7 +284,7 @@ class Walk:
         if fetches:
             if not self._handed:
                 self._handed = True
-                self._metrics.disaggregated.inc()
+                self._metrics.disaggregated.add(1)
             return params
         if not self._kv_left:
             self._kv_left = True
@@ -330,7 +338,7 @@ class Walk:
             return room
 
         patience_s = self._doors.patience_s(lease.tokens)
-        with LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
+        with LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
             try:
                 ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
                 if decoding and ended is FrameKind.HANDOVER:

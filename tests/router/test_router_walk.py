@@ -342,7 +342,7 @@ async def test_the_connection_of_a_finished_leg_is_used_again() -> None:
         peers.append(call.request.get_extra_info("peername"))
         await prefill_ok(call)
 
-    async with cluster(prefill(note_peer, legs=0), decode(), health_interval_s=5) as c:
+    async with cluster(prefill(note_peer, legs=0), decode(legs=0), health_interval_s=5) as c:
         for _ in range(3):
             await c.text()
             await until(lambda: not c.router.chores._tasks)
