@@ -121,7 +121,7 @@ def _all_listen(url: str) -> bool:
     """Whether all workers of our router do."""
     with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
         workers = msgspec.json.decode(answer.read()).get("workers", {})
-    return workers.get("listening") == workers.get("wanted")
+    return bool(workers.get("listening") == workers.get("wanted"))
 
 
 def _free_port() -> int:
