@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
@@ -195,7 +195,7 @@ class Walk:
         while True:
             nodes, self._first = self._first, []
             if not nodes:
-                nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
+                nodes = self._doors.takers(ask, tries.nodes(), time.monotonic())
                 nodes, _ = self._doors.with_partner(
                     nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
                 )
@@ -216,7 +216,7 @@ class Walk:
                     if not is_full(self._means, lease, why):
                         raise
                     failure = why
-            tries.nodes.append(lease.node)
+            tries.failed(lease.node, failure, told=False)
             if self._decoding is not None or not self.progress.start_over():
                 # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
@@ -231,7 +231,7 @@ class Walk:
             self._bound_by = time.monotonic() + ROOM_DEADLINE_S
         while True:
             params = self.progress.decode_params()
-            wish = self._wish(params, tries.nodes)
+            wish, known = self._wish(params, tries.nodes), self.progress.output_tokens
             async with self._means.binding.place(wish) as (lease, fetches):
                 self.decode_node = lease.node
                 self.timeline.sent = self.timeline.sent or time.monotonic()
@@ -244,17 +244,17 @@ class Walk:
                     _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
                     continue
                 except LegFailed as why:
-                    tries.nodes.append(lease.node)
-                    failure = why
+                    tries.failed(lease.node, why, told=self.progress.output_tokens > known)
+                    failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
                 except Refused as why:
                     if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
                         raise
                     continue  # it rests, so it is not asked again at once
-            if not (tries.another(wish.ask) and tries.may_go_on(failure, begun=self.progress.forwarded)):
+            if not (tries.another(wish.ask, wish.patient) and tries.may_go_on(failure, begun=self.progress.forwarded)):
                 raise tries.failure(Role.DECODE, failure) from failure
             self._metrics.failovers.labels("decode").inc()
 
-    def _wish(self, params: KvTransferParams, tried: Sequence[Node]) -> Wish:
+    def _wish(self, params: KvTransferParams, tried: Callable[[], list[Node]]) -> Wish:
         assert self._bound_by is not None
         fetches = params.remote_engine_id is not None
         peer = self.prefill_node if fetches else None
@@ -265,6 +265,7 @@ class Walk:
             params.remote_request_id if fetches else None,
             is_new=not (fetches or self.progress.output_tokens or self.progress.ticket or self.progress.handover),
             begun=lambda: self.progress.forwarded,
+            outlasts=lambda: self.progress.output_tokens > 0,
             until=self._bound_by,
         )
 

@@ -14,7 +14,7 @@ from router.pool import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
 from wire.config import RouterConfig
-from wire.errors import DeadlineExceeded, Draining, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
+from wire.errors import DeadlineExceeded, Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
 from wire.outputs import Load
 
@@ -74,7 +74,8 @@ class LegFailed(NodeFailed):
     ) -> None:
         super().__init__(message)
         self.lost = lost
-        """Its process seems to be gone: it refused or cut the connection, or is silent to health checks too."""
+        """Its process seems to be gone, or that of its engine: it says so, it refused or cut the connection, or it is
+        silent to health checks too."""
         self.status = status
         self.retry_after_s = retry_after_s
         self.draining = draining
@@ -248,7 +249,8 @@ def _ending(frame: Frame) -> FrameKind:
             refused = Refused(frame.status, error, 1 if frame.status == 429 else None)
             refused.kv_error = frame.kv_error
             raise refused
-        raise LegFailed(error.message, max(frame.status, 500), 1 if frame.status == 503 else None)
+        rests_s = 1 if frame.status == 503 else None
+        raise LegFailed(error.message, max(frame.status, 500), rests_s, lost=error.code == EngineDead.code)
     if frame.kind is FrameKind.HANDOVER and frame.params is None:
         raise LegFailed("the node sent a hand-over without its parameters")
     return frame.kind
@@ -268,7 +270,13 @@ def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
         return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
     if 400 <= answer.status < 500:
         return Refused(answer.status, error, retry_after_s)
-    return LegFailed(error.message, max(answer.status, 500), retry_after_s, draining=error.code == Draining.code)
+    return LegFailed(
+        error.message,
+        max(answer.status, 500),
+        retry_after_s,
+        draining=error.code == Draining.code,
+        lost=error.code == EngineDead.code,
+    )
 
 
 def _message(body: bytes) -> str:
