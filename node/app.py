@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,6 +28,7 @@ from node.engine_client import EngineClient, Updates
 from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
 from node.kv_events import KvEvents
+from node.leg_stream import LegStreams
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
@@ -43,11 +44,13 @@ from wire.errors import (
     DeadlineExceeded,
     EngineDead,
     KvrelayError,
+    NotFound,
     Overloaded,
     RequestError,
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MAX_HANDOVER_BYTES, Frame, FrameKind, pack
-from wire.outputs import Finish
+from wire.leg_stream import LEGS_PATH, LEGS_VERSION
+from wire.outputs import Finish, Load
 from wire.sampling import Constraint
 
 __all__ = ["Node", "create_app", "frames_of", "legs_of"]
@@ -59,6 +62,7 @@ POD_UID = "KVRELAY_POD_UID"
 """Variable from the downward API: with it a router sees that another pod has been given this address."""
 # The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0
+_COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -78,6 +82,7 @@ class Node:
     kv_events: KvEvents | None = None
     failure: str | None = None
     drain: Drain = field(init=False)
+    streams: LegStreams = field(default_factory=LegStreams)
 
     def __post_init__(self) -> None:
         self.drain = Drain(self.engine)
@@ -98,7 +103,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     answer_errors(app)
 
-    @app.post("/v1/chat/completions")
+    @app.post(_COMPLETIONS[0])
     async def chat(request: Request) -> Response:
         return await _complete(node, request, chat=True)
 
@@ -106,9 +111,15 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     chat_with = partial(_complete, node, chat=True)
     add_routes(app, Directly(node.ready, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)))
 
-    @app.post("/v1/completions")
+    @app.post(_COMPLETIONS[1])
     async def completions(request: Request) -> Response:
         return await _complete(node, request, chat=False)
+
+    @app.post(LEGS_PATH)
+    async def leg_stream(request: Request) -> Response:
+        authorize(node.config.api_key, request)
+        node.ready()
+        return node.streams.stream(partial(_streamed, node), node.config.max_body_bytes + MAX_HANDOVER_BYTES)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -177,6 +188,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
                 "load": node.engine.load,
+                "legs": LEGS_VERSION,
                 "kv": serving.info.kv,
                 "kv_events": None if node.kv_events is None else node.kv_events.report(),
                 "requests": node.engine.queue_depth(),
@@ -202,18 +214,14 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     """
     began = time.monotonic()
     authorize(node.config.api_key, request)
-    serving = node.ready()
+    node.ready()
     node.drain.check()
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
-    if node.engine.queue_depth() >= MAX_QUEUED:
-        raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
-    call = Call(chat, body, request_id(request))
-    if node.config.log_bodies:
-        log.info("%s body=%s", call.response_id, shown(body))
-    legs, parsed = await legs_of(serving, call)
-    leg, frames = legs[0], frames_of(node, legs, call)
+    call = Call(chat, body, request_id(request.headers.get("x-request-id")))
+    legs, parsed, frames = await _begun(node, call)
+    leg = legs[0]
     headers = {LOAD_HEADER: node.engine.load.header(), "x-request-id": call.id}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
@@ -236,6 +244,31 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
         return Response(status_code=499)
     status, content = answer
     return Response(content, status, headers, "application/json")
+
+
+async def _begun(
+    node: Node, call: Call
+) -> tuple[list[Leg], ChatRequest | CompletionRequest, AsyncGenerator[Frame, None]]:
+    """A call, checked: its legs, the request, and the frames of its answer, nothing of which has been asked for yet."""
+    serving = node.ready()
+    node.drain.check()
+    if node.engine.queue_depth() >= MAX_QUEUED:
+        raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
+    if node.config.log_bodies:
+        log.info("%s body=%s", call.response_id, shown(call.body))
+    legs, parsed = await legs_of(serving, call)
+    return legs, parsed, frames_of(node, legs, call)
+
+
+async def _streamed(
+    node: Node, path: str, headers: Mapping[str, str], body: bytes
+) -> tuple[Load, AsyncGenerator[Frame, None]]:
+    """A leg of a leg stream."""
+    if path not in _COMPLETIONS:
+        raise NotFound(f"there is no leg {path}")
+    call = Call(path == _COMPLETIONS[0], body, request_id(headers.get("x-request-id")))
+    _, _, frames = await _begun(node, call)
+    return node.engine.load, frames
 
 
 async def legs_of(serving: Serving, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:

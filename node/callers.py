@@ -58,9 +58,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def request_id(request: Request) -> str:
-    """The caller's own id if it is sane, else a fresh one."""
-    given = request.headers.get("x-request-id", "")
+def request_id(given: str | None) -> str:
+    """The caller's own id (`x-request-id`) if it is sane, else a fresh one."""
     if given and len(given) <= 128 and given.isascii() and given.isprintable() and " " not in given:
         return given
     return uuid.uuid4().hex

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
@@ -13,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from node.app import Node, create_app
-from node.drain import DRAIN_DEADLINE_S, Drain
+from node.drain import DRAIN_DEADLINE_S
 from node.engine_client import EngineClient
 from node.heartbeat import Announcer
 from node.kv_events import KvEvents
@@ -38,7 +39,7 @@ def run(config: NodeConfig) -> int:
     """
     node = Node(config, EngineClient(config), created=int(time.time()))
     server = _Server(
-        node.drain,
+        node,
         uvicorn.Config(
             create_app(node, lambda app: _lifespan(app, node, server)),
             host=config.host,
@@ -85,9 +86,9 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
 class _Server(uvicorn.Server):
     """Told to end it drains first, and still listens: who asks for its health or gives KV back is answered."""
 
-    def __init__(self, drain: Drain, config: uvicorn.Config) -> None:
+    def __init__(self, node: Node, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._drain = drain
+        self._drain, self._streams = node.drain, node.streams
         self._told: int | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -95,6 +96,11 @@ class _Server(uvicorn.Server):
         if self._told is not None:
             super().handle_exit(sig, frame)
         self._told = sig
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leg streams never end by themselves."""
+        self._streams.close()
+        await super().shutdown(sockets)
 
     def give_up(self) -> None:
         """End without draining: there is no engine."""

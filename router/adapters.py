@@ -13,7 +13,8 @@ import msgspec
 
 from openai_api.adapters import AdapterAnswer, AdapterSaid, UnloadAdapterRequest
 from router.legs import Legs
-from router.pool import Node, Pool
+from router.node import Node
+from router.pool import Pool
 from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 
 __all__ = ["LOAD_PATH", "UNLOAD_PATH", "tell_all"]

@@ -20,7 +20,8 @@ from starlette.responses import Response
 from openai_api.routes import given_key
 from router.legs import Legs
 from router.members import NodeSpec, Source
-from router.pool import Node, Pool
+from router.node import Node
+from router.pool import Pool
 from router.state import node_of
 from wire.config import Role, is_loopback
 from wire.errors import NotFound, RequestError, Unauthorized

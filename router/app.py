@@ -10,7 +10,6 @@ import logging
 import random
 import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -30,24 +29,28 @@ from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
 from router.binding import Binding
 from router.chores import Chores
+from router.client import arrived
 from router.doors import Doors
 from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
 from router.gate import Gate, Targets, Turn
 from router.handoff import Walk
 from router.health import watching
 from router.heartbeats import hearing
+from router.hot_routes import HotRoutes
 from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of, with_priority
 from router.joined_walk import JoinedWalk
 from router.keys import Caller, Keyring
 from router.kubernetes_watch import discovering
 from router.kv_events import KvEvents
+from router.leg_watch import LegWatches
 from router.legs import Legs
 from router.means import Means
 from router.metrics import Metrics
 from router.models import Models
+from router.node import NodeKind
 from router.pairs import Meeting, Pairs
 from router.policies.policy import Ask
-from router.pool import NodeKind, Pool
+from router.pool import Pool
 from router.questions import ask_any
 from router.rate_limits import KeyLimits
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
@@ -55,6 +58,7 @@ from router.reply import Reply
 from router.retries import RetryBudget
 from router.state import health_of
 from router.timeline import Timeline
+from router.timeline import shown as shown_stages
 from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
@@ -86,6 +90,7 @@ class Router:
         self.keyring = Keyring(config.api_key, config.keys)
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
+        self.metrics.running.set_function(lambda: len(self._live))
         self.gate = Gate(config, self.pool, KeyLimits(), self.metrics.admission)
         self.chores = Chores()
         self._legs: Legs | None = None
@@ -105,6 +110,7 @@ class Router:
             self.chores,
             self.metrics,
             RetryBudget(),
+            LegWatches(),
             self.config.attempts,
             self.config.conditional_disaggregation,
             self.config.request_deadline_s,
@@ -135,7 +141,7 @@ class Router:
 
     async def complete(self, request: Request, speak: Speak) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
-        path, timeline, caller = request.url.path, Timeline(time.monotonic()), _caller(request)
+        path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), _caller(request)
         request.state.job_id = self._new_id(request)
         try:
             body, dialect = speak(await self._body(request))
@@ -150,25 +156,24 @@ class Router:
             walk = self._walk(job, {"x-request-id": job.id, **sane_trace(request.headers.get)}, timeline)
             turn = self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
         except KvrelayError as why:
-            self.metrics.finished(path, why.status)
+            self.metrics.refused(path, why.status)
             told = (request.state.job_id, path, why.status, caller.name, shown_error(why))
             _log.info("id=%s path=%s status=%d key=%s error=%s", *told)
             raise
         except ClientDisconnect:
-            self.metrics.finished(path, CLIENT_GONE)
+            self.metrics.refused(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
-        turn.placed = lambda: (walk.timeline.sent is not None, not walk.nodes[1].startswith("-"))
+        walk.on_placed = partial(self.gate.placed, turn)
         self._live.add(job.id)
-        self.metrics.running.inc()
 
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None
             self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
             self._finished(walk, turn, path, status, why)
 
-        return Relay(walk, turn, self.config.request_deadline_s, finished, dialect)
+        return Relay(walk, turn, finished, dialect)
 
     def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline) -> Walk | JoinedWalk | VllmWalk:
         """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
@@ -224,7 +229,7 @@ class Router:
     def _new_id(self, request: Request) -> str:
         """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
         wanted = request.headers.get("x-request-id", "")
-        return wanted if sane_id(wanted) and wanted not in self._live else uuid.uuid4().hex
+        return wanted if sane_id(wanted) and wanted not in self._live else secrets.token_hex(16)
 
     async def _body(self, request: Request) -> bytes:
         body = await _read_body(
@@ -239,8 +244,8 @@ class Router:
         self._live.discard(walk.job.id)
         timeline, (prefill, decode) = walk.timeline, walk.nodes
         timeline.ended = time.monotonic()
-        self.metrics.running.dec()
-        self.metrics.finished(path, status, timeline, walk.output_tokens)
+        stages_s = timeline.stages_s(timeline.ended)
+        self.metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
         _log.info(
             "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
             walk.job.id,
@@ -251,7 +256,7 @@ class Router:
             walk.output_tokens,
             prefill,
             decode,
-            timeline.line(),
+            shown_stages(stages_s),
             "yes" if status == CLIENT_GONE else "no",
             "" if why is None else f" error={shown_error(why)}",
         )
@@ -270,7 +275,7 @@ class _KeyGate:
             try:
                 scope[_CALLER] = self._keyring.caller(given_key(Headers(scope=scope).get))
             except Unauthorized as error:
-                self._metrics.finished(scope["path"] if scope["path"] in _PATHS else "other", error.status)
+                self._metrics.refused(scope["path"] if scope["path"] in _PATHS else "other", error.status)
                 await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -279,6 +284,16 @@ class _KeyGate:
 def _caller(request: Request) -> Caller:
     caller: Caller = request.scope[_CALLER]
     return caller
+
+
+class _App(FastAPI):
+    """All routes. The hot ones need no matching, and nothing that FastAPI puts around a route."""
+
+    hot: ASGIApp
+    has_hot: Callable[[Scope], bool]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.hot(scope, receive, send) if self.has_hot(scope) else super().__call__(scope, receive, send))
 
 
 def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAPI:
@@ -290,18 +305,20 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
         async with router.running():
             yield
 
-    app = FastAPI(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.router = router
     app.add_exception_handler(KvrelayError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(Exception, _answer_crash)
     app.add_middleware(_KeyGate, keyring=router.keyring, metrics=router.metrics)
 
-    @app.post(CHAT_PATH, response_model=None)
-    @app.post(COMPLETIONS_PATH, response_model=None)
     async def complete(request: Request) -> Response:
         return await router.complete(request, as_it_is)
 
+    hot = HotRoutes(dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete), _answer_any)
+    app.hot, app.has_hot = _KeyGate(hot, router.keyring, router.metrics), hot.has
+    for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
+        app.post(path, response_model=None)(complete)
     add_routes(app, router)
     read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.legs, config.admin_key, read)
@@ -344,6 +361,11 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
     announced = request.headers.get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
         raise too_large
+    whole = arrived(request.scope)  # mostly it has, with the headers: no need to wait then
+    if whole is not None:
+        if len(whole) > limit_bytes:
+            raise too_large
+        return whole
     body = bytearray()
     try:
         async with asyncio.timeout(deadline_s):
@@ -370,6 +392,13 @@ async def _answer_http_error(request: Request, why: Exception) -> Response:
     error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
     error.status = why.status_code
     return error_response(error, why.headers, shape)
+
+
+async def _answer_any(request: Request, why: Exception) -> Response:
+    if isinstance(why, KvrelayError):
+        return await _answer_error(request, why)
+    _log.error("%s broke", request.url.path, exc_info=why)
+    return await _answer_crash(request, why)
 
 
 async def _answer_crash(request: Request, why: Exception) -> Response:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from router.job import Job
+from router.node import Node
 from router.policies.policy import Ask
-from router.pool import Node
 from router.prefix_index import Prefix
 from router.progress import Progress
 from wire.config import Role

@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from router.chores import Chores
 from router.conditional import Decision, decide
 from router.doors import Doors
 from router.legs import Legs
 from router.metrics import Metrics
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind, Pool
+from router.pool import Pool
 from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role
 from wire.errors import KvNotLoaded, KvrelayError, NoNode, Overloaded
@@ -66,21 +69,27 @@ class Binding:
         self._pool, self._doors, self._legs = pool, doors, legs
         self._chores, self._metrics = chores, metrics
         self._queue = RoomQueue()
+        metrics.waiting_for_room.set_function(lambda: len(self._queue))
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    @contextlib.asynccontextmanager
-    async def place(self, wish: Wish) -> AsyncIterator[tuple[Lease, bool]]:
-        """A place for the length of the block, and whether the KV can be fetched there; else it is computed.
+    async def place(self, wish: Wish) -> tuple[Lease, bool]:
+        """A place until it is given back, and whether the KV can be fetched there; else it is computed.
 
         Raises NoNode, Overloaded, KvNotLoaded."""
-        lease, fetches = await self._placed(wish)
-        try:
-            yield lease, fetches
-        finally:
-            self._pool.give_back(lease)
-            self._turn()
+        if not self._queue:
+            with _patiently(wish):
+                able, fetches = self._able(wish)
+                roomy = [node for node in able if has_room(node, wish.ask)]
+                if roomy:
+                    return self._pool.hold(wish.ask, roomy), fetches
+        return await self._waited_for(wish)
+
+    def give_back(self, lease: Lease) -> None:
+        """The leg has ended: somebody else may have its place."""
+        self._pool.give_back(lease)
+        self._turn()
 
     def computing(self, ask: Ask, tried: Collection[Node] = ()) -> list[Node]:
         """Decode nodes that may compute this prompt. Raises NoNode, Overloaded."""
@@ -93,7 +102,7 @@ class Binding:
     def decide(self, ask: Ask, source: Node) -> Decision | None:
         """Whether a prompt that this prefill node would get is better computed on its decode node: None while speeds
         are not known there, or no decode node has said that it would."""
-        its = replace(ask, role=Role.DECODE)
+        its = msgspec.structs.replace(ask, role=Role.DECODE)
         try:
             able = [node for node in self.computing(its) if node.kv is not None and node.rates.measured]
         except (NoNode, Overloaded):
@@ -116,24 +125,7 @@ class Binding:
             raise KvNotLoaded.because("Incompatible", self._doors.with_partner([wish.peer], nodes)[1])
         return able, False
 
-    @contextlib.contextmanager
-    def _patiently(self, wish: Wish) -> Iterator[None]:
-        """What is waited for is no error yet: that nodes have rested, or that one is up."""
-        try:
-            yield
-        except Overloaded:
-            pass
-        except NoNode:
-            if not wish.patient:
-                raise
-
-    async def _placed(self, wish: Wish) -> tuple[Lease, bool]:
-        if not self._queue:
-            with self._patiently(wish):
-                able, fetches = self._able(wish)
-                roomy = [node for node in able if has_room(node, wish.ask)]
-                if roomy:
-                    return self._pool.hold(wish.ask, roomy), fetches
+    async def _waited_for(self, wish: Wish) -> tuple[Lease, bool]:
         waiting = _Waiting(self, wish)
         waiter = Waiter(wish.ask, waiting.candidates, waiting.grant)
         self._queue.add(waiter)
@@ -179,7 +171,18 @@ class Binding:
     def _turn(self) -> None:
         if self._queue:
             self._queue.turn(self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY))
-        self._metrics.waiting_for_room.set(len(self._queue))
+
+
+@contextlib.contextmanager
+def _patiently(wish: Wish) -> Iterator[None]:
+    """What is waited for is no error yet: that nodes have rested, or that one is up."""
+    try:
+        yield
+    except Overloaded:
+        pass
+    except NoNode:
+        if not wish.patient:
+            raise
 
 
 class _Waiting:
@@ -193,7 +196,7 @@ class _Waiting:
     def candidates(self) -> Sequence[Node]:
         """See Waiter. While all nodes rest there are none; what else is wrong ends the waiting."""
         try:
-            with self._binding._patiently(self._wish):
+            with _patiently(self._wish):
                 able, self._fetches = self._binding._able(self._wish)
                 return () if self.placed.done() else able
         except KvrelayError as why:

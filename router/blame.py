@@ -7,7 +7,7 @@ import time
 
 from router.legs import LegFailed, Refused
 from router.means import Means
-from router.pool import Lease, Node
+from router.node import Lease, Node
 from router.standing import Passage
 from wire.config import Role
 from wire.errors import Overloaded

@@ -13,10 +13,11 @@ import random
 from collections.abc import Collection, Sequence
 
 from router.breaker import State
+from router.node import Node, NodeKind
 from router.outliers import EVERY_S, Samples, outliers
 from router.pairing import FailedPairs, unlike
 from router.policies.policy import Ask
-from router.pool import Node, NodeKind, Pool
+from router.pool import Pool
 from router.standing import Passage, Standing
 from wire.config import Role
 from wire.errors import NoNode, Overloaded

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
@@ -28,8 +28,8 @@ from router.leg_watch import LegWatch
 from router.legs import LegFailed, Refused
 from router.means import Means
 from router.measured import learn
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind
 from router.progress import Diverged, Place, Progress
 from router.reply import Reply
 from router.timeline import Timeline
@@ -55,6 +55,8 @@ class Walk:
         self.progress = Progress(job)
         self._prefix = prefix_of(job)
         self.timeline = timeline
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when a node has a leg of it."""
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
         self._headers = headers
@@ -64,6 +66,7 @@ class Walk:
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
         self._first: list[Node] = []  # the prefill node that was chosen already
+        self._told: Ask | None = None  # and what is known of the prompt
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
@@ -149,9 +152,9 @@ class Walk:
         """Whether the measured costs say that a decode node computes the prompt. If not, it has its prefill node."""
         if not self._means.conditional:
             return False
-        source, told = self._pool.choose(ask, prefill)
+        source, self._told = self._pool.choose(ask, prefill)
         self._first = [source]
-        decision = self._means.binding.decide(told, source)
+        decision = self._means.binding.decide(self._told, source)
         if decision is None or not decision.local:
             return False
         self._metrics.local_prefills.labels(decision.reason.value).inc()
@@ -190,7 +193,7 @@ class Walk:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
         no prefill node is left."""
         body = prefill_body(self.job)
-        ask, tries = prefill_ask(self.job, self._prefix), Tries(self._means)
+        ask, tries = self._told or prefill_ask(self.job, self._prefix), Tries(self._means)
         failure: LegFailed | Refused
         while True:
             nodes, self._first = self._first, []
@@ -201,6 +204,7 @@ class Walk:
                 )
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
+                self.on_placed(Role.PREFILL)
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
                     ended = await self._leg(lease, body, Place(), None)
@@ -232,24 +236,29 @@ class Walk:
         while True:
             params = self.progress.decode_params()
             wish, known = self._wish(params, tries.nodes), self.progress.output_tokens
-            async with self._means.binding.place(wish) as (lease, fetches):
+            lease, fetches = await self._means.binding.place(wish)
+            try:
                 self.decode_node = lease.node
-                self.timeline.sent = self.timeline.sent or time.monotonic()
+                if self.timeline.sent is None:
+                    self.timeline.sent = time.monotonic()
+                    self.on_placed(Role.PREFILL)  # what would have been computed there
+                self.on_placed(Role.DECODE)
                 params = self._bound(params, fetches)
-                try:
-                    await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
-                    return
-                except Diverged as why:
-                    # Nobody's fault; the next leg begins behind what the client has.
-                    _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
-                    continue
-                except LegFailed as why:
-                    tries.failed(lease.node, why, told=self.progress.output_tokens > known)
-                    failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
-                except Refused as why:
-                    if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
-                        raise
-                    continue  # it rests, so it is not asked again at once
+                await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
+                return
+            except Diverged as why:
+                # Nobody's fault; the next leg begins behind what the client has.
+                _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
+                continue
+            except LegFailed as why:
+                tries.failed(lease.node, why, told=self.progress.output_tokens > known)
+                failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
+            except Refused as why:
+                if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
+                    raise
+                continue  # it rests, so it is not asked again at once
+            finally:
+                self._means.binding.give_back(lease)
             if not (tries.another(wish.ask, wish.patient) and tries.may_go_on(failure, begun=self.progress.forwarded)):
                 raise tries.failure(Role.DECODE, failure) from failure
             self._metrics.failovers.labels("decode").inc()
@@ -276,7 +285,7 @@ class Walk:
         if fetches:
             if not self._handed:
                 self._handed = True
-                self._metrics.disaggregated.inc()
+                self._metrics.disaggregated.add(1)
             return params
         if not self._kv_left:
             self._kv_left = True
@@ -293,7 +302,7 @@ class Walk:
         kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
         kv_failed, begin = False, place.at.get(0, 0)
 
-        async def take(frames: Sequence[Frame]) -> None:
+        def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
             nonlocal kv_failed
             now, told = time.monotonic(), False
             for frame in frames:
@@ -324,12 +333,13 @@ class Walk:
                     self._doors.kv_came(peer, node)
             if told and decoding:
                 node.grown(lease, kv_tokens + sum(place.at.values()))
-            if self.reply.full:
+            room = self.reply.room()
+            if room is not None:
                 passage.held_up()
-                await self.reply.room()
+            return room
 
         patience_s = self._doors.patience_s(lease.tokens)
-        with LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
+        with LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
             try:
                 ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
                 if decoding and ended is FrameKind.HANDOVER:

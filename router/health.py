@@ -11,7 +11,8 @@ import aiohttp
 
 from router.kv_events import KvEvents
 from router.legs import Legs
-from router.pool import HealthReport, Node, Pool
+from router.node import HealthReport, Node
+from router.pool import Pool
 
 __all__ = ["watching"]
 
@@ -29,6 +30,7 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) 
 
     def left(node: Node) -> None:
         watches.pop(node).cancel()
+        legs.forget(node)
         events.leave(node.url)
 
     unfollow = pool.follow(joined, left)

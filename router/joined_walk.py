@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from openai_api.join import joined_body, joined_end
 from openai_api.stages import with_stages
 from router.handoff import Walk
 from router.job import Job
-from router.reply import Kept, Reply
+from router.reply import Reply
 from router.timeline import Timeline
+from wire.config import Role
 
 __all__ = ["JoinedWalk"]
 
@@ -26,7 +28,19 @@ class JoinedWalk:
         self.job = job
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
-        self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Kept()) for part in parts]
+        self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
+        self._unplaced = {role: set(self._walks) for role in (Role.PREFILL, Role.DECODE)}
+        for each in self._walks:
+            each.on_placed = partial(self._placed, each)
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when nodes have a leg of each part."""
+
+    def _placed(self, walk: Walk, role: Role) -> None:
+        left = self._unplaced[role]
+        if walk in left:
+            left.discard(walk)
+            if not left:
+                self.on_placed(role)
 
     @property
     def timeline(self) -> Timeline:
@@ -59,9 +73,9 @@ class JoinedWalk:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self.reply.put(await self._end())
+        self.reply.put(self._end())
 
-    async def _end(self) -> bytes:
+    def _end(self) -> bytes:
         if self.job.stream:
             end = joined_end(
                 [walk.counts for walk in self._walks],
@@ -71,7 +85,7 @@ class JoinedWalk:
                 model=self.job.model,
             )
         else:
-            end = joined_body([await walk.reply.take(0) for walk in self._walks])
+            end = joined_body([walk.reply.kept() for walk in self._walks])
         if not self.job.wants_stages:
             return end
         stages = self.timeline.stages_s(time.monotonic())

@@ -1,27 +1,31 @@
-"""One leg over HTTP: post a body to a node, hand on its frames, say how it ended. Decides nothing about retries."""
+"""One leg: post a body to a node, hand on its frames, say how it ended. Decides nothing about retries.
+
+Over the node's leg stream (router/leg_stream.py) if there is one, else as an HTTP request of its own; and what else is
+asked of nodes over HTTP.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 import msgspec
 
 from router.chores import Chores
-from router.pool import HealthReport, Lease, Node
+from router.leg_endings import LegFailed, Refused, ending, refusal
+from router.leg_stream import LegStreams, TakeFrames
+from router.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
 from wire.config import RouterConfig
-from wire.errors import DeadlineExceeded, Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, FrameReader
+from wire.errors import DeadlineExceeded, ErrorBody, KvrelayError, NodeFailed
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, FrameKind, FrameReader
 from wire.outputs import Load
 
 __all__ = ["LegFailed", "Legs", "Refused", "TakeFrames", "read_rest", "read_short"]
-
-TakeFrames = Callable[[Sequence[Frame]], Awaitable[None]]
-"""Given frames in order; may wait until the client has room for more."""
 
 _DRAIN_DEADLINE_S = 1.0
 _RELEASE_DEADLINE_S = 2.0
@@ -31,6 +35,8 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 # Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which would look like a
 # failure of the node.
 _KEEP_CONNECTION_S = 2.0
+# Others of the node would wait for it while it is on its way: it gets a connection of its own.
+_LARGE_BODY_BYTES = 256 << 10
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -43,49 +49,8 @@ class _Told(msgspec.Struct, frozen=True):
     message: str
 
 
-class Refused(KvrelayError):
-    """A node's 4xx, or its KvNotLoaded: the client's to see as it is; no fault of the node."""
-
-    def __init__(self, status: int, error: ErrorBody, retry_after_s: int | None) -> None:
-        super().__init__(error.message, param=error.param)
-        self.status = status
-        self.retry_after_s = retry_after_s
-        self._error = error
-        self.kv_error = ""
-        """What the node said of KV that did not come (wire/frames.py)."""
-
-    def body(self) -> ErrorBody:
-        """The node's own error object."""
-        return self._error
-
-
-class LegFailed(NodeFailed):
-    """The node broke: no connection, a 5xx, a cut stream, or silence. The leg may be tried on another one."""
-
-    def __init__(
-        self,
-        message: str,
-        status: int = NodeFailed.status,
-        retry_after_s: int | None = None,
-        detail: str = "",
-        *,
-        draining: bool = False,
-        lost: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.lost = lost
-        """Its process seems to be gone, or that of its engine: it says so, it refused or cut the connection, or it is
-        silent to health checks too."""
-        self.status = status
-        self.retry_after_s = retry_after_s
-        self.draining = draining
-        """The node takes nothing new, and is not to be blamed for it."""
-        self.detail = detail or message
-        """For the log: may name addresses, which are no business of a client."""
-
-
 class Legs:
-    """The HTTP client side of the router: one connection pool for all nodes."""
+    """The client side of the router: one pool of HTTP connections for all nodes, and a leg stream for each."""
 
     def __init__(self, config: RouterConfig, chores: Chores) -> None:
         self._config = config
@@ -96,18 +61,27 @@ class Legs:
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )
+        self._streams = LegStreams(self._auth, trusted(config), config.connect_deadline_s, config.health_deadline_s)
 
     async def close(self) -> None:
         """Close all connections."""
+        self._streams.close()
         await self._session.close()
+
+    def forget(self, node: Node) -> None:
+        """No legs go there any more."""
+        self._streams.forget(node)
 
     async def run(
         self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
     ) -> FrameKind:
         """Run one leg on the leased node to its HANDOVER or END frame. Raises LegFailed, Refused.
 
-        Cancelling closes the connection, which aborts the request on the node.
+        Cancelling aborts the request on the node.
         """
+        stream = self._streams.ready(lease.node)
+        if stream is not None and len(body) <= _LARGE_BODY_BYTES:
+            return await stream.run(lease, path, body, headers, take)
         try:
             async with asyncio.timeout(None) as scope:
                 lease.cut = lambda: scope.reschedule(0)
@@ -137,6 +111,7 @@ class Legs:
                 return f"its health report is malformed: {why}"
         else:
             if answer.status == 200 or report.draining:
+                await self._streams.heard(node, report)
                 return report
         return f"its health check answers {answer.status}"
 
@@ -235,48 +210,20 @@ async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFram
             if frame.load is not None:
                 node.note_load(frame.load)
             if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
-                await take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
-                return _ending(frame)
-        await take(frames)
-    raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame", lost=True)
-
-
-def _ending(frame: Frame) -> FrameKind:
-    """The kind of a frame that ends a leg well; raises Refused or LegFailed for one that does not."""
-    if frame.kind is FrameKind.ERROR:
-        error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
-        if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
-            refused = Refused(frame.status, error, 1 if frame.status == 429 else None)
-            refused.kv_error = frame.kv_error
-            raise refused
-        rests_s = 1 if frame.status == 503 else None
-        raise LegFailed(error.message, max(frame.status, 500), rests_s, lost=error.code == EngineDead.code)
-    if frame.kind is FrameKind.HANDOVER and frame.params is None:
-        raise LegFailed("the node sent a hand-over without its parameters")
-    return frame.kind
+                take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
+                return ending(frame)
+        if (room := take(frames)) is not None:
+            await room
+    raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
 
 
 def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     """What an answer other than 200 means."""
-    try:
+    error = None
+    with contextlib.suppress(*_MALFORMED):
         error = msgspec.json.decode(body, type=_ErrorAnswer).error
-    except _MALFORMED:
-        error = ErrorBody(f"a node answered {answer.status} without a reason", NodeFailed.type)
     after = answer.headers.get("retry-after", "")
-    retry_after_s = int(after) if after.isascii() and after.isdigit() else None
-    if answer.status in (401, 403):
-        # The client's key is not the nodes' key: this is the operator's mistake, not the client's.
-        _log.error("a node refused the router's key; give the router the nodes' key as node_api_key")
-        return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
-    if 400 <= answer.status < 500:
-        return Refused(answer.status, error, retry_after_s)
-    return LegFailed(
-        error.message,
-        max(answer.status, 500),
-        retry_after_s,
-        draining=error.code == Draining.code,
-        lost=error.code == EngineDead.code,
-    )
+    return refusal(answer.status, error, int(after) if after.isascii() and after.isdigit() else None)
 
 
 def _message(body: bytes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.pool import Lease, Node
+from router.node import Lease, Node
 from wire.frames import Frame
 
 __all__ = ["learn"]

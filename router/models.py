@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.pool import NodeKind, Pool
+from router.node import NodeKind
+from router.pool import Pool
 from wire.config import Role
 from wire.errors import NoNode, NotFound
 

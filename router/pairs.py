@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.pool import Node
+from router.node import Node
 
 __all__ = ["AT_ONCE", "PARTNERS", "Meeting", "Outcome", "Pairs"]
 

@@ -10,178 +10,32 @@ new legs and is watched until its last one has ended.
 
 from __future__ import annotations
 
-import enum
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import msgspec
 
-from router.credit import Credit, Reservation, blocks_of, likely_kv_tokens
+from router.credit import likely_kv_tokens
 from router.members import Change, Members, NodeSpec, Source
+from router.node import NEW, HealthReport, Lease, Node, NodeKind
 from router.pairing import Kinds
 from router.policies.by_name import POLICIES
-from router.policies.policy import Ask, NodeView
+from router.policies.policy import Ask
 from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
-from router.standing import Standing
 from wire.config import Role
 from wire.errors import NoNode
-from wire.kv_events import KvEventsReport
-from wire.outputs import Load
-from wire.transfer import KvFacts
 
-__all__ = ["LOST_AFTER_MISSES", "HealthReport", "Lease", "Node", "NodeKind", "Pool"]
+__all__ = ["LOST_AFTER_MISSES", "Pool"]
 
 LOST_AFTER_MISSES = 3
 
-_NEW = "not checked yet"
-_DRAINING = "draining"
 
 _log = logging.getLogger("kvrelay.router")
-
-
-class NodeKind(enum.StrEnum):
-    """Whose node it is, and by which contract it hands over: only nodes of one kind can be a pair."""
-
-    KVRELAY = "kvrelay"
-    VLLM = "vllm"
-    VLLM_P2P_NCCL = "vllm-p2p-nccl"
-
-
-class HealthReport(msgspec.Struct, frozen=True):
-    """The 200 answer of a node's GET /health, or what was found out of one that answers with less."""
-
-    role: Role
-    model: str
-    status: str = "ok"
-    max_model_len: int = 0
-    engine_id: str = ""
-    generation: str = ""
-    load: Load = Load()
-    adapters: list[str] = []
-    kv: KvFacts | None = None
-    kv_events: KvEventsReport | None = None
-    kind: NodeKind = NodeKind.KVRELAY
-    held_blocks: int = 0
-    pod_uid: str = ""
-    """Of the Kubernetes pod that it runs in, if it was told."""
-
-    @property
-    def draining(self) -> bool:
-        """It takes nothing new and ends what it has: a 503 with a report."""
-        return self.status == _DRAINING
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """One leg's place on a node. `tokens` are those that the node must compute before it can answer."""
-
-    node: Node
-    tokens: int
-    kv_tokens: int = 0
-    """Of KV that the node is likely to need for it in all."""
-    room: Reservation = field(default_factory=Reservation)
-    under_way: ExitStack = field(default_factory=ExitStack)
-    """What the prefix index is told while it runs."""
-    company: int = 0
-    """Requests that were there before it."""
-    expected_queue_ms: float = 0.0
-    """How long it was expected to wait for its turn."""
-    cached_tokens: int = 0
-    """Of the prompt, which the node was believed to have when it was chosen."""
-    cut: Callable[[], None] | None = None
-    """Called when the node is lost while the leg runs."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Node(NodeView):
-    """One node as the router knows it. `foreign_*` is the reported load that is not our own legs."""
-
-    role: Role
-    kind: NodeKind = NodeKind.KVRELAY
-    p2p_address: str = ""
-    """Of a vLLM node with a P2pNcclConnector: host and port of its ZMQ socket, as it has told."""
-    up: bool = False
-    since: float = 0.0
-    reason: str = _NEW
-    wanted: bool = True
-    """Some source names it. One that is not wanted any more only ends the legs that it has."""
-    model: str = ""
-    adapters: frozenset[str] = frozenset()
-    adapters_at: float = float("-inf")
-    """When an adapter was last loaded or unloaded here through this router: older reports do not know of it."""
-    max_model_len: int = 0
-    engine_id: str = ""
-    generation: str = ""
-    drain_asked: bool = False
-    """An operator drains it through this router: until it is asked to end that, or another process stands there."""
-    held_blocks: int = 0
-    """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
-    misses: int = 0
-    blamed_at: float = float("-inf")
-    load: Load = field(default_factory=Load)
-    foreign_requests: int = 0
-    foreign_tokens: int = 0
-    leases: set[Lease] = field(default_factory=set)
-    own_tokens: int = 0
-    """Sum over the leases."""
-    credit: Credit = field(default_factory=Credit)
-    kv: KvFacts | None = None
-    standing: dict[Role, Standing] = field(default_factory=dict)
-    """By kind of leg; kept by router/doors.py."""
-
-    def serves(self, base: str, name: str) -> bool:
-        """Whether requests for `name`, the model `base` or an adapter of it, can run here."""
-        return self.model == base and (name == base or name in self.adapters)
-
-    def note_load(self, load: Load) -> None:
-        """Take over a reported load. What we sent ourselves is in it and is not counted twice."""
-        self.load = load
-        self.foreign_requests = max(0, load.running + load.waiting - len(self.leases))
-        self.foreign_tokens = max(0, load.waiting_tokens - self.own_tokens)
-        self.context_tokens = load.context_tokens
-        self.credit.reported()
-        self._sum_up()
-
-    def take(self, lease: Lease) -> None:
-        """Count a leg of ours, from now on."""
-        self.leases.add(lease)
-        self.own_tokens += lease.tokens
-        if self.load.block_tokens:
-            lease.room = self.credit.reserve(blocks_of(lease.kv_tokens, self.load.block_tokens))
-        self._sum_up()
-
-    def give_back(self, lease: Lease) -> None:
-        """It has ended."""
-        if lease in self.leases:
-            self.leases.discard(lease)
-            self.own_tokens -= lease.tokens
-            self.credit.give_back(lease.room)
-            self._sum_up()
-
-    def answered(self, lease: Lease, kv_tokens: int) -> None:
-        """The leg tells of its first token: nothing is to be computed, and the node has KV of so many tokens for it."""
-        self.own_tokens -= lease.tokens
-        lease.tokens = 0
-        self.grown(lease, kv_tokens)
-        self._sum_up()
-
-    def grown(self, lease: Lease, kv_tokens: int) -> None:
-        """The leg has KV of so many tokens by now."""
-        if self.load.block_tokens:
-            self.credit.holds(lease.room, blocks_of(kv_tokens, self.load.block_tokens))
-
-    def _sum_up(self) -> None:
-        """Our own legs, exact, plus what others were seen to have there."""
-        self.requests = len(self.leases) + self.foreign_requests
-        self.tokens = self.own_tokens + self.foreign_tokens
-        if self.load.block_tokens:
-            self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_tokens
 
 
 class Pool:
@@ -211,6 +65,8 @@ class Pool:
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
+        self._ups: dict[tuple[Role, str, NodeKind | None], list[Node]] = {}
+        self._bases: dict[str, str] = {}
         self.kinds = Kinds()
         self._foreign = False  # a node of another kind than ours was seen
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
@@ -253,6 +109,7 @@ class Pool:
         return self._by_url.get(url.rstrip("/"))
 
     def _change(self, change: Change, now: float) -> None:
+        self._changed()
         for url in change.left:
             node = self._by_url.pop(url)
             self.nodes = [each for each in self.nodes if each is not node]
@@ -270,7 +127,7 @@ class Pool:
         back = next((each for each in self.leaving if each.url == spec.url and each.role is spec.role), None)
         if back is not None:
             self.leaving = [each for each in self.leaving if each is not back]
-            back.wanted, back.reason, back.blamed_at = True, _NEW, now
+            back.wanted, back.reason, back.blamed_at = True, NEW, now
             self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
             return
         node = Node(spec.url, role=spec.role, model=spec.model)
@@ -306,15 +163,20 @@ class Pool:
     ) -> list[Node]:
         """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served.
 
-        Of any kind if none is named.
+        Of any kind if none is named. The list is not the caller's to change.
         """
-        base = self.base_of(model)
-        up = [
-            node
-            for node in self.nodes
-            if node.role == role and node.up and node not in exclude and (not model or node.serves(base, model))
-        ]
-        return [node for node in up if node.kind is kind] if self._foreign and kind else up
+        key = (role, model, kind)
+        up = self._ups.get(key)
+        if up is None:
+            base = self.base_of(model)
+            up = [
+                node for node in self.nodes if node.role == role and node.up and (not model or node.serves(base, model))
+            ]
+            if self._foreign and kind:
+                up = [node for node in up if node.kind is kind]
+            if up:
+                self._ups[key] = up
+        return [node for node in up if node not in exclude] if exclude else up
 
     def node_kinds(self, model: str = "") -> list[NodeKind]:
         """Those of which nodes of both roles are up for this model or adapter."""
@@ -334,9 +196,20 @@ class Pool:
 
         An adapter's name that nodes of several models have means one of them only, so that both legs agree.
         """
-        if not name or any(node.model == name for node in self.nodes):
-            return name
-        return min((node.model for node in self._holders() if name in node.adapters), default="")
+        base = self._bases.get(name)
+        if base is None:
+            if not name or any(node.model == name for node in self.nodes):
+                base = name
+            else:
+                base = min((node.model for node in self._holders() if name in node.adapters), default="")
+            if base:  # else clients could name as many as they like
+                self._bases[name] = base
+        return base
+
+    def _changed(self) -> None:
+        """Which nodes take which legs may be otherwise now."""
+        self._ups.clear()
+        self._bases.clear()
 
     def require_ready(self, model: str = "") -> None:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
@@ -397,18 +270,21 @@ class Pool:
         )
         self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)
-        lease.under_way.enter_context(self.prefixes.under_way(ask.prefix, node.url))
+        if isinstance(ask.prefix, Prefix):
+            lease.sent = ask.prefix, self.prefixes.send(ask.prefix, node.url)
         return lease
 
     def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
         """The one of these that the policy chooses, and what it was told."""
-        if isinstance(ask.prefix, Prefix):
+        if isinstance(ask.prefix, Prefix) and not ask.informed:
             ask = self._with_cached(ask, ask.prefix)
         return POLICIES[self.policies[ask.role]](ask, nodes, self._rng), ask
 
     def give_back(self, lease: Lease) -> None:
         """The leg has ended; twice is as once."""
-        lease.under_way.close()
+        if lease.sent is not None:
+            sent, lease.sent = lease.sent, None
+            self.prefixes.end(*sent)
         lease.node.give_back(lease)
         if not lease.node.wanted:
             self._end_if_idle(lease.node)
@@ -416,7 +292,8 @@ class Pool:
     def _with_cached(self, ask: Ask, prefix: Prefix) -> Ask:
         """With what the prefix index knows of its prompt; also how long that is, if it is all to be computed."""
         cached = self.prefixes.lookup(prefix)
-        return replace(ask, cached=cached, tokens=cached.prompt_tokens if ask.role is Role.PREFILL else ask.tokens)
+        tokens = cached.prompt_tokens if ask.role is Role.PREFILL else ask.tokens
+        return msgspec.structs.replace(ask, cached=cached, informed=True, tokens=tokens)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
@@ -430,8 +307,9 @@ class Pool:
             self.prefixes.forget(node.url)
             node.drain_asked = False
         node.misses = 0
+        known = (node.kind, node.model, node.adapters, node.up)
         node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
-        self._foreign |= node.kind is not NodeKind.KVRELAY
+        self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
         node.held_blocks = report.held_blocks
         node.note_load(report.load)
         why = self._misfit(node, report)
@@ -451,6 +329,8 @@ class Pool:
             if not node.up:
                 node.up, node.since, node.reason = True, now, ""
                 _log.info("%s node %s is up", node.role, node.url)
+        if known != (node.kind, node.model, node.adapters, node.up):
+            self._changed()
 
     def _fleet(self, role: Role, model: str) -> NodeRates:
         """What the nodes of a role and model have in common."""
@@ -465,6 +345,7 @@ class Pool:
         """The node has just said that it has loaded or unloaded an adapter."""
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
         node.adapters_at = now
+        self._changed()
 
     def drains(self, node: Node, now: float) -> None:
         """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
@@ -515,6 +396,7 @@ class Pool:
             _log.debug("%s node %s is still kept out: %s", node.role, node.url, why)
         if node.up:
             node.up, node.since = False, now
+            self._changed()
         node.reason = why
 
     def _cut(self, node: Node) -> None:

@@ -9,7 +9,8 @@ import msgspec
 
 from router.legs import LegFailed, Legs
 from router.models import Models
-from router.pool import Node, Pool
+from router.node import Node
+from router.pool import Pool
 from wire.config import Role
 from wire.errors import RequestError
 

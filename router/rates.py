@@ -25,6 +25,7 @@ _PRIOR_WEIGHT = 0.1
 _MOST_OFF = 4.0
 _MOST_OFF_LOG = math.log(_MOST_OFF)
 _SETTLED = 2.5
+_MOST_UNDRAWN = 3
 _CLASSES = 12
 _MOST_PEERS = 256
 _LEAST_WAIT_MS = 1.0
@@ -36,6 +37,7 @@ _TRANSFER_MS = (2.0, 0.002)
 _OUTPUT_TOKENS = 200.0
 # Length of a prompt, where nobody knows how tokens are divided.
 _TYPICAL = 1024
+_ONES = [1.0] * _CLASSES
 
 
 class Curve:
@@ -44,7 +46,22 @@ class Curve:
     Class k holds sizes from 2**(bits * k) on. `parent` is the fleet's curve of the same shape.
     """
 
-    __slots__ = ("_bits", "_heights", "_knots", "_parent", "_prior", "_sums", "_weights", "each", "least", "measured")
+    __slots__ = (
+        "_at_knots",
+        "_bits",
+        "_heights",
+        "_knots",
+        "_known_ratios",
+        "_parent",
+        "_prior",
+        "_sums",
+        "_undrawn",
+        "_weight",
+        "_weights",
+        "each",
+        "least",
+        "measured",
+    )
     _knots: list[float]
 
     def __init__(self, fixed_ms: float, ms_each: float, bits: int, parent: Curve | None = None) -> None:
@@ -54,7 +71,11 @@ class Curve:
         self._sums = [0.0] * _CLASSES
         self._weights = [0.0] * _CLASSES
         self._knots = [2.0 ** (bits * (at + 0.5)) for at in range(_CLASSES)] if parent is None else parent._knots
-        self._heights: list[float] | None = None  # at the knots; None: to be drawn anew
+        self._at_knots = [fixed_ms + ms_each * knot for knot in self._knots]  # the prior
+        self._heights = self._at_knots  # as last drawn
+        self._undrawn = 1  # how much has been measured or forgotten since
+        self._known_ratios: list[float] | None = None  # None: to be reckoned anew
+        self._weight = 0.0  # the sum of all
         self.measured = False
         """Whether anything was, ever."""
         self.least, self.each = fixed_ms + ms_each, ms_each
@@ -66,7 +87,13 @@ class Curve:
             return 0.0
         if not self.measured and self._parent is not None:
             return self._parent.at(size)
-        knots, heights = self._knots, self._heights or self._drawn()
+        if self._undrawn:
+            self._draw()
+        return self._read(size)
+
+    def _read(self, size: float) -> float:
+        """As it was last drawn."""
+        knots, heights = self._knots, self._heights
         above = bisect_left(knots, size)
         if above == _CLASSES:
             return heights[-1] * size / knots[-1]
@@ -80,8 +107,8 @@ class Curve:
         """This curve, or that which stands for it, up to date."""
         if not self.measured and self._parent is not None:
             return self._parent.known()
-        if self._heights is None:
-            self._drawn()
+        if self._undrawn:
+            self._draw()
         return self
 
     def measure(self, size: float, ms: float) -> None:
@@ -90,48 +117,59 @@ class Curve:
             return
         fixed_ms, ms_each = self._prior
         prior_ms = fixed_ms + ms_each * size
-        if sum(self._weights) > _SETTLED:
-            known = self.at(size)
+        if self._weight > _SETTLED:
+            # What an outlier is needs no newest estimate, and drawing one each time would cost more than all else.
+            known = self._read(size) if self._undrawn < _MOST_UNDRAWN else self.at(size)
             ms = min(max(ms, known / _MOST_OFF), known * _MOST_OFF)
         at = min((int(size).bit_length() - 1) // self._bits, _CLASSES - 1)
         self._sums[at] = self._sums[at] * _KEPT + ms / prior_ms
-        self._weights[at] = self._weights[at] * _KEPT + 1.0
+        before = self._weights[at]
+        after = self._weights[at] = before * _KEPT + 1.0
+        self._weight += after - before
         self.measured = True
-        self._heights = None
+        self._undrawn += 1
+        self._known_ratios = None
 
     def fade(self, factor: float) -> None:
         """What was measured counts so much less from now on."""
         if self.measured:
             self._sums = [each * factor for each in self._sums]
             self._weights = [each * factor for each in self._weights]
-            self._heights = None
+            self._weight = sum(self._weights)
+            self._undrawn += 1
+            self._known_ratios = None
 
     def _ratios(self) -> list[float]:
         """By class, how far the prior is off."""
-        theirs = [1.0] * _CLASSES if self._parent is None else self._parent._ratios()
-        weight = sum(self._weights)
+        if self._known_ratios is not None and self._parent is None:
+            return self._known_ratios
+        theirs = _ONES if self._parent is None else self._parent._ratios()
+        weight = self._weight
         if not weight:
             return theirs
-        expected = sum(count * ratio for count, ratio in zip(self._weights, theirs, strict=True))
+        expected = 0.0
+        for count, ratio in zip(self._weights, theirs, strict=True):
+            expected += count * ratio
         trust = _PRIOR_WEIGHT if self._parent is None else _FLEET_WEIGHT
         typical = trust * expected / weight
-        off = (sum(self._sums) + typical) / (expected + typical)
-        return [
-            (total + trust * off * ratio) / (count + trust)
+        trusted = trust * (sum(self._sums) + typical) / (expected + typical)
+        self._known_ratios = [
+            (total + trusted * ratio) / (count + trust)
             for total, count, ratio in zip(self._sums, self._weights, theirs, strict=True)
         ]
+        return self._known_ratios
 
-    def _drawn(self) -> list[float]:
+    def _draw(self) -> None:
         """Heights at the knots, from the ratios as they are now."""
-        (fixed_ms, ms_each), highest = self._prior, 0.0
-        heights = []
-        for knot, ratio in zip(self._knots, self._ratios(), strict=True):
-            highest = max(highest, ratio * (fixed_ms + ms_each * knot))
+        highest, heights = 0.0, []
+        for prior_ms, ratio in zip(self._at_knots, self._ratios(), strict=True):
+            ms = ratio * prior_ms
+            if ms > highest:
+                highest = ms
             heights.append(highest)
-        self._heights = heights
-        self.least = self.at(1)
-        self.each = self.at(_TYPICAL) / _TYPICAL
-        return heights
+        self._heights, self._undrawn = heights, 0
+        self.least = self._read(1)
+        self.each = self._read(_TYPICAL) / _TYPICAL
 
 
 class NodeRates:

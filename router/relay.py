@@ -1,6 +1,6 @@
 """What the client sees of a walk: headers as late as is honest, then bytes, and never a silent end.
 
-Owns the ASGI side of an answer and watches for the client going away. Knows nothing of nodes.
+Owns an answer's side of the client and ends the walk if the client goes away. Knows nothing of nodes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Dialect, openai_error
 from openai_api.sse import error_event
+from router.client import client_of
 from router.gate import Turn
 from router.handoff import Walk
 from router.joined_walk import JoinedWalk
@@ -23,10 +24,14 @@ from wire.errors import ErrorBody, KvrelayError, NodeFailed
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
 HOLD_S = 10.0
-"""Headers wait this long for the first payload; after them, a comment is sent when nothing came for this long."""
+"""Headers wait this long for the first payload; after them, a comment is sent when nothing came for as long, at most
+for twice as long."""
 CLIENT_GONE = 499
-# After the request's deadline, a client that does not read its answer is waited for no longer than this.
-_FLUSH_DEADLINE_S = 30.0
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 Finished = Callable[[int, KvrelayError | None], None]
 """Told the status (CLIENT_GONE if the client left; an in-band error's own) and what went wrong."""
@@ -55,122 +60,131 @@ class Relay(Response):
     """An answer that runs its own walk, in the client's dialect. `finished` is called once, however it ended."""
 
     def __init__(
-        self,
-        walk: Walk | JoinedWalk | VllmWalk,
-        turn: Turn,
-        deadline_s: float,
-        finished: Finished,
-        dialect: Dialect = AS_IS,
+        self, walk: Walk | JoinedWalk | VllmWalk, turn: Turn, finished: Finished, dialect: Dialect = AS_IS
     ) -> None:
         super().__init__()
         self._dialect = dialect
         self._walk = walk
         self._turn = turn
-        self._reply = walk.reply
         self._extra = id_headers(walk.job.id) | turn.headers
-        self._deadline_s = deadline_s
         self._finished = finished
+        self._walking = False
         self._left = False  # the client went away before the end
+        self._begun = False  # headers were sent
         self._complete = False  # the last byte was sent
+        self._pieces = 0  # that were sent when they were last counted
+        self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; no task of it survives."""
-        work = asyncio.create_task(self._work())
-        gone = asyncio.create_task(_client_gone(receive))
-
-        def leave(task: asyncio.Task[None]) -> None:
-            if not (self._complete or task.cancelled()):
-                self._left = True
-                work.cancel()
-
-        gone.add_done_callback(leave)
+        """Answer one request, in the task of its own that every request has; no other is left when it ends."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        self._task, self._client = task, client_of(scope)
+        self._client.watch(self._leave)
+        self._left = self._client.gone
+        failure: KvrelayError | None = None
         try:
-            async with asyncio.timeout(self._deadline_s + _FLUSH_DEADLINE_S):
-                await (self._stream if self._walk.job.stream else self._whole)(scope, receive, send)
-        except TimeoutError:
-            _log.warning("id=%s: the client did not read its answer in time", self._walk.job.id)
-            self._left = True
+            if self._walk.job.stream:
+                self._walk.reply.pass_on(self._pass, self._client.flow)
+                self._holding = loop.call_later(HOLD_S, self._hold)
+            failure = None if self._left else await self._walked()
+            if self._walk.job.stream:
+                self._holding.cancel()
+                await self._end_stream(failure, scope, receive, send)
+            elif not self._left:
+                failure = await self._whole(failure, scope, receive, send)
         finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.wait((work, gone))
-            failure = self._reply.failure
+            self._client.watch(None)
+            if self._walk.job.stream:
+                self._holding.cancel()
             status = CLIENT_GONE if not self._complete else 200 if failure is None else failure.status
             self._finished(status, failure)
 
-    async def _work(self) -> None:
-        """The walk; whatever comes of it closes the reply."""
-        failure: KvrelayError | None = None
+    def _leave(self) -> None:
+        """The client went away."""
+        self._left = not self._complete
+        if self._walking:
+            self._task.cancel()
+
+    async def _walked(self) -> KvrelayError | None:
+        """Run the walk; what came of it."""
+        self._walking = True
         try:
             await self._turn.begun()
             await self._walk.run()
         except KvrelayError as why:
-            failure = why
+            return why
+        except asyncio.CancelledError:
+            if not self._left and self._broken is None:
+                raise
+            self._task.uncancel()
+            return self._broken
         except Exception:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             _log.exception("id=%s: the walk broke on an error of the router itself", self._walk.job.id)
-            failure = KvrelayError("the router broke on this request; its log says how")
+            return KvrelayError("the router broke on this request; its log says how")
         finally:
-            self._reply.close(failure)
+            self._walking = False
+        return None
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Server-sent events: headers with the first payload or after HOLD_S, an error event if it breaks later."""
-        payload = await self._reply.take(HOLD_S)
-        if self._reply.failure is not None and not payload:
-            await self._error(self._reply.failure, scope, receive, send)
-            return
+    def _pass(self, payload: bytes) -> None:
+        """Events of the walk, to the client."""
+        if self._broken is None:
+            try:
+                self._send(self._dialect.events(payload))
+            except NodeFailed as why:
+                self._broken = why
+                self._task.cancel()
+
+    def _send(self, events: bytes) -> None:
+        """With the headers, if they were not sent yet."""
+        if not self._begun:
+            self._begun = True
+            self._client.begin(200, (*_STREAM_HEADERS, *_raw(self._extra)))
+            if self._dialect is AS_IS:  # from now on there is nothing to do
+                self._walk.reply.pass_on(self._client.write, self._client.flow)
+        self._client.write(events)
+
+    def _hold(self) -> None:
+        """Say something if nothing was sent since this was asked last."""
+        if self._client.pieces == self._pieces:
+            self._send(self._dialect.keep_alive())
+        self._pieces = self._client.pieces
+        self._holding = self._task.get_loop().call_later(HOLD_S, self._hold)
+
+    async def _end_stream(self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """An honest status while headers are held, an error event if it broke later."""
         if self._left:
             return
-        headers = {
-            "content-type": "text/event-stream; charset=utf-8",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-            **self._extra,
-        }
-        await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
-        while not self._left:
-            # Read before sending: what was taken after the close is all that there is.
-            last, failure = self._reply.closed, self._reply.failure
-            if failure is not None:
-                payload += error_event(failure)
-            events = self._dialect.events(payload) if payload or last else self._dialect.keep_alive()
-            await send({"type": "http.response.body", "body": events, "more_body": not last})
-            if last:
-                self._complete = not self._left
-                return
-            payload = await self._reply.take(HOLD_S)
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One JSON body."""
-        body = b""
-        while not self._reply.closed:
-            body += await self._reply.take(None)
-        if self._left:
+        if failure is not None and not self._begun:
+            await self._error(failure, scope, receive, send)
             return
-        body += await self._reply.take(None)
-        failure = self._reply.failure
+        self._send(self._dialect.events(b"" if failure is None else error_event(failure)))
+        self._client.end()
+        self._complete = True
+
+    async def _whole(
+        self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send
+    ) -> KvrelayError | None:
+        """One JSON body; what went wrong."""
+        body = self._walk.reply.kept()
         if failure is None:
             try:
                 if not body:
                     raise NodeFailed("a node ended the request without an answer; send it again")
                 body = self._dialect.whole(body)
             except NodeFailed as why:
-                failure = self._reply.failure = why
+                failure = why
         if failure is not None:
             await self._error(failure, scope, receive, send)
-            return
+            return failure
         await Response(body, 200, self._extra, "application/json")(scope, receive, send)
-        self._complete = True
+        self._complete = not self._left
+        return None
 
     async def _error(self, why: KvrelayError, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._left:
-            await error_response(why, self._extra, self._dialect.error)(scope, receive, send)
-            self._complete = True
+        await error_response(why, self._extra, self._dialect.error)(scope, receive, send)
+        self._complete = not self._left
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,79 +1,54 @@
-"""The bytes between the walk and one client: a bounded buffer with one writer and one reader.
+"""The bytes between the walk and one client: kept until somebody takes them, or passed on as they come.
 
-The walk puts payloads without waiting, so that a payload is either counted and kept, or neither, whenever the walk is
+The walk puts payloads without waiting, so that a payload is either counted and put, or neither, whenever the walk is
 cut off; and it waits for room before it reads on, so that a slow client slows its nodes instead of filling memory.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-from wire.errors import KvrelayError
+__all__ = ["Flow", "Reply"]
 
-__all__ = ["HIGH_WATER_BYTES", "Kept", "Reply"]
 
-HIGH_WATER_BYTES = 1 << 20
+class Flow(Protocol):
+    """Whether a client reads."""
+
+    write_paused: bool
+
+    def drain(self) -> Awaitable[None]:
+        """Wait until it has read enough, or is gone."""
+        ...
 
 
 class Reply:
-    """Not for threads. Closed exactly once, with or without a failure."""
+    """Not for threads."""
 
     def __init__(self) -> None:
-        self.closed = False
-        self.failure: KvrelayError | None = None
-        self._chunks: list[bytes] = []
-        self._bytes = 0
-        self._news = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._kept: list[bytes] = []
+        self._put: Callable[[bytes], None] = self._kept.append
+        self._flow: Flow | None = None
+
+    def pass_on(self, put: Callable[[bytes], None], flow: Flow) -> None:
+        """From now on each payload goes to `put`, and who asks for room is told of `flow`."""
+        self._put, self._flow = put, flow
 
     def put(self, payload: bytes) -> None:
         """Add bytes for the client; empty ones are nothing."""
         if payload:
-            self._chunks.append(payload)
-            self._bytes += len(payload)
-            self._news.set()
-            if self._bytes > HIGH_WATER_BYTES:
-                self._room.clear()
+            self._put(payload)
+
+    def kept(self) -> bytes:
+        """All that was put and not passed on."""
+        return b"".join(self._kept)
 
     @property
     def full(self) -> bool:
-        """Whether `room` would wait."""
-        return not self._room.is_set()
+        """Whether there is something to wait for before more is put. What is kept until it is whole never is."""
+        return self._flow is not None and self._flow.write_paused
 
-    async def room(self) -> None:
-        """Wait until the client has taken enough."""
-        await self._room.wait()
-
-    def close(self, failure: KvrelayError | None) -> None:
-        """Nothing follows."""
-        if not self.closed:
-            self.closed, self.failure = True, failure
-            self._news.set()
-
-    async def take(self, within_s: float | None) -> bytes:
-        """All bytes there are; empty if none came in time, or none will."""
-        if not self._chunks and not self.closed:
-            self._news.clear()
-            try:
-                async with asyncio.timeout(within_s):
-                    await self._news.wait()
-            except TimeoutError:
-                return b""
-        payload = b"".join(self._chunks)
-        self._chunks.clear()
-        self._bytes = 0
-        self._room.set()
-        return payload
-
-
-class Kept(Reply):
-    """A part of an answer that somebody reads once it is whole: nobody makes room before."""
-
-    @property
-    def full(self) -> bool:
-        """It never is."""
-        return False
-
-    async def room(self) -> None:
-        """There always is."""
+    def room(self) -> Awaitable[None] | None:
+        """What to wait for before more is put, if anything."""
+        flow = self._flow
+        return flow.drain() if flow is not None and flow.write_paused else None

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from router.credit import blocks_of, likely_kv_tokens
+from router.node import Node
 from router.policies.policy import Ask
-from router.pool import Node
 
 __all__ = ["RoomQueue", "Waiter", "has_room"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import uvicorn
 import uvloop
 
 from router.app import create_app
+from router.client import ClientConnection
 from router.connections import connections
 from router.tls import check_certificate
 from wire.config import RouterConfig
@@ -30,8 +32,9 @@ def make_server(config: RouterConfig) -> uvicorn.Server:
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http=connections(config.max_connections),
+            http=connections(config.max_connections, of=ClientConnection),
             ws="none",
+            proxy_headers=False,  # nobody asks where a client is
             log_config=None,
             access_log=False,
             server_header=False,
@@ -50,6 +53,11 @@ async def serve(config: RouterConfig, listening: Sequence[socket.socket] | None 
 
 def run(config: RouterConfig) -> int:
     """Serve on an event loop of our own until SIGINT or SIGTERM; the exit code."""
+    # The cyclic collector took 9 % of the time and found next to nothing: what is there at start stays, and requests
+    # free themselves by reference counts.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config))
     return 0

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from router.models import Models
+from router.node import Node
 from router.pairs import Pairs
-from router.pool import Node, Pool
+from router.pool import Pool
 from wire.config import Role
 
 __all__ = ["health_of", "node_of"]

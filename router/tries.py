@@ -6,8 +6,8 @@ import time
 
 from router.legs import LegFailed, Refused
 from router.means import Means
+from router.node import Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Node, NodeKind
 from wire.config import Role
 from wire.errors import NodeFailed, NoNode, Overloaded
 

@@ -17,8 +17,9 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from router.legs import LegFailed, Legs, Refused
+from router.node import NodeKind
 from router.pairs import Meeting, Outcome, Pairs
-from router.pool import NodeKind, Pool
+from router.pool import Pool
 from wire.config import Role
 from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from wire.errors import KvrelayError

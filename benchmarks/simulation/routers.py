@@ -15,9 +15,10 @@ from benchmarks.simulation.decode_node import DecodeNode
 from benchmarks.simulation.prefill_node import PrefillNode
 from benchmarks.simulation.stream import Speeds, Stream
 from router.measured import learn
+from router.node import HealthReport, Lease, Node
 from router.policies.cost import decode_ms, prefill_ms
 from router.policies.policy import Ask, NodeView
-from router.pool import HealthReport, Lease, Node, Pool
+from router.pool import Pool
 from router.prefix_index import Prefix
 from router.rates import NodeRates
 from router.room import has_room
@@ -56,6 +57,8 @@ class Router:
             if block_tokens:
                 self.pool.prefixes.trust(node.url)
         self._block_tokens = block_tokens
+        # No other policy reads the rates, and learning takes longer than all else.
+        self._learns = "cost" in policies
         self.nodes = {role: self.pool.up(role) for role in roles}
         self._prefixes: dict[Stream, Prefix] = {}
         self._legs: dict[tuple[Stream, Role], Lease] = {}
@@ -84,8 +87,10 @@ class Router:
     def prefilled(self, stream: Stream, waited_ms: float, took_ms: float) -> None:
         """The prefill leg has ended, and says how long it took."""
         lease = self._legs.pop((stream, Role.PREFILL))
-        params = KvTransferParams(prompt_token_ids=[0] * stream.prompt, cached_tokens=stream.cached)
-        learn(lease, Frame(FrameKind.HANDOVER, params=params, timing={"queue": waited_ms, "prefill": took_ms}), 1, None)
+        if self._learns:
+            params = KvTransferParams(prompt_token_ids=[0] * stream.prompt, cached_tokens=stream.cached)
+            timing = {"queue": waited_ms, "prefill": took_ms}
+            learn(lease, Frame(FrameKind.HANDOVER, params=params, timing=timing), 1, None)
         self.pool.give_back(lease)
 
     def fetched(self, stream: Stream) -> None:
@@ -97,8 +102,9 @@ class Router:
         """The decode leg has ended."""
         lease = self._legs.pop((stream, Role.DECODE))
         timing = {"exposed": exposed_ms, "decode": decode_took_ms}
-        frame = Frame(FrameKind.END, timing=timing, usage=(stream.prompt, stream.output, 0))
-        learn(lease, frame, stream.output, self.nodes[Role.PREFILL][peer])
+        if self._learns:
+            frame = Frame(FrameKind.END, timing=timing, usage=(stream.prompt, stream.output, 0))
+            learn(lease, frame, stream.output, self.nodes[Role.PREFILL][peer])
         self.pool.give_back(lease)
         self._prefixes.pop(stream, None)
 
@@ -106,7 +112,7 @@ class Router:
         """A node's report has arrived."""
         node = self.nodes[role][at]
         node.note_load(load)
-        if polled:
+        if polled and self._learns:
             node.rates.age(now / 1e3)
 
     def kv_events(self, role: Role, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import aiohttp
 from openai_api.sse import DONE
 from router.chores import Chores
 from router.legs import LegFailed, Refused, read_rest, read_short
-from router.pool import Lease, Node
+from router.node import Lease, Node
 from router.vllm.bodies import error_in, told_error
 from wire.config import RouterConfig
 from wire.errors import ErrorBody, KvrelayError, NodeFailed

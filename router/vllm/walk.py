@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -28,8 +28,9 @@ from openai_api.stages import with_stages
 from router.job import Job, prefix_of
 from router.legs import LegFailed
 from router.metrics import Metrics
+from router.node import Lease, Node, NodeKind
 from router.policies.policy import Ask
-from router.pool import Lease, Node, NodeKind, Pool
+from router.pool import Pool
 from router.reply import Reply
 from router.timeline import Timeline
 from router.vllm.bodies import (
@@ -71,6 +72,8 @@ class VllmWalk:
         self.job = job
         self.reply = Reply()
         self.timeline = timeline
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when a node has a leg of it."""
         self.prompt_tokens: int | None = None
         self.output_tokens = 0
         """As the node counts them; of a stream its events, which are about one per token."""
@@ -183,7 +186,8 @@ class VllmWalk:
             self.timeline.tokens(time.monotonic())
             self.output_tokens += events.count(b"data: {")
             self.reply.put(self._timed(events))
-            await self.reply.room()
+            if (room := self.reply.room()) is not None:
+                await room
 
         try:
             await self._legs.events(lease, self.job.path, body, headers, put)
@@ -218,6 +222,9 @@ class VllmWalk:
             peer=self._last[Role.PREFILL] if decoding else "",
         )
         with self._pool.lease(ask, self._tried[role], self._kind) as lease:
+            self.on_placed(role)
+            if decoding and tokens:
+                self.on_placed(Role.PREFILL)  # it is computed here, too
             self._last[role] = lease.node.url
             yield lease
 

@@ -517,7 +517,7 @@ class Play:
         self.table.events.clear()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 1 << 32))
 def test_random_histories_keep_every_promise(seed: int) -> None:
     """Fetched only with proof; one end each; Settled never while bytes may land; nothing is left over at the end."""

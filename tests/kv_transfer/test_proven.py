@@ -269,7 +269,7 @@ def played(seed: int) -> World:
     return world
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.integers(0, 1 << 32))
 def test_random_histories_keep_right_bytes_only_and_all_that_can_be_proven(seed: int) -> None:
     played(seed)

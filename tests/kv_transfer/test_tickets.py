@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.tickets import LIFE_S, refusal, signed
@@ -58,7 +58,6 @@ def test_every_field_is_signed_or_known_to_lead_nowhere() -> None:
     assert set(KvTransferParams.__struct_fields__) == set(SIGNED) | SEAL | FREE
 
 
-@settings(deadline=None)
 @given(ticket=TICKETS, now=st.floats(0, 4e9))
 def test_a_signed_ticket_is_good_wherever_it_has_been(ticket: KvTransferParams, now: float) -> None:
     given_away = travelled(signed(ticket, SECRET, now))
@@ -66,7 +65,6 @@ def test_a_signed_ticket_is_good_wherever_it_has_been(ticket: KvTransferParams, 
     assert changed(given_away, expires_at=None, signature=None) == ticket
 
 
-@settings(deadline=None)
 @given(ticket=TICKETS, data=st.data(), name=st.sampled_from(sorted(SIGNED)))
 def test_any_other_value_in_any_signed_field_breaks_the_signature(
     ticket: KvTransferParams, data: st.DataObject, name: str
@@ -76,7 +74,6 @@ def test_any_other_value_in_any_signed_field_breaks_the_signature(
     assert "altered" in (refusal(changed(given_away, **{name: other}), SECRET, NOW) or "")
 
 
-@settings(deadline=None)
 @given(one=TICKETS, two=TICKETS)
 def test_a_signature_does_not_fit_another_ticket(one: KvTransferParams, two: KvTransferParams) -> None:
     seal = signed(one, SECRET, NOW)
@@ -95,7 +92,6 @@ def test_what_the_router_adds_on_the_way_changes_nothing() -> None:
     assert refusal(carried, SECRET, NOW) is None
 
 
-@settings(deadline=None)
 @given(signature=st.text(max_size=70))
 def test_no_text_is_a_signature(signature: str) -> None:
     assert refusal(changed(signed(TICKET, SECRET, NOW), signature=signature), SECRET, NOW) is not None

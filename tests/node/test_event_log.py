@@ -69,7 +69,7 @@ steps = st.lists(
 
 
 @given(steps, st.integers(0, 2**32), st.sampled_from([0, 600, 1 << 20]), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_after_a_replay_the_listener_knows_what_the_node_holds(
     told: list[list[tuple[int, int]]], seed: int, buffer_bytes: int, late: bool
 ) -> None:
@@ -104,7 +104,7 @@ def replayed(cache: Cache, stream: EventStream, held: set[bytes], rng: random.Ra
 
 
 @given(steps)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_changes_are_what_has_changed(told: list[list[tuple[int, int]]]) -> None:
     cache, held = Cache(1 << 20), set[bytes]()
     for prompts in told:

@@ -50,7 +50,7 @@ def test_line_breaks_in_strings_are_let_through() -> None:
     assert fed('["a\n\tb"]', 1) == (True, False, 8)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=st.text('{}[]",:\\ 0-1.e5atrufnlsu\n', max_size=14), step=st.integers(1, 4))
 def test_it_accepts_what_the_library_accepts(text: str, step: int) -> None:
     done, failed, taken = fed(text + " ", step)  # the space ends a number

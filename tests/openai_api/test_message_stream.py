@@ -195,7 +195,7 @@ _SHREDS = [
 _SHREDS += ["é", "x", "[TOOL_CALLS]", '[{"name": "f", "parameters": {}}]', "now{}"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     shreds=st.lists(st.sampled_from(_SHREDS), max_size=10),
     cut=st.integers(0, 200),

@@ -67,7 +67,7 @@ def test_the_prompts_end_says_how_the_answer_begins(end: str, wanted: Opening) -
     assert opening(end) is wanted
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     begins=st.sampled_from(Opening),
     shreds=st.lists(st.sampled_from(["<think>", "</think>", "<", "/think", ">", " ", "\n", "a", "é"]), max_size=10),

@@ -18,7 +18,7 @@ def text_of(stream: TextStream, ids: list[int]) -> str:
     return "".join(pieces(stream, ids)) + stream.finish()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 310), max_size=60))
 def test_a_stream_is_the_text_of_the_whole_for_any_ids(bytewise: Tokenizer, ids: list[int]) -> None:
     stream = TextStream(bytewise)
@@ -83,7 +83,7 @@ def test_no_stop_string_is_found_within_min_tokens(bytewise: Tokenizer) -> None:
     assert stream.stop_hit == "x"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text("abé😀", max_size=30), stop=st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
 def test_the_text_never_holds_a_stop_string_and_ends_at_the_first(
     bytewise: Tokenizer, text: str, stop: list[str]
@@ -96,7 +96,7 @@ def test_the_text_never_holds_a_stop_string_and_ends_at_the_first(
     assert got == (text[: min(ends)[1]] if ends else text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 299), max_size=40), cut=st.integers(0, 40))
 def test_replaying_the_ids_makes_the_same_state(bytewise: Tokenizer, ids: list[int], cut: int) -> None:
     stop = ("ab", "\x80", "t270")

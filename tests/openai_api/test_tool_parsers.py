@@ -247,7 +247,7 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> tuple
     return (f"[TOOL_CALLS]{listed}" if parser == "mistral" else listed), told
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parser=st.sampled_from(TOOL_CALL_PARSERS), calls=_CALLS)
 def test_any_calls_come_back_as_they_were_written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> None:
     text, told = written(parser, calls)
@@ -256,7 +256,7 @@ def test_any_calls_come_back_as_they_were_written(parser: str, calls: list[tuple
         assert json.loads(raw) == arguments
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(calls=_CALLS, said=st.sampled_from(["", "Well.\n"]))
 def test_mistrals_newer_form_comes_back(calls: list[tuple[str, dict[str, Any], bool]], said: str) -> None:
     told = written("mistral", calls)[1]
@@ -270,7 +270,7 @@ _SHREDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     parser=st.sampled_from([*TOOL_CALL_PARSERS, "text"]),
     shreds=st.lists(st.sampled_from(_SHREDS), max_size=14),
@@ -292,7 +292,7 @@ def test_where_the_text_is_cut_makes_no_difference(
         assert whole == ([Content(text)] if text else [])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(parser=st.sampled_from(TOOL_CALL_PARSERS), shreds=st.lists(st.sampled_from(_SHREDS), max_size=14))
 def test_nothing_is_told_twice_or_made_up(parser: str, shreds: list[str]) -> None:
     text = "".join(shreds)

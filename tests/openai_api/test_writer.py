@@ -252,7 +252,7 @@ def test_missing_logprobs_of_a_hand_over_are_refused(bytewise: Tokenizer) -> Non
 _TOKENS = st.lists(st.one_of(st.sampled_from([*b"abEND \n", 0xC3, 0xA9, EOS]), st.integers(0, 299)), max_size=25)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     ids=_TOKENS,
     cut=st.integers(0, 25),

@@ -212,7 +212,7 @@ def test_parts_are_joined_with_their_own_indices_and_summed_usage(bytewise: Toke
 _TOKENS = st.lists(st.sampled_from([*b"abEND", 0xC3, 0xA9, 2]), min_size=1, max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example([[97]], [1, 0, 0], "completion", False, [], True, {"echo": True})
 @example(ids=[[97]], cuts=[1, 0, 0], kind="completion", stream=False, stop=[], logprobs=True, extra={"echo": True})
 @given(

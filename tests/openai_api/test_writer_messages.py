@@ -171,7 +171,7 @@ def test_logprobs_are_told_for_every_token_also_where_nothing_is_said(tokenizer:
 _SHREDS = [*MARKERS, *"ab{}[]é \n", '"name"', ": ", '{"name": "now", "arguments": {', '"x": 1}}', *TEXTS.values()]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     shreds=st.lists(st.sampled_from(_SHREDS), max_size=6),
     parser=st.sampled_from(list(TEXTS)),

@@ -199,7 +199,7 @@ class Simulated:
         return tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), ahead=st.booleans())
 def test_random_use_gives_every_request_its_tokens_and_every_block_back(data, ahead):
     draw = data.draw

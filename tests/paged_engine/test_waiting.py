@@ -97,7 +97,7 @@ def test_a_fork_never_comes_before_its_parent():
     assert ends(scheduler) == ["parent", "fork"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 2_000), st.integers(0, 1)), min_size=1, max_size=60))
 def test_later_arrivals_overtake_nobody_by_more_than_his_own_length(arrivals: list[tuple[int, int]]):
     line = WaitingLine({}, BLOCK)

@@ -13,16 +13,20 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from stream_doubles import Put, serve_stream
 
 from router.app import Router
 from router.server import make_server
 from wire.config import RouterConfig
 from wire.errors import ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from wire.leg_stream import LEGS_PATH, LEGS_VERSION
 from wire.outputs import Load
 from wire.transfer import Fingerprint, KvFacts, KvTransferParams
 
 MODEL = "tiny"
+SPEAKS = {"legs": True}
+"""Whether fake nodes speak the leg stream, or HTTP only."""
 PROMPT_IDS = [1, 2, 3]
 
 
@@ -57,6 +61,8 @@ class Call:
     headers: dict[str, str]
     request: web.Request
     response: web.StreamResponse | None = None
+    put: Put | None = None
+    """Over a leg stream."""
 
     @property
     def streams(self) -> bool:
@@ -68,6 +74,10 @@ class Call:
 
     async def send(self, *frames: Frame, load: Load | None = None) -> None:
         """Write frames, headers first."""
+        if self.put is not None:
+            begun, self.response = self.response, web.StreamResponse()
+            await self.put(*([] if begun else [load]), *frames)
+            return
         if self.response is None:
             headers = {LOAD_HEADER: load.header()} if load else {}
             self.response = web.StreamResponse(headers={"content-type": FRAMES_MEDIA_TYPE, **headers})
@@ -173,6 +183,11 @@ class FakeNode:
     """Further routes."""
     asked: list[bytes] = field(default_factory=list)
     """Bodies of /tokenize."""
+    legs: int = field(default_factory=lambda: LEGS_VERSION if SPEAKS["legs"] else 0)
+    """The version of the leg stream that it speaks."""
+    streams: int = 0
+    """That were opened."""
+    stream_status: int = 200
     url: str = ""
     calls: list[Call] = field(default_factory=list)
     released: list[list[str]] = field(default_factory=list)
@@ -183,10 +198,23 @@ class FakeNode:
     resume: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def leg(self, request: web.Request) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        return await self.called_with(Call(await request.json(), headers, request)) or web.Response(status=500)
+
+    async def leg_stream(self, request: web.Request) -> web.StreamResponse:
+        self.streams += 1
+        if self.stream_status != 200:
+            return web.Response(status=self.stream_status)
+
+        async def leg(body: dict[str, Any], headers: dict[str, str], put: Put) -> Any:
+            return await self.called_with(Call(body, headers, request, put=put))
+
+        return await serve_stream(request, leg)
+
+    async def called_with(self, call: Call) -> web.StreamResponse | None:
         if self.draining:
             error = {"message": "this node is draining", "type": "service_unavailable", "code": "draining"}
             return web.json_response({"error": error}, status=503)
-        call = Call(await request.json(), {name.lower(): value for name, value in request.headers.items()}, request)
         self.calls.append(call)
         self.called.set()
         try:
@@ -194,7 +222,7 @@ class FakeNode:
         except (asyncio.CancelledError, ConnectionError):
             self.aborted.set()
             raise
-        return answer or call.response or web.Response(status=500)
+        return answer or call.response
 
     async def health(self, request: web.Request) -> web.Response:
         if self.health_hangs:
@@ -208,6 +236,7 @@ class FakeNode:
             "generation": self.generation,
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
+            "legs": self.legs,
             "pod_uid": self.pod_uid,
             "kv": msgspec.to_builtins(self.kv),
         }
@@ -246,6 +275,7 @@ class FakeNode:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self.leg)
         app.router.add_post("/v1/completions", self.leg)
+        app.router.add_post(LEGS_PATH, self.leg_stream)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)
         app.router.add_get("/health", self.health)

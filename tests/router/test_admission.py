@@ -129,7 +129,7 @@ def test_an_idle_cluster_takes_everything_at_once() -> None:
     assert [cluster.ask(entrant(10)).begins for _ in range(50)] == [True] * 50
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes, st.integers(0, 4), st.integers(20, 2000))
 def test_whoever_is_refused_for_a_full_queue_gets_a_place_after_the_time_he_is_told(
     asked: list[int], max_queue: int, late: int
@@ -146,7 +146,7 @@ def test_whoever_is_refused_for_a_full_queue_gets_a_place_after_the_time_he_is_t
     assert cluster.ask(entrant(late, arrived=cluster.now)).refusal is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes, st.integers(20, 2000), st.floats(0.01, 10))
 def test_whoever_is_refused_for_his_target_is_taken_after_the_time_he_is_told_and_served_in_time(
     asked: list[int], tokens: int, target_s: float
@@ -172,7 +172,7 @@ def test_whoever_is_refused_for_his_target_is_taken_after_the_time_he_is_told_an
         assert cluster.now <= began_by + 0.05
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(sizes, st.integers(200, 3000))
 def test_nobody_waits_for_ever_and_few_are_computed_before_there_is_room_for_them(
     asked: list[int], kv_tokens: int

@@ -42,7 +42,7 @@ nodes = st.builds(NodeView, st.just("n"), st.integers(0, 200), st.integers(0, 10
 
 
 @given(st.integers(1, 200_000), nodes, nodes)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_long_prompt_never_stays_and_more_streams_or_tokens_never_bring_one_back(
     tokens: int, prefill: NodeView, decode: NodeView
 ) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.credit import Credit, Reservation, blocks_of, likely_kv_tokens
+from router.node import Lease, Node
 from router.policies.policy import Ask
-from router.pool import Lease, Node
 from router.retries import FLOOR, SHARE, WINDOW_S, RetryBudget
 from router.room import RoomQueue, Waiter, has_room
 from wire.config import Role

@@ -29,7 +29,7 @@ def depth_of(value: Any) -> int:
     return 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(values, st.integers(MAX_DEPTH - 12, MAX_DEPTH + 3), st.integers(0, 300))
 def test_a_body_is_refused_exactly_if_it_nests_too_deeply(inner: Any, around: int, beside: int) -> None:
     value: Any = [inner, "]" * beside, [[] for _ in range(beside)]]

@@ -25,7 +25,7 @@ def begin_next(queue: FairQueue) -> Entrant:
     return first
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from(KEYS), sizes), min_size=2, max_size=60),
     st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
@@ -72,7 +72,7 @@ def test_what_begins_without_waiting_counts_too() -> None:
     assert [begin_next(queue).key for _ in range(2)] == ["light", "heavy"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.integers(-3, 3), sizes), max_size=40))
 def test_the_more_important_begin_first_and_of_a_key_the_older(asked: list[tuple[str, int, int]]) -> None:
     queue = FairQueue()
@@ -86,7 +86,7 @@ def test_the_more_important_begin_first_and_of_a_key_the_older(asked: list[tuple
         assert mine == sorted(mine)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_counts_hold_whoever_comes_leaves_or_ends(data: st.DataObject) -> None:
     queue, waiting, begun = FairQueue(), [], []

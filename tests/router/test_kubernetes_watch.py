@@ -21,7 +21,8 @@ from prometheus_client import CollectorRegistry
 from router_doubles import cluster, decode, prefill, until
 
 from router.kubernetes_watch import Pace, discovering
-from router.pool import HealthReport, Node, Pool
+from router.node import HealthReport, Node
+from router.pool import Pool
 from wire.config import Role, RouterConfig
 from wire.errors import ConfigError
 

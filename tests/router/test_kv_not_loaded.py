@@ -11,6 +11,8 @@ from wire.errors import KvNotLoaded
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 WHY = KvNotLoaded.because("PeerLost")
 
 

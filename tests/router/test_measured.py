@@ -3,7 +3,7 @@
 import pytest
 
 from router.measured import learn
-from router.pool import Lease, Node
+from router.node import Lease, Node
 from wire.config import Role
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.members import Change, Members, NodeSpec, Source
+from router.node import HealthReport, Node
 from router.policies.policy import Ask
-from router.pool import HealthReport, Node, Pool
+from router.pool import Pool
 from wire.config import Role
 from wire.errors import NoNode, RequestError
 

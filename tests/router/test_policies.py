@@ -37,7 +37,7 @@ asks = st.builds(
     session=st.text(max_size=3),
     cached=cached,
 )
-few_examples = settings(max_examples=40, deadline=None)
+few_examples = settings(max_examples=40)
 
 
 def placed(policy: str, nodes: int, requests: int) -> list[int]:

@@ -25,7 +25,7 @@ def refused(limits: KeyLimits, quota: Quota, tokens: int = 0, now: float = 0.0) 
     return exceeded
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 600), st.integers(0, 900), st.booleans()), max_size=40))
 def test_no_minute_sees_more_requests_than_the_limit_twice_and_the_wait_that_is_told_is_enough(
     asked: list[tuple[float, int, int, bool]],
@@ -47,7 +47,7 @@ def test_no_minute_sees_more_requests_than_the_limit_twice_and_the_wait_that_is_
     assert limits.running("k") == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=30))
 def test_over_a_long_time_tokens_keep_to_their_rate_whatever_was_thought(used: list[int]) -> None:
     limits, now, total = KeyLimits(), 0.0, 0

@@ -12,7 +12,7 @@ measured = st.lists(st.tuples(st.integers(1, 200_000), st.floats(0.01, 1e6)), ma
 
 
 @given(measured, st.lists(st.integers(0, 1 << 28), min_size=2, max_size=20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_curve_never_falls_whatever_was_measured(news: list[tuple[int, float]], sizes: list[int]) -> None:
     fleet = Curve(5.0, 0.04, 2)
     curve = Curve(5.0, 0.04, 2, fleet)
@@ -25,7 +25,7 @@ def test_a_curve_never_falls_whatever_was_measured(news: list[tuple[int, float]]
 
 
 @given(st.floats(0.02, 50), st.floats(0, 0.4), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_estimates_come_near_what_is_measured(factor: float, noise: float, seed: int) -> None:
     """Times that grow with the length squared, as attention does, on a machine of any speed."""
 

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from router.node import HealthReport, Node
 from router.policies.policy import Ask
-from router.pool import LOST_AFTER_MISSES, HealthReport, Node, Pool
+from router.pool import LOST_AFTER_MISSES, Pool
 from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load

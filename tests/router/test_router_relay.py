@@ -6,9 +6,10 @@ import pytest
 from router_doubles import NO_PROMPTS, Call, cluster, decode, event, prefill, prefill_ok, refuse, until
 
 import router.relay
-from router.reply import HIGH_WATER_BYTES, Reply
-from wire.errors import NodeFailed
+from router.reply import Reply
 from wire.frames import Frame, FrameKind
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 
 async def test_headers_are_held_until_the_first_payload() -> None:
@@ -53,22 +54,27 @@ async def test_before_the_first_payload_a_failure_is_an_honest_status() -> None:
         assert answer.content_type == "application/json"
 
 
-async def test_a_slow_client_is_waited_for_and_loses_nothing() -> None:
+def test_a_reply_keeps_what_nobody_takes() -> None:
     reply = Reply()
-    reply.put(b"x" * (HIGH_WATER_BYTES + 1))
-    waiting = asyncio.create_task(reply.room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    assert len(await reply.take(None)) == HIGH_WATER_BYTES + 1
-    await asyncio.wait_for(waiting, 1)
+    for payload in (b"a", b"", b"b"):
+        reply.put(payload)
+    assert (reply.kept(), reply.room()) == (b"ab", None)
 
 
-async def test_a_reply_is_closed_once_and_keeps_what_came_before() -> None:
-    reply, failure = Reply(), NodeFailed("x")
-    assert await reply.take(0.001) == b""
-    reply.put(b"a")
-    reply.put(b"")
-    reply.put(b"b")
-    reply.close(failure)
-    reply.close(None)
-    assert (await reply.take(None), await reply.take(None), reply.failure) == (b"ab", b"", failure)
+async def test_a_reply_is_passed_on_as_it_comes_and_waits_for_room() -> None:
+    class Paused:
+        write_paused = True
+
+        async def drain(self) -> None:
+            self.write_paused = False
+
+    reply, passed = Reply(), list[bytes]()
+    reply.pass_on(passed.append, Paused())
+    for payload in (b"a", b"", b"b"):
+        reply.put(payload)
+    assert passed == [b"a", b"b"]
+    room = reply.room()
+    assert room is not None
+    await room
+    assert reply.room() is None
+    assert reply.kept() == b""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
-from router.pool import HealthReport, NodeKind
+from router.node import HealthReport, NodeKind
 from router.vllm.bodies import (
     decode_body,
     error_in,

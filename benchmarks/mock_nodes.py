@@ -1,0 +1,278 @@
+"""A node without a model, for benchmarks/router.py: it says what a node says, as cheaply as Python can.
+
+    python -m benchmarks.mock_nodes prefill|decode [--http]
+
+Prints its port. Speaks what our nodes speak (a leg stream; with `--http` only frames over HTTP) and the plain OpenAI
+API with `kv_transfer_params`, which other routers drive. An answer has `max_tokens` events, each written on its own, as
+fast as they are read; with `"stop": ["paced-N"]` one comes every N ms, for all streams at once, as the steps of an
+engine do. Checks nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+import msgspec
+import uvloop
+
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
+from wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, LEGS_VERSION, Answer, Kind, MessageReader, message
+from wire.outputs import Finish, Load
+from wire.transfer import KvTransferParams
+
+__all__ = ["MODEL", "MOST_TOKENS", "PROMPT_BYTES"]
+
+MODEL, PROMPT_BYTES, MOST_TOKENS = "mock", 4096, 4096
+_PROMPT_TOKENS, _BLOCK_TOKENS = PROMPT_BYTES // 4, 16
+_MAX_TOKENS, _PACE = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)'), re.compile(rb'"paced-(\d+)"')
+_LENGTH = re.compile(rb"\r\ncontent-length: ?(\d+)", re.IGNORECASE)
+_OK = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n"
+_LOAD = Load(running=1, free_blocks=1000, total_blocks=1000)
+_LEGS = b"POST %b HTTP/1.1" % LEGS_PATH.encode()
+_TAKEN = msgspec.msgpack.encode(Answer(200, _LOAD))
+
+
+def _event(text: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish}
+    chunk = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "object": "chat.completion.chunk", "created": 1}
+    return b"data: " + msgspec.json.encode({**chunk, "model": MODEL, "choices": [choice]}) + b"\n\n"
+
+
+_EVENT, _LAST = _event(" word"), _event("", "length") + b"data: [DONE]\n\n"
+_TOKENS = [pack(Frame(FrameKind.TOKENS, _EVENT, [1000 + at], 5 * at)) for at in range(MOST_TOKENS)]
+_END = pack(
+    Frame(
+        FrameKind.END,
+        _LAST,
+        load=_LOAD,
+        finish=Finish.LENGTH,
+        usage=(_PROMPT_TOKENS, 16, 0),
+        timing={"transfer": 1.0, "decode_queue": 1.0, "decode": 1.0},
+    )
+)
+_PARAMS = KvTransferParams(
+    do_remote_prefill=True,
+    remote_engine_id="engine-p",
+    remote_block_ids=[list(range(1, 1 + _PROMPT_TOKENS // _BLOCK_TOKENS))],
+    remote_request_id="held",
+    remote_host="127.0.0.1",
+    remote_port=7,
+    generation="g",
+    num_tokens=_PROMPT_TOKENS,
+    growing=True,
+    prompt_token_ids=list(range(1000, 1000 + _PROMPT_TOKENS)),
+    seed=1,
+    created=1,
+)
+_TICKET = pack(Frame(FrameKind.TICKET, params=_PARAMS, load=_LOAD))
+_HANDED = msgspec.structs.replace(_PARAMS, growing=False, generated=[1000], sent_text=5)
+_HANDOVER = pack(Frame(FrameKind.HANDOVER, params=_HANDED, load=_LOAD, timing={"queue": 1.0, "prefill": 1.0}))
+_PLAIN_HANDOVER = msgspec.json.encode(
+    {
+        "id": "chatcmpl-0",
+        "object": "chat.completion",
+        "created": 1,
+        "model": MODEL,
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": " word"}, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": 1, "total_tokens": _PROMPT_TOKENS + 1},
+        # As vLLM's nodes answer: no token ids.
+        "kv_transfer_params": msgspec.to_builtins(msgspec.structs.replace(_PARAMS, prompt_token_ids=None)),
+    }
+)
+
+
+class _Steps:
+    """Calls those who wait for a step of N ms, all at once, until they have enough."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Callable[[], bool]]] = {}
+
+    def tell(self, events: list[bytes], body: bytes, told: Callable[[bytes, bytes], bool]) -> None:
+        """All of them, at the pace that the body asks for; the last comes with the one before it. `told` goes on?"""
+        at, pace = 0, _PACE.search(body)
+
+        def step() -> bool:
+            nonlocal at
+            at += 1
+            return told(events[at - 1], events[at] if at == len(events) - 1 else b"") and at < len(events) - 1
+
+        def at_once() -> None:
+            if step():
+                asyncio.get_running_loop().call_soon(at_once)
+
+        if pace is None:
+            at_once()
+        elif step():
+            self._join(int(pace[1]), step)
+
+    def _join(self, gap_ms: int, step: Callable[[], bool]) -> None:
+        if gap_ms not in self._waiting:
+            self._waiting[gap_ms] = []
+            loop = asyncio.get_running_loop()
+            loop.call_later(gap_ms / 1e3, self._step, gap_ms, loop.time() + gap_ms / 1e3)
+        self._waiting[gap_ms].append(step)
+
+    def _step(self, gap_ms: int, due: float) -> None:
+        self._waiting[gap_ms] = [step for step in self._waiting[gap_ms] if step()]
+        loop = asyncio.get_running_loop()
+        due = max(due + gap_ms / 1e3, loop.time())
+        loop.call_later(due - loop.time(), self._step, gap_ms, due)
+
+
+class _Stream:
+    """A leg stream: what legs say in one turn of the event loop leaves in one write."""
+
+    def __init__(self, transport: asyncio.Transport, role: str, steps: _Steps) -> None:
+        self._transport, self._role, self._steps = transport, role, steps
+        self._parser, self._reader = httptools.HttpRequestParser(self), MessageReader()
+        self._out: list[bytes] = []
+        transport.write(_OK % LEGS_MEDIA_TYPE.encode() + b"transfer-encoding: chunked\r\n\r\n")
+        self._say(message(Kind.PONG))
+
+    def feed(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        for leg, kind, said in self._reader.feed(body):
+            if kind == Kind.PING:
+                self._say(message(Kind.PONG))
+            elif kind == Kind.OPEN:
+                self._say(message(Kind.ANSWER, leg, _TAKEN))
+                self._leg(leg, bytes(said))
+
+    def _leg(self, leg: int, body: bytes) -> None:
+        def step(payload: bytes, last: bytes) -> bool:
+            self._say(message(Kind.FRAME, leg, payload[4:]))
+            if last:
+                self._say(message(Kind.FRAME, leg, last[4:]))
+            return not self._transport.is_closing()
+
+        if self._role == "prefill":
+            self._say(message(Kind.FRAME, leg, _TICKET[4:]))
+            asyncio.get_running_loop().call_soon(step, _TOKENS[0], _HANDOVER)
+        else:
+            self._steps.tell([*_TOKENS[: _max_tokens(body)], _END], body, step)
+
+    def _say(self, said: bytes) -> None:
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out.append(said)
+
+    def _flush(self) -> None:
+        said = b"".join(self._out)
+        self._out.clear()
+        self._transport.write(b"%x\r\n%b\r\n" % (len(said), said))
+
+
+class _Node(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, role: str, steps: _Steps) -> None:
+        self._role, self._steps = role, steps
+        self._buffer = b""
+        self._stream: _Stream | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        self._transport.set_write_buffer_limits(high=1 << 30)
+
+    def data_received(self, data: bytes) -> None:
+        if self._stream is not None:
+            self._stream.feed(data)
+            return
+        self._buffer += data
+        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            head = self._buffer[:end]
+            if head.startswith(_LEGS):
+                self._stream = _Stream(self._transport, self._role, self._steps)
+                self._stream.feed(self._buffer)
+                return
+            found = _LENGTH.search(head)
+            size = end + 4 + (int(found[1]) if found else 0)
+            if len(self._buffer) < size:
+                if b"100-continue" in head.lower():
+                    self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                return
+            body, self._buffer = self._buffer[end + 4 : size], self._buffer[size:]
+            self._answer(head, body)
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        if not head.startswith(b"POST") or b"/v1/c" not in head[:12]:
+            self._whole(self._said())
+        elif FRAMES_MEDIA_TYPE.encode() in head:
+            self._transport.write(
+                _OK % FRAMES_MEDIA_TYPE.encode() + self._load() + b"transfer-encoding: chunked\r\n\r\n"
+            )
+            self._leg(body)
+        elif b'"stream":true' in body or b'"stream": true' in body:
+            self._transport.write(_OK % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n")
+            events = [_EVENT] * (1 if self._role == "prefill" else _max_tokens(body)) + [_LAST]
+            self._events(events, body)
+        else:
+            self._whole(_PLAIN_HANDOVER)
+
+    def _load(self) -> bytes:
+        return f"{LOAD_HEADER}: {_LOAD.header()}\r\n".encode()
+
+    def _leg(self, body: bytes) -> None:
+        if self._role == "prefill":
+            self._chunk(_TICKET)
+            asyncio.get_running_loop().call_soon(lambda: self._end(_TOKENS[0] + _HANDOVER))
+        else:
+            self._events([*_TOKENS[: _max_tokens(body)], _END], body)
+
+    def _events(self, events: list[bytes], body: bytes) -> None:
+        def step(payload: bytes, last: bytes) -> bool:
+            self._end(payload + last) if last else self._chunk(payload)
+            return not self._transport.is_closing()
+
+        self._steps.tell(events, body, step)
+
+    def _chunk(self, payload: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def _end(self, payload: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(payload), payload))
+
+    def _whole(self, body: bytes) -> None:
+        self._transport.write(_OK % b"application/json" + b"content-length: %d\r\n\r\n" % len(body) + body)
+
+    def _said(self) -> bytes:
+        """One body for whatever is asked of a node: health, its model, its server."""
+        return msgspec.json.encode(
+            {
+                "status": "ok",
+                "role": self._role,
+                "model": MODEL,
+                "model_path": MODEL,
+                "max_model_len": 1 << 20,
+                "engine_id": f"engine-{self._role}",
+                "generation": "g",
+                "load": _LOAD,
+                "legs": 0 if "--http" in sys.argv else LEGS_VERSION,
+                "object": "list",
+                "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "mock"}],
+            }
+        )
+
+
+def _max_tokens(body: bytes) -> int:
+    found = _MAX_TOKENS.search(body)
+    return min(int(found[1]), MOST_TOKENS) if found else 16
+
+
+async def _serve(role: str) -> None:
+    steps = _Steps()
+    server = await asyncio.get_running_loop().create_server(lambda: _Node(role, steps), "127.0.0.1", 0, backlog=2048)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(sys.argv[1]))

@@ -1,0 +1,172 @@
+"""What a router costs, over nodes that cost next to nothing: ours, and others from PyPI in the same run.
+
+    python -m benchmarks.router [--peers] [--only NAME] [--rounds 3] [--json FILE] [-- FLAGS OF OUR ROUTER]
+
+A prefill and a decode node (benchmarks/mock_nodes.py) and the client (benchmarks/raw_load.py) are processes of their
+own. Prompts have 4 KB. `cpu/req` is CPU of the router's process and its children, user and system, per request of 16
+events, at 1 and at 32 clients; `us/event` the same per event of 64 paced streams. `+ttft` is the median time to the
+first event at one client, less that of asking the decode node itself. Rows `direct` show what client and nodes can do
+without a router.
+
+`--peers` installs vllm-router and sglang-router. Rounds take turns, so that all see the same machine; medians are
+shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.load import percentile
+from benchmarks.raw_load import Seen, Wave, cpu_s
+from benchmarks.router_peers import OURS, PEERS, Running, direct, mock_node, router
+
+ALONE, BUSY = Wave(1, 400, 16), Wave(32, 3000, 16)
+PACED, PACED_S = ("64:5", "250:5", "1000:5", "1000:80"), 4.0
+DIRECT = "direct"
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One router in one round. Milliseconds and microseconds of CPU; rates per second."""
+
+    name: str
+    ttft_ms: float
+    total_ms: float
+    alone_cpu_us: float
+    rate: float
+    busy_cpu_us: float
+    busy_p99_ms: float
+    client_share: float
+    """Of a core that the client took at 32 streams: near 1 it would be the client that is measured."""
+    nodes_share: float
+    event_us: float
+    paced: dict[str, tuple[float, float, float, float]]
+    """For each `streams:ms`: gap p50 and p99, TTFT p99, and the share of the wanted rate."""
+    failed: dict[str, int]
+
+
+def _wave(url: str, wave: Wave) -> Seen:
+    argv = [sys.executable, "-m", "benchmarks.raw_load", url, msgspec.json.encode(wave).decode()]
+    done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    return msgspec.json.decode(done.stdout, type=Seen)
+
+
+def measure(name: str, running: Running, nodes: list[int], paced: Sequence[str]) -> Row:
+    """All waves on one router."""
+    failed: dict[str, int] = {}
+
+    def wave(wanted: Wave) -> tuple[Seen, list[float]]:
+        before = cpu_s([*running.pids, *nodes])
+        seen = _wave(running.url, wanted)
+        failed.update(seen.failed)
+        return seen, [b - a for a, b in zip(before, cpu_s([*running.pids, *nodes]), strict=True)]
+
+    routers = len(running.pids)
+    wave(Wave(8, 200, 16))  # connections, caches
+    alone, alone_cpu = wave(ALONE)
+    busy, busy_cpu = wave(BUSY)
+    rows: dict[str, tuple[float, float, float, float]] = {}
+    event_us = 0.0
+    for pace in paced:
+        streams, gap_ms = map(int, pace.split(":"))
+        seen, _ = wave(Wave(streams, streams, int(PACED_S * 1e3 / gap_ms), gap_ms, running.pids))
+        if pace == paced[0] and seen.events:
+            event_us = sum(seen.watched_cpu_s) / seen.events * 1e6
+        share = seen.events / (seen.window_s * streams * 1e3 / gap_ms) if seen.window_s else 0.0
+        rows[pace] = (seen.gaps_ms[0], seen.gaps_ms[1], percentile(seen.ttft_ms, 0.99), share)
+    return Row(
+        name,
+        percentile(alone.ttft_ms, 0.5),
+        percentile(alone.total_ms, 0.5),
+        sum(alone_cpu[:routers]) / ALONE.requests * 1e6,
+        len(busy.total_ms) / busy.wall_s,
+        sum(busy_cpu[:routers]) / BUSY.requests * 1e6,
+        percentile(busy.total_ms, 0.99),
+        busy.own_cpu_s / busy.wall_s,
+        sum(busy_cpu[routers:]) / busy.wall_s,
+        event_us,
+        rows,
+        failed,
+    )
+
+
+def _median(rows: list[Row]) -> Row:
+    """Of each number of several rounds."""
+
+    def middle(of: str) -> float:
+        return float(statistics.median(getattr(row, of) for row in rows))
+
+    numbers = {field: middle(field) for field in Row.__struct_fields__ if isinstance(getattr(rows[0], field), float)}
+    paced = {
+        streams: tuple(statistics.median(row.paced[streams][at] for row in rows) for at in range(4))
+        for streams in rows[0].paced
+    }
+    failed = {why: count for row in rows for why, count in row.failed.items()}
+    return msgspec.convert({"name": rows[0].name, "paced": paced, "failed": failed, **numbers}, Row)
+
+
+def _show(rows: list[Row]) -> None:
+    base = next(row for row in rows if row.name == DIRECT)
+    print(
+        f"{'':15}{'+ttft ms':>9}{'+total':>8}{'cpu/req us':>12}{'c=32 req/s':>12}{'cpu/req us':>12}{'p99 ms':>8}"
+        f"{'client':>8}{'nodes':>7}{'us/event':>10}"
+    )
+    for row in rows:
+        print(
+            f"{row.name:15}{row.ttft_ms - base.ttft_ms:9.2f}{row.total_ms - base.total_ms:8.2f}{row.alone_cpu_us:12.0f}"
+            f"{row.rate:12.0f}{row.busy_cpu_us:12.0f}{row.busy_p99_ms:8.1f}{row.client_share:8.2f}{row.nodes_share:7.2f}"
+            f"{row.event_us:10.1f}"
+        )
+    print("\npaced, streams:ms between events: gap p50 and p99, ttft p99, share of the wanted rate")
+    print(" " * 15 + "".join(f"{pace:>30}" for pace in base.paced))
+    for row in rows:
+        cells = [f"{a:.1f}  {b:.1f}  {c:.0f} ms {d:.0%}" for a, b, c, d in row.paced.values()]
+        print(f"{row.name:15}" + "".join(f"{cell:>30}" for cell in cells))
+    for row in rows:
+        for why, count in row.failed.items():
+            print(f"{row.name}: {count} failed: {why!r}")
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--only", default="", help="one router by name")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
+    parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "kvrelay-router-peers")
+    parser.add_argument("--http", action="store_true", help="our nodes have no leg stream")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("flags", nargs="*", help="of our router")
+    args = parser.parse_args()
+    names = [DIRECT, *([args.only] if args.only else [OURS, *(PEERS if args.peers else ())])]
+    paced = [pace for pace in args.streams.split(",") if pace]
+    seen: dict[str, list[Row]] = {name: [] for name in names}
+    http = ("--http",) if args.http else ()
+    with mock_node("prefill", *http) as prefill, mock_node("decode", *http) as decode:
+        for _ in range(args.rounds):
+            for name in names:
+                started: AbstractContextManager[Running] = (
+                    direct(decode.url)
+                    if name == DIRECT
+                    else router(name, args.venvs, prefill.url, decode.url, args.flags)
+                )
+                with started as running:
+                    seen[name].append(measure(name, running, prefill.pids + decode.pids, paced))
+    rows = [_median(seen[name]) for name in names]
+    _show(rows)
+    if args.json:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+    return 1 if any(row.failed for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

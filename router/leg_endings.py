@@ -1,0 +1,81 @@
+"""How legs end: whose fault it is, and what the client is told. Knows no transport."""
+
+from __future__ import annotations
+
+import logging
+
+from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
+from wire.frames import Frame, FrameKind
+
+__all__ = ["LegFailed", "Refused", "ending", "refusal"]
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class Refused(KvrelayError):
+    """A node's 4xx, or its KvNotLoaded: the client's to see as it is; no fault of the node."""
+
+    def __init__(self, status: int, error: ErrorBody, retry_after_s: int | None) -> None:
+        super().__init__(error.message, param=error.param)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self._error = error
+        self.kv_error = ""
+        """What the node said of KV that did not come (wire/frames.py)."""
+
+    def body(self) -> ErrorBody:
+        """The node's own error object."""
+        return self._error
+
+
+class LegFailed(NodeFailed):
+    """The node broke: no connection, a 5xx, a cut stream, or silence. The leg may be tried on another one."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = NodeFailed.status,
+        retry_after_s: int | None = None,
+        detail: str = "",
+        *,
+        draining: bool = False,
+        lost: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.lost = lost
+        """Its process or engine seems to be gone: it says so, refused or cut the connection, or is silent to health
+        checks too."""
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self.draining = draining
+        """The node takes nothing new, and is not to be blamed for it."""
+        self.detail = detail or message
+        """For the log: may name addresses, which are no business of a client."""
+
+
+def ending(frame: Frame) -> FrameKind:
+    """The kind of a frame that ends a leg well; raises Refused or LegFailed for one that does not."""
+    if frame.kind is FrameKind.ERROR:
+        error = frame.error or ErrorBody("the node gave no reason", NodeFailed.type)
+        if 400 <= frame.status < 500 or error.code == KvNotLoaded.code:
+            refused = Refused(frame.status, error, 1 if frame.status == 429 else None)
+            refused.kv_error = frame.kv_error
+            raise refused
+        rests_s = 1 if frame.status == 503 else None
+        raise LegFailed(error.message, max(frame.status, 500), rests_s, lost=error.code == EngineDead.code)
+    if frame.kind is FrameKind.HANDOVER and frame.params is None:
+        raise LegFailed("the node sent a hand-over without its parameters")
+    return frame.kind
+
+
+def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> KvrelayError:
+    """What an answer other than 200 means."""
+    error = error or ErrorBody(f"a node answered {status} without a reason", NodeFailed.type)
+    if status in (401, 403):
+        # The client's key is not the nodes' key: this is the operator's mistake, not the client's.
+        _log.error("a node refused the router's key; give the router the nodes' key as node_api_key")
+        return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
+    if 400 <= status < 500:
+        return Refused(status, error, retry_after_s)
+    drains, lost = error.code == Draining.code, error.code == EngineDead.code
+    return LegFailed(error.message, max(status, 500), retry_after_s, draining=drains, lost=lost)

@@ -1,0 +1,194 @@
+"""The node's end of a leg stream: legs as tasks, credit, cancelling, and the end of the connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from node.leg_stream import LegStreams
+from wire.errors import Overloaded
+from wire.frames import Frame, FrameKind
+from wire.leg_stream import (
+    WINDOW_BYTES,
+    Answer,
+    Kind,
+    MessageReader,
+    Open,
+    credit,
+    frame_message,
+    frame_of,
+    message,
+)
+from wire.outputs import Load
+
+LARGE = Frame(FrameKind.TOKENS, bytes(WINDOW_BYTES // 4))
+END = Frame(FrameKind.END, b"end")
+
+
+class Router:
+    """The router's end: what it says is put, what it hears is taken."""
+
+    def __init__(self) -> None:
+        self.says: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.heard: asyncio.Queue[tuple[int, int, bytes]] = asyncio.Queue()
+        self.writes = 0
+        self.over = False
+        self._reader = MessageReader()
+
+    def say(self, *said: bytes) -> None:
+        self.says.put_nowait({"type": "http.request", "body": b"".join(said), "more_body": True})
+
+    def open(self, leg: int, path: str = "ok") -> None:
+        self.say(message(Kind.OPEN, leg, msgspec.msgpack.encode(Open(path, {}, b"{}"))))
+
+    async def hear(self) -> tuple[int, int, bytes]:
+        return await asyncio.wait_for(self.heard.get(), 5)
+
+    async def frames(self, leg: int, count: int) -> list[Frame]:
+        """The next messages, which must be the answer and frames of a leg."""
+        assert (await self.hear())[:2] == (leg, Kind.ANSWER)
+        told = [await self.hear() for _ in range(count)]
+        assert {each[:2] for each in told} <= {(leg, Kind.FRAME)}
+        return [frame_of(body) for _, _, body in told]
+
+    async def send(self, said: Any) -> None:
+        self.writes += 1
+        for leg, kind, body in self._reader.feed(said.get("body", b"")):
+            self.heard.put_nowait((leg, kind, bytes(body)))
+        self.over |= said["type"] == "http.response.body" and not said["more_body"]
+
+
+class Legs:
+    """What a path answers."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    async def __call__(
+        self, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[Load, AsyncGenerator[Frame, None]]:
+        if path == "full":
+            raise Overloaded("no room")
+        if path == "bug":
+            raise LookupError("a bug")
+        return Load(running=2), self._frames(path)
+
+    async def _frames(self, path: str) -> AsyncGenerator[Frame, None]:
+        self.begun.append(path)
+        try:
+            if path == "large":
+                for _ in range(8):
+                    yield LARGE
+            elif path == "hang":
+                await asyncio.sleep(30)
+            elif path != "nothing":
+                yield Frame(FrameKind.TOKENS, path.encode(), [1])
+            if path == "break":
+                raise LookupError("a bug")
+            if path != "nothing":
+                yield END
+        finally:
+            self.ended.append(path)
+
+
+@asynccontextmanager
+async def served(legs: Legs) -> AsyncIterator[tuple[Router, LegStreams, asyncio.Task[None]]]:
+    router, streams = Router(), LegStreams()
+    stream = streams.stream(legs, 1 << 20)
+    task = asyncio.create_task(stream({"type": "http"}, router.says.get, router.send))
+    try:
+        assert (await router.hear())[1] == Kind.PONG
+        yield router, streams, task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_leg_is_answered_with_the_load_and_its_frames() -> None:
+    async with served(Legs()) as (router, _, _):
+        router.open(1)
+        assert (await router.frames(1, 2))[0].payload == b"ok"
+        router.say(message(Kind.PING))
+        assert (await router.hear())[1] == Kind.PONG
+
+
+async def test_frames_of_many_legs_leave_together() -> None:
+    async with served(Legs()) as (router, _, _):
+        before = router.writes
+        for leg in range(1, 51):
+            router.open(leg)
+        for _ in range(150):
+            await router.hear()
+        assert router.writes - before < 10
+
+
+@pytest.mark.parametrize(("path", "status"), [("full", Overloaded.status), ("bug", 500)])
+async def test_what_does_not_begin_is_answered_with_its_error(path: str, status: int) -> None:
+    async with served(Legs()) as (router, _, _):
+        router.open(1, path)
+        leg, kind, body = await router.hear()
+        answer = msgspec.msgpack.decode(body, type=Answer)
+        assert (leg, kind, answer.status, answer.error is not None) == (1, Kind.ANSWER, status, True)
+        assert "a bug" not in str(answer.error)
+        router.say(message(Kind.OPEN, 2, b"\xc1"))
+        assert msgspec.msgpack.decode((await router.hear())[2], type=Answer).status == 400
+
+
+@pytest.mark.parametrize("path", ["break", "nothing"])
+async def test_frames_without_an_end_are_said_to_be_over(path: str) -> None:
+    async with served(Legs()) as (router, _, _):
+        router.open(1, path)
+        await router.frames(1, 1 if path == "break" else 0)
+        assert (await router.hear())[:2] == (1, Kind.OVER)
+
+
+async def test_a_leg_waits_for_credit_and_others_do_not() -> None:
+    async with served(Legs()) as (router, _, _):
+        router.open(1, "large")
+        assert len(await router.frames(1, 4)) == 4
+        router.open(2)
+        await router.frames(2, 2)
+        assert router.heard.empty()
+        router.say(credit(1, 2 * len(frame_message(1, LARGE))))
+        for _ in range(2):
+            assert (await router.hear())[:2] == (1, Kind.FRAME)
+        router.say(credit(1, WINDOW_BYTES))
+        assert [frame_of((await router.hear())[2]) for _ in range(3)] == [LARGE, LARGE, END]
+
+
+async def test_a_cancelled_leg_ends_and_says_nothing_more() -> None:
+    legs = Legs()
+    async with served(legs) as (router, _, _):
+        router.open(1, "hang")
+        await router.frames(1, 0)
+        router.say(message(Kind.CANCEL, 1))
+        router.open(2)
+        await router.frames(2, 2)
+        assert legs.ended == ["hang", "ok"]
+
+
+@pytest.mark.parametrize("how", ["disconnect", "close", "end", "too long"])
+async def test_the_end_of_the_stream_ends_all_legs(how: str) -> None:
+    legs = Legs()
+    async with served(legs) as (router, streams, task):
+        router.open(1, "hang")
+        router.open(2, "large")
+        for _ in range(6):
+            await router.hear()
+        if how == "close":
+            streams.close()
+        elif how == "too long":
+            router.say((1 << 30).to_bytes(4, "little") + bytes(5))
+        else:
+            ended = {"type": "http.disconnect"} if how == "disconnect" else {"type": "http.request", "body": b""}
+            router.says.put_nowait(ended)
+        await asyncio.wait_for(task, 5)
+        assert sorted(legs.ended) == ["hang", "large"]
+        assert router.over
+        assert not streams._open

@@ -1,0 +1,287 @@
+"""Leg streams: many legs over one connection, each on its own; what breaks with the connection and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+import pytest
+from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
+
+from router.leg_endings import LegFailed, Refused
+from router.leg_stream import LegStream
+from router.node import Lease, Node
+from wire.config import Role
+from wire.errors import ErrorBody
+from wire.frames import Frame, FrameKind
+from wire.leg_stream import WINDOW_BYTES, Answer, Kind, MessageReader, credit_of, frame_message, message
+from wire.outputs import Load
+
+MEGABYTE = 1 << 20
+
+
+class Transport:
+    """What a LegStream says to its node."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.aborted = False
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def said(self) -> list[tuple[int, int, bytes]]:
+        """The messages, without the HTTP around them."""
+        body, left = b"", self.written.partition(b"\r\n\r\n")[2]
+        while left:
+            size, _, left = left.partition(b"\r\n")
+            body, left = body + left[: int(size, 16)], left[int(size, 16) + 2 :]
+        return [(leg, kind, bytes(said)) for leg, kind, said in MessageReader().feed(body)]
+
+
+class Stream:
+    """A LegStream without a network."""
+
+    def __init__(self) -> None:
+        self.end = LegStream(b"POST /kv/legs HTTP/1.1\r\n\r\n")
+        self.transport = Transport()
+        self.end.connection_made(cast(asyncio.Transport, self.transport))
+        self.node = Node("http://n", role=Role.DECODE)
+
+    def leg(self, take: Callable[[Sequence[Frame]], Awaitable[None] | None]) -> asyncio.Task[FrameKind]:
+        return asyncio.ensure_future(self.end.run(Lease(self.node, 0), "/v1/completions", b"{}", {}, take))
+
+    def hear(self, *messages: bytes) -> None:
+        self.end.data_received(answer(*messages))
+
+
+def answer(*messages: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in messages)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/vnd.kvrelay.legs\r\ntransfer-encoding: chunked\r\n\r\n"
+TAKEN = message(Kind.ANSWER, 1, msgspec.msgpack.encode(Answer(200, Load(running=3))))
+FRAMES = [
+    Frame(FrameKind.TOKENS, b"a", [1], 1),
+    Frame(FrameKind.TOKENS, b"b" * 300, [2], 2),
+    Frame(FrameKind.END, b"c"),
+]
+
+
+@pytest.fixture
+async def stream() -> Stream:
+    made = Stream()
+    made.end.data_received(HEAD + answer(message(Kind.PONG)))
+    assert made.end.ready.done()
+    return made
+
+
+async def test_a_stream_that_is_cut_anywhere_says_the_same() -> None:
+    said = HEAD + answer(message(Kind.PONG), TAKEN, b"".join(frame_message(1, frame) for frame in FRAMES))
+    for at in range(len(said)):
+        stream, taken = Stream(), list[Frame]()
+        leg = stream.leg(lambda frames, taken=taken: taken.extend(frames))  # type: ignore[misc]
+        await asyncio.sleep(0)
+        stream.end.data_received(said[:at])
+        stream.end.data_received(said[at:])
+        assert await leg is FrameKind.END
+        assert taken == FRAMES
+        assert stream.node.load == Load(running=3)
+        await asyncio.sleep(0)
+        assert [kind for _, kind, _ in stream.transport.said()] == [Kind.OPEN]
+
+
+async def test_a_leg_that_nobody_waits_for_is_cancelled_and_others_go_on(stream: Stream) -> None:
+    taken: list[Frame] = []
+    first, second = stream.leg(lambda _: None), stream.leg(taken.extend)  # type: ignore[func-returns-value]
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    stream.hear(*(frame_message(leg, frame) for frame in FRAMES for leg in (1, 2)))
+    assert await second is FrameKind.END
+    assert taken == FRAMES
+    await asyncio.sleep(0)
+    assert [(leg, kind) for leg, kind, _ in stream.transport.said()][-1] == (1, Kind.CANCEL)
+
+
+async def test_a_refusal_and_a_broken_node_are_told_apart(stream: Stream) -> None:
+    for status, kind in ((400, Refused), (503, LegFailed)):
+        leg = stream.leg(lambda _: None)
+        await asyncio.sleep(0)
+        error = ErrorBody("no", "some_error", "top_p")
+        number = stream.end._numbers
+        stream.hear(message(Kind.ANSWER, number, msgspec.msgpack.encode(Answer(status, None, error, 7))))
+        with pytest.raises(kind, match="no") as why:
+            await leg
+        assert (why.value.status, why.value.retry_after_s) == (status, 7)
+    leg = stream.leg(lambda _: None)
+    await asyncio.sleep(0)
+    stream.hear(message(Kind.OVER, stream.end._numbers))
+    with pytest.raises(LegFailed, match="cut before its end"):
+        await leg
+    assert not stream.transport.aborted
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(frame_message(1, FRAMES[0])[:-1] + b"\xc1"),
+        answer(b"\xff\xff\xff\xff" + bytes(5)),
+        b"no chunk",
+        b"0\r\n\r\n",
+        answer(message(Kind.ANSWER, 1, b"\xc1")),
+    ],
+    ids=["frame", "length", "http", "end", "answer"],
+)
+async def test_what_no_node_says_ends_the_stream_and_all_of_its_legs(stream: Stream, said: bytes) -> None:
+    legs = [stream.leg(lambda _: None) for _ in range(2)]
+    await asyncio.sleep(0)
+    stream.end.data_received(said)
+    for leg in legs:
+        with pytest.raises(LegFailed):
+            await leg
+    assert stream.end.broken
+    assert stream.transport.aborted
+
+
+async def test_what_is_raised_over_a_frame_ends_its_leg_only(stream: Stream) -> None:
+    def take(_: Sequence[Frame]) -> None:
+        raise LookupError("diverged")
+
+    first, second = stream.leg(take), stream.leg(lambda _: None)
+    await asyncio.sleep(0)
+    stream.hear(frame_message(1, FRAMES[0]), frame_message(2, FRAMES[2]))
+    with pytest.raises(LookupError):
+        await first
+    assert await second is FrameKind.END
+    await asyncio.sleep(0)
+    assert stream.transport.said()[-1][:2] == (1, Kind.CANCEL)
+
+
+async def test_a_silent_stream_is_given_up(stream: Stream) -> None:
+    leg = stream.leg(lambda _: None)
+    await asyncio.sleep(0)
+    stream.end.ping(10.0, 6.0)
+    stream.end.ping(15.0, 6.0)
+    stream.hear(message(Kind.PONG))
+    stream.end.ping(16.0, 6.0)
+    stream.end.ping(20.0, 6.0)
+    assert not stream.end.broken
+    stream.end.ping(22.5, 6.0)
+    with pytest.raises(LegFailed) as why:
+        await leg
+    assert "silent for 6.5 s" in why.value.detail
+
+
+async def test_frames_of_a_client_that_does_not_read_wait_and_give_no_credit(stream: Stream) -> None:
+    reads = asyncio.Event()
+    slow: list[Frame] = []
+    quick: list[Frame] = []
+
+    def take(frames: Sequence[Frame]) -> Awaitable[Any] | None:
+        slow.extend(frames)
+        return None if reads.is_set() else reads.wait()
+
+    first, second = stream.leg(take), stream.leg(quick.extend)  # type: ignore[func-returns-value]
+    await asyncio.sleep(0)
+    large = Frame(FrameKind.TOKENS, bytes(WINDOW_BYTES // 4))
+    stream.hear(*(frame_message(leg, large) for _ in range(4) for leg in (1, 2)))
+    stream.hear(frame_message(2, FRAMES[2]))
+    assert await second is FrameKind.END
+    assert (len(slow), len(quick)) == (1, 5)
+    reads.set()
+    await until(lambda: len(slow) == 4)
+    await asyncio.sleep(0)
+    given = [(leg, credit_of(body)) for leg, kind, body in stream.transport.said() if kind == Kind.CREDIT]
+    size = len(frame_message(1, large))
+    assert given == [(2, 2 * size), (2, 2 * size), (1, 2 * size), (1, 2 * size)]
+    stream.hear(frame_message(1, FRAMES[2]))
+    assert await first is FrameKind.END
+
+
+async def test_all_legs_of_a_node_share_one_connection() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        await asyncio.gather(*(c.text({"stream": True}) for _ in range(5)))
+        assert len({id(call.request) for call in (*p.calls, *d.calls)}) == 2
+        assert (p.streams, d.streams) == (1, 1)
+
+
+async def test_a_stream_that_breaks_takes_its_legs_along_and_is_mended() -> None:
+    async def cut(call: Call) -> None:
+        await until(lambda: len(d.calls) == 2)
+        call.cut()
+
+    d = decode(cut)
+    async with cluster(prefill(), d) as c:
+        texts = await asyncio.gather(*(c.text({"stream": True}) for _ in range(2)))
+        assert all("the connection failed" in text for text in texts)
+        d.script = decode_ok
+        await until(lambda: d.streams == 2 and bool(c.node(d).up))
+        assert event("c").decode() in await c.text({"stream": True})
+        assert d.calls[2].put is not None
+
+
+async def test_a_restarted_node_gets_a_new_stream() -> None:
+    p = prefill()
+    async with cluster(p, decode()) as c:
+        p.generation = "g2"
+        await until(lambda: p.streams == 2)
+        await c.text({"stream": True})
+        assert p.calls[0].put is not None
+
+
+async def test_a_node_without_streams_is_asked_over_http_and_one_that_refuses_them_too() -> None:
+    p, d = prefill(legs=0), decode()
+    d.stream_status = 500
+    async with cluster(p, d) as c:
+        await c.text({"stream": True})
+        assert (p.streams, d.streams) == (0, 1)
+        assert p.calls[0].put is None
+        assert d.calls[0].put is None
+
+
+async def test_a_large_body_has_a_connection_of_its_own() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        await c.text({"messages": [{"role": "user", "content": "x" * (300 << 10)}]})
+        assert p.calls[0].put is None
+        assert d.calls[0].put is not None
+
+
+async def test_a_client_that_does_not_read_holds_up_its_own_stream_only() -> None:
+    sent = 0
+
+    async def flood(call: Call) -> None:
+        nonlocal sent
+        for at in range(100):
+            await call.send(Frame(FrameKind.TOKENS, b"data: " + b"x" * MEGABYTE + b"\n\n", [12 + at], 2 + at))
+            sent += 1
+        await call.end()
+
+    async def flood_or_not(call: Call) -> None:
+        await (flood if call.body["max_tokens"] == 1000 else decode_ok)(call)
+
+    asked = {"stream": True, "max_tokens": 1000}
+    async with cluster(prefill(), decode(flood_or_not)) as c, c.post(asked, read_bufsize=1 << 16) as answer:
+        await until(lambda: sent > 0)
+        before = -1
+        while before != sent:  # until it stands still, others go on
+            before = sent
+            for _ in range(3):
+                assert event("c").decode() in await c.text({"stream": True, "max_tokens": 9})
+        # The window, what the router's and the client's sockets take, and one of each on its way.
+        assert sent < 20, sent
+        read = 0
+        async for chunk in answer.content.iter_any():
+            read += len(chunk)
+        assert read > 100 * MEGABYTE
+        assert sent == 100
