@@ -1,8 +1,8 @@
 """A place on a decode node for each decode leg: at once where there is room, else in turn, with its KV kept meanwhile.
 
 KV that nobody reads is held for a lease. While a leg waits here it has no reader, so the router renews the lease in its
-place. Who waits too long is refused, unless its client has the first token already: then it goes where the least is
-lacking, and the node's own queue is the lesser evil.
+place. An answer of which a part is there waits also while no node is up. Who waits too long is refused, unless its
+client has the first token already: then it goes where the least is lacking, the node's own queue the lesser evil.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -44,15 +44,22 @@ class Wish:
     """What a decode leg wants. `peer` has its KV under the id `held`; None: it computes its prompt itself."""
 
     ask: Ask
-    tried: Collection[Node]
+    tried: Callable[[], Collection[Node]]
     peer: Node | None
     held: str | None
     is_new: bool
     """Nothing of its answer is there: nodes whose operator wants no prompts computed on them are left alone."""
     begun: Callable[[], bool]
     """Whether the client has a part of the answer."""
+    outlasts: Callable[[], bool]
+    """Whether a part of the answer is there."""
     until: float
     """Monotonic second at which it has waited long enough."""
+
+    @property
+    def patient(self) -> bool:
+        """Whether it waits for a node if there is none. Not if one that is up has failed at it."""
+        return self.outlasts() and not any(node.up for node in self.tried())
 
 
 class Binding:
@@ -72,7 +79,7 @@ class Binding:
 
         Raises NoNode, Overloaded, KvNotLoaded."""
         if not self._queue:
-            with contextlib.suppress(Overloaded):
+            with _patiently(wish):
                 able, fetches = self._able(wish)
                 roomy = [node for node in able if has_room(node, wish.ask)]
                 if roomy:
@@ -107,9 +114,9 @@ class Binding:
         now = time.monotonic()
         if wish.peer is None:
             if wish.is_new:
-                return self.computing(wish.ask, wish.tried), False
-            return self._doors.takers(wish.ask, wish.tried, now, computes=True), False
-        nodes = self._doors.takers(wish.ask, wish.tried, now)
+                return self.computing(wish.ask, wish.tried()), False
+            return self._doors.takers(wish.ask, wish.tried(), now, computes=True), False
+        nodes = self._doors.takers(wish.ask, wish.tried(), now)
         able = self._doors.paired(nodes, wish.peer, now)
         if able:
             return able, True
@@ -166,6 +173,18 @@ class Binding:
             self._queue.turn(self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY))
 
 
+@contextlib.contextmanager
+def _patiently(wish: Wish) -> Iterator[None]:
+    """What is waited for is no error yet: that nodes have rested, or that one is up."""
+    try:
+        yield
+    except Overloaded:
+        pass
+    except NoNode:
+        if not wish.patient:
+            raise
+
+
 class _Waiting:
     """One wish in the queue, until it has a place or can have none."""
 
@@ -177,14 +196,13 @@ class _Waiting:
     def candidates(self) -> Sequence[Node]:
         """See Waiter. While all nodes rest there are none; what else is wrong ends the waiting."""
         try:
-            able, self._fetches = self._binding._able(self._wish)
-            return () if self.placed.done() else able
-        except Overloaded:
-            return ()
+            with _patiently(self._wish):
+                able, self._fetches = self._binding._able(self._wish)
+                return () if self.placed.done() else able
         except KvrelayError as why:
             if not self.placed.done():
                 self.placed.set_exception(why)
-            return ()
+        return ()
 
     def grant(self, nodes: Sequence[Node]) -> None:
         """See Waiter."""

@@ -198,7 +198,7 @@ class Walk:
         while True:
             nodes, self._first = self._first, []
             if not nodes:
-                nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
+                nodes = self._doors.takers(ask, tries.nodes(), time.monotonic())
                 nodes, _ = self._doors.with_partner(
                     nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
                 )
@@ -220,7 +220,7 @@ class Walk:
                     if not is_full(self._means, lease, why):
                         raise
                     failure = why
-            tries.nodes.append(lease.node)
+            tries.failed(lease.node, failure, told=False)
             if self._decoding is not None or not self.progress.start_over():
                 # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
@@ -235,7 +235,7 @@ class Walk:
             self._bound_by = time.monotonic() + ROOM_DEADLINE_S
         while True:
             params = self.progress.decode_params()
-            wish = self._wish(params, tries.nodes)
+            wish, known = self._wish(params, tries.nodes), self.progress.output_tokens
             lease, fetches = await self._means.binding.place(wish)
             try:
                 self.decode_node = lease.node
@@ -251,19 +251,19 @@ class Walk:
                 _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
                 continue
             except LegFailed as why:
-                tries.nodes.append(lease.node)
-                failure = why
+                tries.failed(lease.node, why, told=self.progress.output_tokens > known)
+                failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
             except Refused as why:
                 if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
                     raise
                 continue  # it rests, so it is not asked again at once
             finally:
                 self._means.binding.give_back(lease)
-            if not (tries.another(wish.ask) and tries.may_go_on(failure, begun=self.progress.forwarded)):
+            if not (tries.another(wish.ask, wish.patient) and tries.may_go_on(failure, begun=self.progress.forwarded)):
                 raise tries.failure(Role.DECODE, failure) from failure
             self._metrics.failovers.labels("decode").inc()
 
-    def _wish(self, params: KvTransferParams, tried: Sequence[Node]) -> Wish:
+    def _wish(self, params: KvTransferParams, tried: Callable[[], list[Node]]) -> Wish:
         assert self._bound_by is not None
         fetches = params.remote_engine_id is not None
         peer = self.prefill_node if fetches else None
@@ -274,6 +274,7 @@ class Walk:
             params.remote_request_id if fetches else None,
             is_new=not (fetches or self.progress.output_tokens or self.progress.ticket or self.progress.handover),
             begun=lambda: self.progress.forwarded,
+            outlasts=lambda: self.progress.output_tokens > 0,
             until=self._bound_by,
         )
 
