@@ -22,7 +22,7 @@ from kvrelay.supervisor import Backoff, ChildFailed
 from node.parent import PARENT_PID, die_with_parent
 from router.listening import shared_port
 from router.parent import Parent
-from router.server import DRAIN_S, calm_collector
+from router.server import DRAIN_S, settle
 from router.tls import check_certificate
 from router.worker import serve_worker
 from wire.config import RouterConfig
@@ -151,7 +151,7 @@ def main() -> None:
     die_with_parent()
     descriptor, index = map(int, sys.argv[1:3])
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT.format(index))
-    calm_collector()
+    settle()
     # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_worker(socket.socket(fileno=descriptor)))
