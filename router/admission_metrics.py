@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.tallies import Tally
+
 __all__ = ["AdmissionMetrics"]
 
 _WAIT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -25,42 +27,38 @@ class AdmissionMetrics:
             buckets=_WAIT_S,
             registry=registry,
         )
-        self._admitted = Counter(
-            "kvrelay_router_admitted", "Requests that began, at once or out of the queue.", ["how"], registry=registry
+        self._admitted = Tally(
+            "kvrelay_router_admitted", "Requests that began, at once or out of the queue.", registry, ["how"]
         )
         self._refused = Counter(
             "kvrelay_router_refused", "Requests that never began, by reason.", ["reason"], registry=registry
         )
-        self._requests = Counter(
-            "kvrelay_router_key_requests",
-            "Requests by API key: begun or refused.",
-            ["key", "outcome"],
-            registry=registry,
+        self._requests = Tally(
+            "kvrelay_router_key_requests", "Requests by API key: begun or refused.", registry, ["key", "outcome"]
         )
-        self._tokens = Counter(
-            "kvrelay_router_key_tokens",
-            "Tokens by API key: of prompts and of answers.",
-            ["key", "kind"],
-            registry=registry,
+        self._tokens = Tally(
+            "kvrelay_router_key_tokens", "Tokens by API key: of prompts and of answers.", registry, ["key", "kind"]
         )
-        self._begun = {key: self._requests.labels(key, "begun") for key in keys}
-        self._of_key = {key: (self._tokens.labels(key, "prompt"), self._tokens.labels(key, "output")) for key in keys}
-        self._how = {how: self._admitted.labels(how) for how in ("at_once", "queued")}
+        for how in ("at_once", "queued"):
+            self._admitted.add(0, how)
+        for key in keys:
+            self._requests.add(0, key, "begun")
+            self._tokens.add(0, key, "prompt")
+            self._tokens.add(0, key, "output")
 
     def admitted(self, key: str, how: str, waited_s: float = 0.0) -> None:
         """A request began: `how` is at_once or queued."""
-        self._how[how].inc()
-        self._begun[key].inc()
+        self._admitted.add(1, how)
+        self._requests.add(1, key, "begun")
         if how == "queued":
             self._wait.observe(waited_s)
 
     def refused(self, key: str, reason: str) -> None:
         """A request will not begin."""
         self._refused.labels(reason).inc()
-        self._requests.labels(key, "refused").inc()
+        self._requests.add(1, key, "refused")
 
     def ended(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
         """A request that began is over."""
-        prompt, output = self._of_key[key]
-        prompt.inc(prompt_tokens)
-        output.inc(output_tokens)
+        self._tokens.add(prompt_tokens, key, "prompt")
+        self._tokens.add(output_tokens, key, "output")

@@ -1,8 +1,8 @@
 """A place on a decode node for each decode leg: at once where there is room, else in turn, with its KV kept meanwhile.
 
 KV that nobody reads is held for a lease. While a leg waits here it has no reader, so the router renews the lease in its
-place. Who waits too long is refused, unless its client has the first token already: then it goes where the least is
-lacking, and the node's own queue is the lesser evil.
+place. An answer of which a part is there waits also while no node is up. Who waits too long is refused, unless its
+client has the first token already: then it goes where the least is lacking, the node's own queue the lesser evil.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from router.chores import Chores
 from router.conditional import Decision, decide
@@ -42,15 +44,22 @@ class Wish:
     """What a decode leg wants. `peer` has its KV under the id `held`; None: it computes its prompt itself."""
 
     ask: Ask
-    tried: Collection[Node]
+    tried: Callable[[], Collection[Node]]
     peer: Node | None
     held: str | None
     is_new: bool
     """Nothing of its answer is there: nodes whose operator wants no prompts computed on them are left alone."""
     begun: Callable[[], bool]
     """Whether the client has a part of the answer."""
+    outlasts: Callable[[], bool]
+    """Whether a part of the answer is there."""
     until: float
     """Monotonic second at which it has waited long enough."""
+
+    @property
+    def patient(self) -> bool:
+        """Whether it waits for a node if there is none. Not if one that is up has failed at it."""
+        return self.outlasts() and not any(node.up for node in self.tried())
 
 
 class Binding:
@@ -60,21 +69,27 @@ class Binding:
         self._pool, self._doors, self._legs = pool, doors, legs
         self._chores, self._metrics = chores, metrics
         self._queue = RoomQueue()
+        metrics.waiting_for_room.set_function(lambda: len(self._queue))
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    @contextlib.asynccontextmanager
-    async def place(self, wish: Wish) -> AsyncIterator[tuple[Lease, bool]]:
-        """A place for the length of the block, and whether the KV can be fetched there; else it is computed.
+    async def place(self, wish: Wish) -> tuple[Lease, bool]:
+        """A place until it is given back, and whether the KV can be fetched there; else it is computed.
 
         Raises NoNode, Overloaded, KvNotLoaded."""
-        lease, fetches = await self._placed(wish)
-        try:
-            yield lease, fetches
-        finally:
-            self._pool.give_back(lease)
-            self._turn()
+        if not self._queue:
+            with _patiently(wish):
+                able, fetches = self._able(wish)
+                roomy = [node for node in able if has_room(node, wish.ask)]
+                if roomy:
+                    return self._pool.hold(wish.ask, roomy), fetches
+        return await self._waited_for(wish)
+
+    def give_back(self, lease: Lease) -> None:
+        """The leg has ended: somebody else may have its place."""
+        self._pool.give_back(lease)
+        self._turn()
 
     def computing(self, ask: Ask, tried: Collection[Node] = ()) -> list[Node]:
         """Decode nodes that may compute this prompt. Raises NoNode, Overloaded."""
@@ -87,7 +102,7 @@ class Binding:
     def decide(self, ask: Ask, source: Node) -> Decision | None:
         """Whether a prompt that this prefill node would get is better computed on its decode node: None while speeds
         are not known there, or no decode node has said that it would."""
-        its = replace(ask, role=Role.DECODE)
+        its = msgspec.structs.replace(ask, role=Role.DECODE)
         try:
             able = [node for node in self.computing(its) if node.kv is not None and node.rates.measured]
         except (NoNode, Overloaded):
@@ -99,9 +114,9 @@ class Binding:
         now = time.monotonic()
         if wish.peer is None:
             if wish.is_new:
-                return self.computing(wish.ask, wish.tried), False
-            return self._doors.takers(wish.ask, wish.tried, now, computes=True), False
-        nodes = self._doors.takers(wish.ask, wish.tried, now)
+                return self.computing(wish.ask, wish.tried()), False
+            return self._doors.takers(wish.ask, wish.tried(), now, computes=True), False
+        nodes = self._doors.takers(wish.ask, wish.tried(), now)
         able = self._doors.paired(nodes, wish.peer, now)
         if able:
             return able, True
@@ -110,13 +125,7 @@ class Binding:
             raise KvNotLoaded.because("Incompatible", self._doors.with_partner([wish.peer], nodes)[1])
         return able, False
 
-    async def _placed(self, wish: Wish) -> tuple[Lease, bool]:
-        if not self._queue:
-            with contextlib.suppress(Overloaded):
-                able, fetches = self._able(wish)
-                roomy = [node for node in able if has_room(node, wish.ask)]
-                if roomy:
-                    return self._pool.hold(wish.ask, roomy), fetches
+    async def _waited_for(self, wish: Wish) -> tuple[Lease, bool]:
         waiting = _Waiting(self, wish)
         waiter = Waiter(wish.ask, waiting.candidates, waiting.grant)
         self._queue.add(waiter)
@@ -162,7 +171,18 @@ class Binding:
     def _turn(self) -> None:
         if self._queue:
             self._queue.turn(self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY))
-        self._metrics.waiting_for_room.set(len(self._queue))
+
+
+@contextlib.contextmanager
+def _patiently(wish: Wish) -> Iterator[None]:
+    """What is waited for is no error yet: that nodes have rested, or that one is up."""
+    try:
+        yield
+    except Overloaded:
+        pass
+    except NoNode:
+        if not wish.patient:
+            raise
 
 
 class _Waiting:
@@ -176,14 +196,13 @@ class _Waiting:
     def candidates(self) -> Sequence[Node]:
         """See Waiter. While all nodes rest there are none; what else is wrong ends the waiting."""
         try:
-            able, self._fetches = self._binding._able(self._wish)
-            return () if self.placed.done() else able
-        except Overloaded:
-            return ()
+            with _patiently(self._wish):
+                able, self._fetches = self._binding._able(self._wish)
+                return () if self.placed.done() else able
         except KvrelayError as why:
             if not self.placed.done():
                 self.placed.set_exception(why)
-            return ()
+        return ()
 
     def grant(self, nodes: Sequence[Node]) -> None:
         """See Waiter."""

@@ -1,20 +1,21 @@
 """A client while its request is answered: a way beside ASGI to write to it without waiting.
 
 ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us for each. A `Client`
-writes straight to the connection instead, and tells who has to wait (`full`). What the connection may do is
+writes straight to the connection instead, and tells who has to wait (`flow`). What the connection may do is
 router/connections.py's and uvicorn's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from router.connections import Guarded
+from router.reply import Flow
 
-__all__ = ["Client", "ClientConnection", "client_of"]
+__all__ = ["Client", "ClientConnection", "arrived", "client_of"]
 
 _KEY = "kvrelay.client"
 # What a client has not read of an answer that is over is kept no longer than this.
@@ -45,45 +46,51 @@ class Client:
 
     def __init__(self, connection: ClientConnection, cycle: RequestResponseCycle) -> None:
         self._connection = connection
-        self._cycle = cycle
+        self.cycle = cycle
         self._unsent: list[bytes] = []
+        self.pieces = 0
+        """Of the body that were written."""
 
     @property
     def gone(self) -> bool:
         """It went away before the end."""
-        return self._cycle.disconnected
+        return self.cycle.disconnected
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Whom to tell if it goes away; None: nobody any more."""
         self._connection.on_gone = on_gone
+        if on_gone is not None:
+            self.cycle.flow.resume_reading()  # a further request behind this one has paused it; else nobody would see
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Status and headers of an answer in chunks."""
-        cycle = self._cycle
+        cycle = self.cycle
         if cycle.disconnected:
             return
         cycle.response_started, cycle.waiting_for_100_continue = True, False
         lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
-        self._send(head)
+        if not self._unsent:
+            self._connection.loop.call_soon(self._flush)
+        self._unsent.append(head)
 
     def write(self, payload: bytes) -> None:
         """A piece of the body. What is written in one turn of the event loop goes out in one send."""
-        if payload and not self._cycle.disconnected:
-            self._send(b"%x\r\n%b\r\n" % (len(payload), payload))
+        if payload and not self.cycle.disconnected:
+            self.pieces += 1
+            if not self._unsent:
+                self._connection.loop.call_soon(self._flush)
+            self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
 
-    def full(self) -> bool:
-        """Whether it has yet to read much of what was written."""
-        return self._cycle.flow.write_paused and not self._cycle.disconnected
-
-    def room(self) -> Awaitable[None]:
-        """Wait until it has, or is gone."""
-        return self._cycle.flow.drain()
+    @property
+    def flow(self) -> Flow:
+        """Whether it reads what was written."""
+        return self.cycle.flow
 
     def end(self) -> None:
         """The body is over."""
-        cycle = self._cycle
+        cycle = self.cycle
         if cycle.disconnected:
             return
         self._unsent.append(b"0\r\n\r\n")
@@ -96,20 +103,26 @@ class Client:
         if cycle.flow.write_paused:
             self._connection.loop.call_later(_FLUSH_DEADLINE_S, self._abandon)
 
-    def _send(self, data: bytes) -> None:
-        if not self._unsent:
-            self._connection.loop.call_soon(self._flush)
-        self._unsent.append(data)
-
     def _flush(self) -> None:
-        if self._unsent and not self._cycle.disconnected:
-            self._cycle.transport.write(b"".join(self._unsent))
+        if self._unsent and not self.cycle.disconnected:
+            self.cycle.transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
     def _abandon(self) -> None:
         """It has not read its answer, nor asked for anything else."""
-        if self._connection.cycle is self._cycle and self._cycle.flow.write_paused:
-            self._cycle.transport.abort()
+        if self._connection.cycle is self.cycle and self.cycle.flow.write_paused:
+            self.cycle.transport.abort()
+
+
+def arrived(scope: Scope) -> bytes | None:
+    """The body of a request, if it has come as a whole and nobody has asked for it; else None."""
+    client = scope.get(_KEY)
+    cycle = client.cycle if isinstance(client, Client) else None
+    if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+        return None
+    body, cycle.body = bytes(cycle.body), bytearray()
+    cycle.message_event.clear()
+    return body
 
 
 def client_of(scope: Scope) -> Client:

@@ -10,7 +10,6 @@ import asyncio
 import enum
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.admission import Admission, Refusal
@@ -28,9 +27,6 @@ __all__ = ["Gate", "Targets", "Turn"]
 
 _LOOK_S = 0.01
 """How often the queue is looked at while somebody waits; and it is whenever a request ends."""
-
-Placed = Callable[[], tuple[bool, bool]]
-"""Whether a node counts the request for its prefill, and whether one does for its decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +49,6 @@ class _Line:
 
     admission: Admission
     waiting: dict[Entrant, Turn] = field(default_factory=dict)
-    unplaced: set[Turn] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +62,6 @@ class Turn:
     state: _State = _State.BEGUN
     news: asyncio.Future[KvrelayError | None] | None = None
     """Only of one that waits."""
-    placed: Placed | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -102,17 +96,17 @@ class Gate:
         """Requests in all queues."""
         return sum(len(line.admission.queue) for line in self._lines.values())
 
-    def enter(self, caller: Caller, job: Job, targets: Targets, arrived: float) -> Turn:
+    async def enter(self, caller: Caller, job: Job, targets: Targets, arrived: float) -> Turn:
         """A request that begins now, or waits. Raises Overloaded, RateLimited, with the time after which to return."""
         now = time.monotonic()
         base = self._pool.base_of(job.model)
         line = self._lines.setdefault(base, _Line(Admission(self._config.max_queue)))
         nodes = self._nodes(job.model)
         entrant = self._entrant(caller, job, targets, arrived, nodes)
-        taken = self._take(caller, entrant, now)
+        taken = await self._take(caller, entrant, now)
+        now = time.monotonic()
         turn = Turn(caller, entrant, line, taken)
         try:
-            self._see(line)
             arrival = line.admission.arrive(entrant, nodes, now, caller.max_queue)
             if arrival.refusal is not None:
                 raise self._refused(caller, arrival.refusal, taken.headers)
@@ -122,7 +116,6 @@ class Gate:
         if arrival.displaced is not None and arrival.displacement is not None:
             self._end_waiting(line, arrival.displaced, arrival.displacement)
         if arrival.begins:
-            line.unplaced.add(turn)
             self._metrics.admitted(caller.name, "at_once")
             return turn
         turn.state, turn.news = _State.WAITING, asyncio.get_running_loop().create_future()
@@ -131,12 +124,17 @@ class Gate:
             self._looking = asyncio.create_task(self._look())
         return turn
 
+    @staticmethod
+    def placed(turn: Turn, role: Role) -> None:
+        """A node of this role counts the request itself from now on."""
+        prefilling = role is Role.PREFILL
+        turn.line.admission.placed(turn.entrant, prefilling=prefilling, decoding=not prefilling)
+
     def leave(self, turn: Turn, prompt_tokens: int, output_tokens: int) -> None:
         """It is over, however it ended, after so many tokens."""
         now = time.monotonic()
         line = turn.line
         if turn.state is _State.BEGUN:
-            line.unplaced.discard(turn)
             line.admission.ended(turn.entrant, prompt_tokens, output_tokens, now)
             self._limits.give_back(turn.taken, prompt_tokens + output_tokens, now)
             self._metrics.ended(turn.caller.name, prompt_tokens, output_tokens)
@@ -178,12 +176,12 @@ class Gate:
         cached = self._pool.prefixes.lookup(prefix_of(job))
         return max((cached.get(node.url) for node in nodes.prefill), default=0)
 
-    def _take(self, caller: Caller, entrant: Entrant, now: float) -> Taken:
+    async def _take(self, caller: Caller, entrant: Entrant, now: float) -> Taken:
         tokens = entrant.tokens
         if caller.quota.tokens_per_minute:
             # A long answer may be thought of that never comes: alone it is no reason to refuse.
             tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
-        taken = self._limits.take(caller.name, caller.quota, tokens, now)
+        taken = await self._limits.take(caller.name, caller.quota, tokens, now)
         if not isinstance(taken, Exceeded):
             return taken
         self._metrics.refused(caller.name, f"key_{taken.what}")
@@ -202,16 +200,6 @@ class Gate:
     def _nodes(self, model: str) -> Nodes:
         return Nodes(self._pool.up(Role.PREFILL, model=model), self._pool.up(Role.DECODE, model=model))
 
-    def _see(self, line: _Line) -> None:
-        """What nodes count by now is no promise any more."""
-        for turn in [turn for turn in line.unplaced if turn.placed is not None]:
-            assert turn.placed is not None
-            prefilling, decoding = turn.placed()
-            if prefilling or decoding:
-                line.admission.placed(turn.entrant, prefilling=prefilling, decoding=decoding)
-            if prefilling and decoding:
-                line.unplaced.discard(turn)
-
     async def _look(self) -> None:
         try:
             while self.waiting():
@@ -227,14 +215,12 @@ class Gate:
         first = line.admission.queue.first()
         if first is None:
             return
-        self._see(line)
         for entrant, refusal in line.admission.late(self._nodes(first.model), now):
             self._end_waiting(line, entrant, refusal)
         while (first := line.admission.queue.first()) is not None:
             if line.admission.next(self._nodes(first.model)) is None:
                 return
             turn = line.waiting.pop(first)
-            line.unplaced.add(turn)
             self._metrics.admitted(turn.caller.name, "queued", now - first.arrived)
             turn.tell(_State.BEGUN)
 

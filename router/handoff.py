@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
@@ -55,6 +55,8 @@ class Walk:
         self.progress = Progress(job)
         self._prefix = prefix_of(job)
         self.timeline = timeline
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when a node has a leg of it."""
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
         self._headers = headers
@@ -64,6 +66,7 @@ class Walk:
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
         self._first: list[Node] = []  # the prefill node that was chosen already
+        self._told: Ask | None = None  # and what is known of the prompt
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
@@ -149,9 +152,9 @@ class Walk:
         """Whether the measured costs say that a decode node computes the prompt. If not, it has its prefill node."""
         if not self._means.conditional:
             return False
-        source, told = self._pool.choose(ask, prefill)
+        source, self._told = self._pool.choose(ask, prefill)
         self._first = [source]
-        decision = self._means.binding.decide(told, source)
+        decision = self._means.binding.decide(self._told, source)
         if decision is None or not decision.local:
             return False
         self._metrics.local_prefills.labels(decision.reason.value).inc()
@@ -190,17 +193,18 @@ class Walk:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
         no prefill node is left."""
         body = prefill_body(self.job)
-        ask, tries = prefill_ask(self.job, self._prefix), Tries(self._means)
+        ask, tries = self._told or prefill_ask(self.job, self._prefix), Tries(self._means)
         failure: LegFailed | Refused
         while True:
             nodes, self._first = self._first, []
             if not nodes:
-                nodes = self._doors.takers(ask, tries.nodes, time.monotonic())
+                nodes = self._doors.takers(ask, tries.nodes(), time.monotonic())
                 nodes, _ = self._doors.with_partner(
                     nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
                 )
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
+                self.on_placed(Role.PREFILL)
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
                     ended = await self._leg(lease, body, Place(), None)
@@ -216,7 +220,7 @@ class Walk:
                     if not is_full(self._means, lease, why):
                         raise
                     failure = why
-            tries.nodes.append(lease.node)
+            tries.failed(lease.node, failure, told=False)
             if self._decoding is not None or not self.progress.start_over():
                 # Its decode node computes the prompt itself, if it must.
                 self._metrics.failovers.labels("prefill").inc()
@@ -231,30 +235,35 @@ class Walk:
             self._bound_by = time.monotonic() + ROOM_DEADLINE_S
         while True:
             params = self.progress.decode_params()
-            wish = self._wish(params, tries.nodes)
-            async with self._means.binding.place(wish) as (lease, fetches):
+            wish, known = self._wish(params, tries.nodes), self.progress.output_tokens
+            lease, fetches = await self._means.binding.place(wish)
+            try:
                 self.decode_node = lease.node
-                self.timeline.sent = self.timeline.sent or time.monotonic()
+                if self.timeline.sent is None:
+                    self.timeline.sent = time.monotonic()
+                    self.on_placed(Role.PREFILL)  # what would have been computed there
+                self.on_placed(Role.DECODE)
                 params = self._bound(params, fetches)
-                try:
-                    await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
-                    return
-                except Diverged as why:
-                    # Nobody's fault; the next leg begins behind what the client has.
-                    _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
-                    continue
-                except LegFailed as why:
-                    tries.nodes.append(lease.node)
-                    failure = why
-                except Refused as why:
-                    if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
-                        raise
-                    continue  # it rests, so it is not asked again at once
-            if not (tries.another(wish.ask) and tries.may_go_on(failure, begun=self.progress.forwarded)):
+                await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
+                return
+            except Diverged as why:
+                # Nobody's fault; the next leg begins behind what the client has.
+                _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
+                continue
+            except LegFailed as why:
+                tries.failed(lease.node, why, told=self.progress.output_tokens > known)
+                failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
+            except Refused as why:
+                if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
+                    raise
+                continue  # it rests, so it is not asked again at once
+            finally:
+                self._means.binding.give_back(lease)
+            if not (tries.another(wish.ask, wish.patient) and tries.may_go_on(failure, begun=self.progress.forwarded)):
                 raise tries.failure(Role.DECODE, failure) from failure
             self._metrics.failovers.labels("decode").inc()
 
-    def _wish(self, params: KvTransferParams, tried: Sequence[Node]) -> Wish:
+    def _wish(self, params: KvTransferParams, tried: Callable[[], list[Node]]) -> Wish:
         assert self._bound_by is not None
         fetches = params.remote_engine_id is not None
         peer = self.prefill_node if fetches else None
@@ -265,6 +274,7 @@ class Walk:
             params.remote_request_id if fetches else None,
             is_new=not (fetches or self.progress.output_tokens or self.progress.ticket or self.progress.handover),
             begun=lambda: self.progress.forwarded,
+            outlasts=lambda: self.progress.output_tokens > 0,
             until=self._bound_by,
         )
 
@@ -275,7 +285,7 @@ class Walk:
         if fetches:
             if not self._handed:
                 self._handed = True
-                self._metrics.disaggregated.inc()
+                self._metrics.disaggregated.add(1)
             return params
         if not self._kv_left:
             self._kv_left = True
@@ -329,7 +339,7 @@ class Walk:
             return room
 
         patience_s = self._doors.patience_s(lease.tokens)
-        with LegWatch(lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
+        with LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
             try:
                 ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
                 if decoding and ended is FrameKind.HANDOVER:
@@ -393,7 +403,7 @@ class Walk:
             self._means.chores.spawn(self._release(node, [handover.remote_request_id]))
         elif self._prefill_cut:
             # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
-            self._means.chores.spawn(self._release(node, [self.job.id, self.job.response_id]))
+            self._means.chores.spawn(self._release(node, [self.job.node_id, self.job.response_id]))
 
     async def _release(self, node: Node, request_ids: list[str]) -> None:
         told = await self._means.legs.release(node, request_ids)

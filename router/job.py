@@ -5,7 +5,6 @@ Looks at the few fields that decide the walk and keeps all others as the client'
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -86,8 +85,7 @@ class _Asked(msgspec.Struct):
     stream_options: _StreamOptions | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """One request on its way. `max_tokens` 0: the client did not say. `prompt_tokens` is an estimate."""
 
     id: str
@@ -117,6 +115,13 @@ class Job:
     priority: int = 0
     session: str = ""
     """What the requests of one conversation, or else of one user, have in common."""
+    mark: str = ""
+    """Of an id that its client chose: another router may have a request with the same one on the same node."""
+
+    @property
+    def node_id(self) -> str:
+        """The request's id on the nodes, which tell requests apart by it."""
+        return f"{self.id}.{self.mark}" if self.mark else self.id
 
     @property
     def asked_priority(self) -> int | None:
@@ -131,7 +136,7 @@ class Job:
     @property
     def response_id(self) -> str:
         """The `id` of the answer, as the nodes form it."""
-        return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.id}"
+        return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.node_id}"
 
 
 def parts_of(job: Job) -> list[Job]:
@@ -144,7 +149,7 @@ def parts_of(job: Job) -> list[Job]:
         return [job]
     check_choices(len(prompts), max(job.choices, job.best_of))
     return [
-        replace(
+        msgspec.structs.replace(
             job,
             fields={**job.fields, "prompt": prompt},
             prompt_tokens=len(bytes(prompt)) // _BYTES_PER_TOKEN,
@@ -162,7 +167,9 @@ def for_model(job: Job, model: str) -> Job:
     """The job under the name by which its nodes know the model or adapter."""
     if model == job.model:
         return job
-    return replace(job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))})
+    return msgspec.structs.replace(
+        job, model=model, fields={**job.fields, "model": msgspec.Raw(msgspec.json.encode(model))}
+    )
 
 
 def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int, session: str = "") -> Job:
@@ -219,7 +226,9 @@ def with_priority(job: Job, priority: int) -> Job:
     """The job with the priority that it gets, for the nodes too."""
     if priority == job.priority:
         return job
-    return replace(job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())})
+    return msgspec.structs.replace(
+        job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())}
+    )
 
 
 def prefix_of(job: Job) -> Prefix:

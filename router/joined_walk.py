@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from openai_api.join import joined_body, joined_end
 from openai_api.stages import with_stages
@@ -12,6 +13,7 @@ from router.handoff import Walk
 from router.job import Job
 from router.reply import Reply
 from router.timeline import Timeline
+from wire.config import Role
 
 __all__ = ["JoinedWalk"]
 
@@ -27,6 +29,18 @@ class JoinedWalk:
         self.reply = Reply()
         # Events are joined as they come, bodies when they are there.
         self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
+        self._unplaced = {role: set(self._walks) for role in (Role.PREFILL, Role.DECODE)}
+        for each in self._walks:
+            each.on_placed = partial(self._placed, each)
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when nodes have a leg of each part."""
+
+    def _placed(self, walk: Walk, role: Role) -> None:
+        left = self._unplaced[role]
+        if walk in left:
+            left.discard(walk)
+            if not left:
+                self.on_placed(role)
 
     @property
     def timeline(self) -> Timeline:

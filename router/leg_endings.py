@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from wire.errors import Draining, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
+from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import Frame, FrameKind
 
 __all__ = ["LegFailed", "Refused", "ending", "refusal"]
@@ -43,7 +43,8 @@ class LegFailed(NodeFailed):
     ) -> None:
         super().__init__(message)
         self.lost = lost
-        """Its process seems to be gone: it refused or cut the connection, or is silent to health checks too."""
+        """Its process or engine seems to be gone: it says so, refused or cut the connection, or is silent to health
+        checks too."""
         self.status = status
         self.retry_after_s = retry_after_s
         self.draining = draining
@@ -60,7 +61,8 @@ def ending(frame: Frame) -> FrameKind:
             refused = Refused(frame.status, error, 1 if frame.status == 429 else None)
             refused.kv_error = frame.kv_error
             raise refused
-        raise LegFailed(error.message, max(frame.status, 500), 1 if frame.status == 503 else None)
+        rests_s = 1 if frame.status == 503 else None
+        raise LegFailed(error.message, max(frame.status, 500), rests_s, lost=error.code == EngineDead.code)
     if frame.kind is FrameKind.HANDOVER and frame.params is None:
         raise LegFailed("the node sent a hand-over without its parameters")
     return frame.kind
@@ -75,4 +77,5 @@ def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> 
         return Refused(NodeFailed.status, ErrorBody("a node refused the router's key", NodeFailed.type), None)
     if 400 <= status < 500:
         return Refused(status, error, retry_after_s)
-    return LegFailed(error.message, max(status, 500), retry_after_s, draining=error.code == Draining.code)
+    drains, lost = error.code == Draining.code, error.code == EngineDead.code
+    return LegFailed(error.message, max(status, 500), retry_after_s, draining=drains, lost=lost)

@@ -10,43 +10,77 @@ from types import TracebackType
 from router.node import Lease
 from router.standing import Passage
 
-__all__ = ["LegWatch"]
+__all__ = ["LegWatch", "LegWatches"]
+
+
+class LegWatches:
+    """All legs of a router. The timer is set for the first that could be too late: nothing is done for each frame."""
+
+    def __init__(self) -> None:
+        self._all: set[LegWatch] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+
+    def add(self, watch: LegWatch) -> None:
+        """Look after this one, too."""
+        self._all.add(watch)
+        if self._timer is None or watch.due < self._due:
+            self._arm(watch.due)
+
+    def drop(self, watch: LegWatch) -> None:
+        """It has ended."""
+        self._all.discard(watch)
+        if not self._all and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - time.monotonic()), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        for watch in list(self._all):
+            watch.look(now)
+        if self._all:
+            self._arm(min(watch.due for watch in self._all))
 
 
 class LegWatch:
     """A context around one leg. `silent` once it was cut for its silence."""
 
-    def __init__(self, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]) -> None:
+    def __init__(
+        self, among: LegWatches, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]
+    ) -> None:
         """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again."""
         self.patience_s = patience_s
         self.silent = False
-        self._lease, self._passage = lease, passage
+        self._among, self._lease, self._passage = among, lease, passage
         self._may_cut = may_cut
         self._since = time.monotonic()
-        self._timer: asyncio.TimerHandle | None = None
+        self.due = self._since + patience_s
+        """The first moment at which it may be too late."""
 
     def __enter__(self) -> LegWatch:
         """Look from now on."""
-        self._arm(self.patience_s)
+        self._among.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
         """Look no more."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._among.drop(self)
 
-    def _arm(self, seconds: float) -> None:
-        # One timer per leg that looks when the last word was: nothing is to be done for each frame.
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        left_s = max(self._since, self._passage.heard_at) + self.patience_s - now
-        if left_s > 0:
-            self._arm(left_s)
-        elif self._lease.cut is None or not self._may_cut():
+    def look(self, now: float) -> None:
+        """Cut the leg if its node has said nothing for too long."""
+        self.due = max(self._since, self._passage.heard_at) + self.patience_s
+        if self.due > now or self.silent:
+            return
+        if self._lease.cut is None or not self._may_cut():
             self._since = now
-            self._arm(self.patience_s)
         else:
             self.silent = True
             self._lease.cut()
+        self.due = now + self.patience_s

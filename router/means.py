@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from router.binding import Binding
 from router.chores import Chores
 from router.doors import Doors
+from router.leg_watch import LegWatches
 from router.legs import Legs
 from router.metrics import Metrics
 from router.pool import Pool
@@ -26,6 +27,7 @@ class Means:
     chores: Chores
     metrics: Metrics
     retries: RetryBudget
+    watches: LegWatches
     attempts: int
     """On how many nodes a leg is tried."""
     conditional: bool

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,6 +18,7 @@ from router.doors import Doors
 from router.node import Node
 from router.pool import Pool
 from router.prefix_metrics import PrefixMetrics
+from router.tallies import Spread, Tally
 from router.timeline import Timeline
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
@@ -38,39 +39,32 @@ class Metrics:
         """`keys`: the names of the API keys."""
         self.registry = registry = CollectorRegistry()
         self.admission = AdmissionMetrics(registry, keys)
-        self.requests = Counter(
+        self.requests = Tally(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
+            registry,
             ["path", "status"],
-            registry=registry,
         )
         self.running = Gauge("kvrelay_router_requests_running", "Requests being answered now.", registry=registry)
-        self.ttft = Histogram(
-            "kvrelay_router_time_to_first_token_seconds",
-            "Arrival to first token.",
-            buckets=_LATENCY_S,
-            registry=registry,
+        self.ttft = Spread(
+            "kvrelay_router_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S, registry
         )
-        self.e2e = Histogram(
-            "kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", buckets=_LATENCY_S, registry=registry
-        )
-        self.inter_token = Histogram(
+        self.e2e = Spread("kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S, registry)
+        self.inter_token = Spread(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
-            buckets=_INTER_TOKEN_S,
-            registry=registry,
+            _INTER_TOKEN_S,
+            registry,
         )
-        self.stage = Histogram(
+        self.stage = Spread(
             "kvrelay_router_stage_seconds",
             "Time in each stage of a request, as openai_api/stages.py names them.",
-            ["stage"],
-            buckets=_STAGE_S,
-            registry=registry,
+            _STAGE_S,
+            registry,
+            "stage",
+            [name for name in STAGES if name != "total"],
         )
-        for name in STAGES:
-            if name != "total":
-                self.stage.labels(name)
-        self.output_tokens = Counter("kvrelay_router_output_tokens", "Tokens seen from the nodes.", registry=registry)
+        self.output_tokens = Tally("kvrelay_router_output_tokens", "Tokens seen from the nodes.", registry)
         self.failovers = Counter(
             "kvrelay_failovers", "Legs continued on another node after theirs broke.", ["leg"], registry=registry
         )
@@ -78,8 +72,8 @@ class Metrics:
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
         registry.register(_Choices(pool))
-        self.disaggregated = Counter(
-            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node.", registry=registry
+        self.disaggregated = Tally(
+            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node.", registry
         )
         self.local_prefills = Counter(
             "kvrelay_router_local_prefills",
@@ -140,16 +134,21 @@ class Metrics:
 
         pool.follow(joined, left)
 
-    def finished(self, path: str, status: int, timeline: Timeline | None = None, tokens: int = 0) -> None:
-        """Count one finished request; without a timeline it was refused at the door."""
-        self.requests.labels(path, str(status)).inc()
-        if timeline is None:
-            return
-        self.output_tokens.inc(tokens)
-        stages = timeline.stages_s(timeline.arrived if timeline.ended is None else timeline.ended)
-        self.e2e.observe(stages.pop("total", 0.0))
-        for name, seconds in stages.items():
-            self.stage.labels(name).observe(seconds)
+    def refused(self, path: str, status: int) -> None:
+        """Count a request that was refused at the door."""
+        self.requests.add(1, path, str(status))
+
+    def finished(
+        self, path: str, status: int, timeline: Timeline, stages_s: Mapping[str, float], tokens: int = 0
+    ) -> None:
+        """Count one finished request."""
+        self.requests.add(1, path, str(status))
+        self.output_tokens.add(tokens)
+        for name, seconds in stages_s.items():
+            if name == "total":
+                self.e2e.observe(seconds)
+            else:
+                self.stage.observe(seconds, name)
         if timeline.first_token is not None:
             self.ttft.observe(timeline.first_token - timeline.arrived)
         inter_token_s = timeline.inter_token_s(tokens)

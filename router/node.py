@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
 
 from router.credit import Credit, Reservation, blocks_of
 from router.policies.policy import NodeView
+from router.prefix_index import Prefix
 from router.standing import Standing
 from wire.config import Role
 from wire.kv_events import KvEventsReport
@@ -77,8 +77,8 @@ class Lease:
     kv_tokens: int = 0
     """Of KV that the node is likely to need for it in all."""
     room: Reservation = field(default_factory=Reservation)
-    under_way: ExitStack = field(default_factory=ExitStack)
-    """What the prefix index is told while it runs."""
+    sent: tuple[Prefix, int] | None = None
+    """What the prefix index was told of it, while it runs."""
     company: int = 0
     """Requests that were there before it."""
     expected_queue_ms: float = 0.0

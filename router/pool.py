@@ -15,8 +15,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import MappingProxyType
+
+import msgspec
 
 from router.credit import likely_kv_tokens
 from router.members import Change, Members, NodeSpec, Source
@@ -28,6 +29,7 @@ from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
 from wire.config import Role
 from wire.errors import NoNode
+from wire.outputs import Load
 
 __all__ = ["LOST_AFTER_MISSES", "Pool"]
 
@@ -64,6 +66,8 @@ class Pool:
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
+        self._ups: dict[tuple[Role, str, NodeKind | None], list[Node]] = {}
+        self._bases: dict[str, str] = {}
         self.kinds = Kinds()
         self._foreign = False  # a node of another kind than ours was seen
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
@@ -106,6 +110,7 @@ class Pool:
         return self._by_url.get(url.rstrip("/"))
 
     def _change(self, change: Change, now: float) -> None:
+        self._changed()
         for url in change.left:
             node = self._by_url.pop(url)
             self.nodes = [each for each in self.nodes if each is not node]
@@ -159,15 +164,20 @@ class Pool:
     ) -> list[Node]:
         """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served.
 
-        Of any kind if none is named.
+        Of any kind if none is named. The list is not the caller's to change.
         """
-        base = self.base_of(model)
-        up = [
-            node
-            for node in self.nodes
-            if node.role == role and node.up and node not in exclude and (not model or node.serves(base, model))
-        ]
-        return [node for node in up if node.kind is kind] if self._foreign and kind else up
+        key = (role, model, kind)
+        up = self._ups.get(key)
+        if up is None:
+            base = self.base_of(model)
+            up = [
+                node for node in self.nodes if node.role == role and node.up and (not model or node.serves(base, model))
+            ]
+            if self._foreign and kind:
+                up = [node for node in up if node.kind is kind]
+            if up:
+                self._ups[key] = up
+        return [node for node in up if node not in exclude] if exclude else up
 
     def node_kinds(self, model: str = "") -> list[NodeKind]:
         """Those of which nodes of both roles are up for this model or adapter."""
@@ -187,9 +197,20 @@ class Pool:
 
         An adapter's name that nodes of several models have means one of them only, so that both legs agree.
         """
-        if not name or any(node.model == name for node in self.nodes):
-            return name
-        return min((node.model for node in self._holders() if name in node.adapters), default="")
+        base = self._bases.get(name)
+        if base is None:
+            if not name or any(node.model == name for node in self.nodes):
+                base = name
+            else:
+                base = min((node.model for node in self._holders() if name in node.adapters), default="")
+            if base:  # else clients could name as many as they like
+                self._bases[name] = base
+        return base
+
+    def _changed(self) -> None:
+        """Which nodes take which legs may be otherwise now."""
+        self._ups.clear()
+        self._bases.clear()
 
     def require_ready(self, model: str = "") -> None:
         """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
@@ -250,18 +271,21 @@ class Pool:
         )
         self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)
-        lease.under_way.enter_context(self.prefixes.under_way(ask.prefix, node.url))
+        if isinstance(ask.prefix, Prefix):
+            lease.sent = ask.prefix, self.prefixes.send(ask.prefix, node.url)
         return lease
 
     def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
         """The one of these that the policy chooses, and what it was told."""
-        if isinstance(ask.prefix, Prefix):
+        if isinstance(ask.prefix, Prefix) and not ask.informed:
             ask = self._with_cached(ask, ask.prefix)
         return POLICIES[self.policies[ask.role]](ask, nodes, self._rng), ask
 
     def give_back(self, lease: Lease) -> None:
         """The leg has ended; twice is as once."""
-        lease.under_way.close()
+        if lease.sent is not None:
+            sent, lease.sent = lease.sent, None
+            self.prefixes.end(*sent)
         lease.node.give_back(lease)
         if not lease.node.wanted:
             self._end_if_idle(lease.node)
@@ -269,7 +293,8 @@ class Pool:
     def _with_cached(self, ask: Ask, prefix: Prefix) -> Ask:
         """With what the prefix index knows of its prompt; also how long that is, if it is all to be computed."""
         cached = self.prefixes.lookup(prefix)
-        return replace(ask, cached=cached, tokens=cached.prompt_tokens if ask.role is Role.PREFILL else ask.tokens)
+        tokens = cached.prompt_tokens if ask.role is Role.PREFILL else ask.tokens
+        return msgspec.structs.replace(ask, cached=cached, informed=True, tokens=tokens)
 
     def blame(self, node: Node, why: str, now: float) -> None:
         """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
@@ -283,8 +308,9 @@ class Pool:
             self.prefixes.forget(node.url)
             node.drain_asked = False
         node.misses = 0
+        known = (node.kind, node.model, node.adapters, node.up)
         node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
-        self._foreign |= node.kind is not NodeKind.KVRELAY
+        self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
         node.held_blocks = report.held_blocks
         node.note_load(report.load)
         why = self._misfit(node, report)
@@ -304,6 +330,8 @@ class Pool:
             if not node.up:
                 node.up, node.since, node.reason = True, now, ""
                 _log.info("%s node %s is up", node.role, node.url)
+        if known != (node.kind, node.model, node.adapters, node.up):
+            self._changed()
 
     def _fleet(self, role: Role, model: str) -> NodeRates:
         """What the nodes of a role and model have in common."""
@@ -318,6 +346,21 @@ class Pool:
         """The node has just said that it has loaded or unloaded an adapter."""
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
         node.adapters_at = now
+        self._changed()
+
+    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
+        """The node at this address has told of itself, unasked."""
+        node = self.find(url)
+        if node is not None:
+            node.note_load(load)
+            if draining:
+                self.drains(node, now)
+
+    def note_p2p_address(self, url: str, address: str) -> None:
+        """Where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
+        node = self.find(url)
+        if node is not None:
+            node.p2p_address = address
 
     def drains(self, node: Node, now: float) -> None:
         """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
@@ -368,6 +411,7 @@ class Pool:
             _log.debug("%s node %s is still kept out: %s", node.role, node.url, why)
         if node.up:
             node.up, node.since = False, now
+            self._changed()
         node.reason = why
 
     def _cut(self, node: Node) -> None:

@@ -10,10 +10,12 @@ Texts are kept as 64-bit hashes of their chunks, by a secret of this process; th
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from router.held_blocks import HeldBlocks
 from router.text_tree import CHUNK_BYTES, Step, TextTree
@@ -25,12 +27,12 @@ MAX_TEXT_BYTES = 512 << 10
 """Of a prompt that are looked at: 128,000 tokens, in 2 ms. What is behind counts as new."""
 # What is forgotten of nodes that are gone is cleared when there are so many of them.
 _GONE_TOGETHER = 64
+_CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
 _TOKENS_PER_BYTE = 0.25  # English text, until prompts were seen
 _LEARNING_RATE = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(msgspec.Struct, frozen=True):
     """By what the index knows a prompt. `chunks` begin with a number for all that decides its tokens beside the text.
 
     Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_tokens` each."""
@@ -45,14 +47,13 @@ class Prefix:
     def of(cls, context: int, text: bytes) -> Prefix:
         """`context`: a hash of the fields beside the text that decide its tokens."""
         looked_at = text[:MAX_TEXT_BYTES]
-        hashes = [hash(looked_at[at : at + CHUNK_BYTES]) for at in range(0, len(looked_at), CHUNK_BYTES)]
-        return cls(array("q", [context, *hashes]), len(text))
+        return cls(array("q", [context, *map(hash, _CHUNKS(looked_at))]), len(text))
 
     def known(self, blocks: PromptBlocks, tokens: int) -> Prefix:
         """The same prompt, of which a node has said what its blocks are called."""
         halves = array("Q")
         halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
-        return replace(self, keys=halves[::2], tokens=tokens, block_tokens=blocks.block_tokens)
+        return msgspec.structs.replace(self, keys=halves[::2], tokens=tokens, block_tokens=blocks.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +141,15 @@ class PrefixIndex:
             ),
         )
 
-    @contextmanager
-    def under_way(self, prefix: object, url: str) -> Iterator[None]:
-        """A leg with this prompt runs on a node for the length of the block; nothing happens if it is no Prefix."""
-        if not isinstance(prefix, Prefix):
-            yield
-            return
+    def send(self, prefix: Prefix, url: str) -> int:
+        """A leg with this prompt runs on a node from now on; for `end`."""
         number = self._number(url)
         self.texts.send(prefix.chunks, number)
-        try:
-            yield
-        finally:
-            self.texts.end(prefix.chunks, number)
+        return number
+
+    def end(self, prefix: Prefix, number: int) -> None:
+        """It has ended."""
+        self.texts.end(prefix.chunks, number)
 
     def learn(self, prefix: Prefix) -> None:
         """What a node has said of a prompt (Prefix.known)."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from router.prefix_index import PrefixIndex
+from router.tallies import Spread, Tally
 
 __all__ = ["PrefixMetrics"]
 
@@ -35,17 +36,17 @@ class PrefixMetrics:
             "Nodes whose KV events are not to be had, or not complete: the choice goes by what was sent there.",
             registry=registry,
         )
-        self.cached_tokens = Counter(
+        self.cached_tokens = Tally(
             "kvrelay_router_cached_prompt_tokens",
             "Tokens of prompts in prefix caches of prefill nodes: the estimate at the choice, and the node's report.",
+            registry,
             ["by"],
-            registry=registry,
         )
-        self.cached_tokens_error = Histogram(
+        self.cached_tokens_error = Spread(
             "kvrelay_router_cached_prompt_tokens_error",
             "Difference of the two, one observation per prefill leg.",
-            buckets=_TOKENS,
-            registry=registry,
+            _TOKENS,
+            registry,
         )
         for name, about, size in (
             ("texts", "Branches of prompts that the prefix index knows.", lambda: len(index.texts)),
@@ -56,6 +57,6 @@ class PrefixMetrics:
 
     def cached(self, estimate: int, report: int) -> None:
         """A prefill node has said how much of a prompt its prefix cache held."""
-        self.cached_tokens.labels("estimate").inc(estimate)
-        self.cached_tokens.labels("report").inc(report)
+        self.cached_tokens.add(estimate, "estimate")
+        self.cached_tokens.add(report, "report")
         self.cached_tokens_error.observe(abs(estimate - report))

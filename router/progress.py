@@ -80,21 +80,25 @@ class Progress:
 
         Raises Diverged if a decode leg tells of other tokens than those that are known.
         """
+        ids, kind = frame.token_ids, frame.kind
         begin = place.at.get(frame.choice, 0)
-        place.at[frame.choice] = begin + len(frame.token_ids)
-        if frame.kind is FrameKind.TICKET:
+        place.at[frame.choice] = begin + len(ids)
+        if kind is FrameKind.TICKET:
             self.ticket = frame.params
             return False
-        if frame.kind is FrameKind.HANDOVER and frame.params is not None:
+        if kind is FrameKind.HANDOVER and frame.params is not None:
             self._take_handover(frame.params)
             self.forwarded |= bool(frame.payload)
             return True
-        if frame.kind not in (FrameKind.TOKENS, FrameKind.END) or self.ended:
+        over = kind is FrameKind.END
+        if not (over or kind is FrameKind.TOKENS) or self.ended:
             return False
-        over = frame.kind is FrameKind.END
-        self.settled |= place.decoding and (over or bool(frame.token_ids))
-        choice = self._choices.setdefault(frame.choice, _Choice())
-        says = bool(frame.token_ids) or frame.finish is not None
+        if place.decoding and (over or ids):
+            self.settled = True
+        choice = self._choices.get(frame.choice)
+        if choice is None:
+            choice = self._choices[frame.choice] = _Choice()
+        says = bool(ids) or frame.finish is not None
         if begin < len(choice.token_ids) or (says and choice.finish is not None):
             # In 16 bits a prompt that is computed twice may have two first tokens. The client's counts.
             if place.decoding and (over or not _is_known(frame, begin, choice)):
@@ -103,13 +107,16 @@ class Progress:
                     f"token {begin} of choice {frame.choice} of the answer is another one than the client has"
                 )
             return False
-        choice.token_ids += frame.token_ids
-        choice.logprobs += frame.logprobs or ()
-        choice.finish = choice.finish or frame.finish
+        choice.token_ids += ids
+        if frame.logprobs:
+            choice.logprobs += frame.logprobs
+        if frame.finish is not None and choice.finish is None:
+            choice.finish = frame.finish
         if says or frame.payload:
             choice.sent_text = frame.sent_text
         self.ended = over
-        self.forwarded |= bool(frame.payload)
+        if frame.payload:
+            self.forwarded = True
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:

@@ -24,7 +24,8 @@ from wire.errors import ErrorBody, KvrelayError, NodeFailed
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
 HOLD_S = 10.0
-"""Headers wait this long for the first payload; after them, a comment is sent when nothing came for this long."""
+"""Headers wait this long for the first payload; after them, a comment is sent when nothing came for as long, at most
+for twice as long."""
 CLIENT_GONE = 499
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -71,7 +72,7 @@ class Relay(Response):
         self._left = False  # the client went away before the end
         self._begun = False  # headers were sent
         self._complete = False  # the last byte was sent
-        self._newest = 0.0  # when something was sent
+        self._pieces = 0  # that were sent when they were last counted
         self._broken: NodeFailed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,11 +82,10 @@ class Relay(Response):
         self._task, self._client = task, client_of(scope)
         self._client.watch(self._leave)
         self._left = self._client.gone
-        self._newest = loop.time()
         failure: KvrelayError | None = None
         try:
             if self._walk.job.stream:
-                self._walk.reply.pass_on(self._pass, self._client.full, self._client.room)
+                self._walk.reply.pass_on(self._pass, self._client.flow)
                 self._holding = loop.call_later(HOLD_S, self._hold)
             failure = None if self._left else await self._walked()
             if self._walk.job.stream:
@@ -140,15 +140,16 @@ class Relay(Response):
         if not self._begun:
             self._begun = True
             self._client.begin(200, (*_STREAM_HEADERS, *_raw(self._extra)))
-        self._newest = self._task.get_loop().time()
+            if self._dialect is AS_IS:  # from now on there is nothing to do
+                self._walk.reply.pass_on(self._client.write, self._client.flow)
         self._client.write(events)
 
     def _hold(self) -> None:
-        """Say something if nothing was sent for HOLD_S."""
-        loop = self._task.get_loop()
-        if loop.time() - self._newest >= HOLD_S:
+        """Say something if nothing was sent since this was asked last."""
+        if self._client.pieces == self._pieces:
             self._send(self._dialect.keep_alive())
-        self._holding = loop.call_at(self._newest + HOLD_S, self._hold)
+        self._pieces = self._client.pieces
+        self._holding = self._task.get_loop().call_later(HOLD_S, self._hold)
 
     async def _end_stream(self, failure: KvrelayError | None, scope: Scope, receive: Receive, send: Send) -> None:
         """An honest status while headers are held, an error event if it broke later."""

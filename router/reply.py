@@ -7,8 +7,19 @@ cut off; and it waits for room before it reads on, so that a slow client slows i
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
-__all__ = ["Reply"]
+__all__ = ["Flow", "Reply"]
+
+
+class Flow(Protocol):
+    """Whether a client reads."""
+
+    write_paused: bool
+
+    def drain(self) -> Awaitable[None]:
+        """Wait until it has read enough, or is gone."""
+        ...
 
 
 class Reply:
@@ -17,29 +28,27 @@ class Reply:
     def __init__(self) -> None:
         self._kept: list[bytes] = []
         self._put: Callable[[bytes], None] = self._kept.append
-        self._full: Callable[[], bool] | None = None
-        self._room: Callable[[], Awaitable[None]] | None = None
+        self._flow: Flow | None = None
 
-    def pass_on(
-        self, put: Callable[[bytes], None], full: Callable[[], bool], room: Callable[[], Awaitable[None]]
-    ) -> None:
-        """From now on each payload goes to `put`; `room` waits while the client is `full`."""
-        self._put, self._full, self._room = put, full, room
+    def pass_on(self, put: Callable[[bytes], None], flow: Flow) -> None:
+        """From now on each payload goes to `put`, and who asks for room is told of `flow`."""
+        self._put, self._flow = put, flow
 
     def put(self, payload: bytes) -> None:
         """Add bytes for the client; empty ones are nothing."""
         if payload:
             self._put(payload)
 
-    @property
-    def full(self) -> bool:
-        """Whether there is something to wait for before more is put. What is kept until it is whole never is."""
-        return self._full is not None and self._full()
-
-    def room(self) -> Awaitable[None] | None:
-        """What to wait for before more is put, if anything."""
-        return self._room() if self._room is not None and self.full else None
-
     def kept(self) -> bytes:
         """All that was put and not passed on."""
         return b"".join(self._kept)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is something to wait for before more is put. What is kept until it is whole never is."""
+        return self._flow is not None and self._flow.write_paused
+
+    def room(self) -> Awaitable[None] | None:
+        """What to wait for before more is put, if anything."""
+        flow = self._flow
+        return flow.drain() if flow is not None and flow.write_paused else None

@@ -6,11 +6,12 @@ lies between is seen from here, by one clock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from openai_api.stages import STAGES, TOLD
 
-__all__ = ["Timeline"]
+__all__ = ["Timeline", "shown"]
 
 
 @dataclass(slots=True)
@@ -55,11 +56,6 @@ class Timeline:
         else:
             self.prefill_ms = timing_ms
 
-    def line(self) -> str:
-        """All stages in milliseconds, for the log."""
-        stages = self.stages_s(self.arrived if self.ended is None else self.ended)
-        return " ".join(f"{name}_ms={stages[name] * 1e3:.2f}" for name in STAGES if name in stages)
-
     def stages_s(self, now: float) -> dict[str, float]:
         """Seconds in each stage that was entered, if the request ended now. Of a broken leg the time seen from here."""
         stages = {name: took / 1e3 for name, took in self.decode_ms.items() if name in STAGES}
@@ -88,3 +84,8 @@ class Timeline:
         if tokens < 2 or self.first_token is None or self.last_token is None:
             return None
         return (self.last_token - self.first_token) / (tokens - 1)
+
+
+def shown(stages_s: Mapping[str, float]) -> str:
+    """Stages in milliseconds, for the log."""
+    return " ".join([f"{name}_ms={stages_s[name] * 1e3:.2f}" for name in STAGES if name in stages_s])

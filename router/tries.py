@@ -15,20 +15,37 @@ __all__ = ["Tries"]
 
 
 class Tries:
-    """Of the legs of one kind of one walk. `nodes` are those that broke, or had no room."""
+    """Of the legs of one kind of one walk."""
 
     def __init__(self, means: Means) -> None:
-        self.nodes: list[Node] = []
         self._means = means
+        self._generations: dict[Node, str] = {}  # of the nodes that broke or had no room: which process that was
+        self._in_vain = 0
 
-    def another(self, ask: Ask) -> bool:
-        """Whether there is another node, now or soon."""
+    def nodes(self) -> list[Node]:
+        """Those that are not asked again. Where another process stands by now, nothing was tried yet."""
+        return [node for node, generation in self._generations.items() if node.generation == generation]
+
+    def failed(self, node: Node, why: LegFailed | Refused, *, told: bool) -> None:
+        """A leg broke there, or found no room. `told`: of something new before; then the next one is a first try.
+
+        A node that was lost or drains is down until it answers a health check, and may be asked again then."""
+        if told:
+            self._generations.clear()
+            self._in_vain = 0
+        if isinstance(why, LegFailed):
+            self._in_vain += not why.draining
+        if isinstance(why, Refused) or not (why.lost or why.draining):
+            self._generations[node] = node.generation
+
+    def another(self, ask: Ask, patient: bool = False) -> bool:
+        """Whether there is another node, now or soon; also if there is none, to who waits for one."""
         try:
-            nodes = self._means.doors.takers(ask, self.nodes, time.monotonic())
+            nodes = self._means.doors.takers(ask, self.nodes(), time.monotonic())
         except Overloaded:
             return ask.role is Role.DECODE  # it will wait for them
         except NoNode:
-            return False
+            return patient
         if ask.role is Role.DECODE:
             return True
         return bool(
@@ -41,7 +58,7 @@ class Tries:
         """Whether a leg may be tried again, for which the retry budget is asked where it must be.
 
         `begun`: the client has a part of the answer. What a lost process had to do must be done elsewhere, too."""
-        if len(self.nodes) >= self._means.attempts:
+        if self._in_vain >= self._means.attempts:
             return False
         if why.lost or why.draining or begun or self._means.retries.take(time.monotonic()):
             return True
@@ -52,7 +69,7 @@ class Tries:
         """What the client is told when there is nowhere left to go."""
         if isinstance(why, Refused):
             return why
-        tried = len(self.nodes)
+        tried = self._in_vain
         failure = NodeFailed(f"no {role} node could serve the request ({tried} tried); the last one: {why.message}")
         failure.status, failure.retry_after_s = why.status, why.retry_after_s
         return failure

@@ -151,7 +151,9 @@ class NoNode(Unavailable):
 
 
 class EngineDead(Unavailable):
-    """The engine process of this node has ended."""
+    """The engine process of this node has ended, or is not there yet."""
+
+    code = "engine_dead"
 
 
 class Draining(Unavailable):

@@ -29,7 +29,7 @@ from benchmarks.chaos.left_behind import LEASE_S, left_behind, memory
 from benchmarks.chaos.model import CONTEXT, flags_of
 from benchmarks.chaos.processes import Cluster
 from benchmarks.chaos.report import print_table, whole
-from benchmarks.chaos.verdict import broken_legs, judged, none_up
+from benchmarks.chaos.verdict import MARGIN_S, broken_legs, joined, judged, none_up
 
 _ROUTER_GROWTH_BYTES = 48 << 20
 """From a quarter of the time on, until the end: more is a leak. Its caches fill meanwhile."""
@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=3)
     parser.add_argument("--streams", type=int, default=200, help="requests under way at any moment")
     parser.add_argument("--seconds", type=float, default=300.0, help="of faults")
-    parser.add_argument("--every-s", type=float, default=5.0, help="between two faults, in the mean")
+    parser.add_argument("--every-s", type=float, default=6.0, help="between two faults, in the mean")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes")
     parser.add_argument("--per-kind", type=int, default=6, help="different requests of each kind")
@@ -104,7 +104,8 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     assert cluster.router is not None
     log = cluster.router.log.read_text(errors="replace").splitlines()
     down = {role: [node.down for node in cluster.nodes if node.role == role] for role in ("prefill", "decode")}
-    verdict = judged(crowd.seen, broken_legs(log), none_up(down), options.gap_s)
+    without = none_up(down)
+    verdict = judged(crowd.seen, broken_legs(log), without, options.gap_s)
     lost, growth = crowd.asked - len(crowd.seen), sizes[-1] - sizes[len(sizes) // 4]
     if lost:
         verdict.broken.append(f"{lost} requests have no end at all")
@@ -113,6 +114,7 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     verdict.broken += [*left, *cluster.surprises]
     verdict.broken += [f"the router's log: {line}" for line in log if "Traceback" in line]
     facts = {"began": began, "seconds": seconds, "lost": lost, "router_rss": [sizes[0], sizes[-1]]}
+    facts["without_s"] = {role: sum(end - begin - MARGIN_S for begin, end in joined(without[role])) for role in without}
     print_table(options, cluster, verdict, facts)
     return whole(options, cluster, crowd, verdict, facts)
 

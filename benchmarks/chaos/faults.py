@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["KINDS", "Fault", "drawn"]
 
-KINDS = {"kill": 4, "stop": 4, "restart": 2, "kill engine": 2, "stop engine": 1}
+KINDS = {"kill": 6, "stop": 4, "restart": 2, "kill engine": 2, "stop engine": 1}
 """How often each is drawn. kill: SIGKILL; stop: SIGSTOP, and later SIGCONT; restart: SIGTERM, which drains. Of `engine`
 the process of the engine alone is struck, else the whole node."""
 AT_ONCE = 0.2
@@ -38,5 +38,5 @@ def drawn(seed: int, seconds: float, every_s: float, nodes: Sequence[int]) -> li
         struck = tuple(rng.sample(list(nodes), 2 if rng.random() < AT_ONCE and len(nodes) > 1 else 1))
         for_s = SHORTEST_S * (LONGEST_S / SHORTEST_S) ** rng.random() if kind.startswith("stop") else 0.0
         faults.append(Fault(at, kind, struck, min(for_s, max(SHORTEST_S, seconds - at)), rng.uniform(0.0, 1.0)))
-        at += rng.expovariate(1 / every_s)
+        at += every_s * rng.uniform(0.2, 1.8)
     return faults

@@ -69,7 +69,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that has happened to a node, at a monotonic second; `missed`: the node was down already."""
+    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already, and was spared."""
 
     at: float
     fault: Fault
@@ -171,8 +171,7 @@ class Cluster:
 
     async def _strike(self, node: Node, fault: Fault) -> None:
         now = time.monotonic()
-        missed = node.process.poll() is not None
-        family = [] if missed else _family(node.process.pid)
+        family = [] if node.down_since is not None else _family(node.process.pid)
         if "engine" in fault.kind:
             family = family[1:]
         missed = not family

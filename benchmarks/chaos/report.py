@@ -23,8 +23,9 @@ def print_table(options: argparse.Namespace, cluster: Cluster, verdict: Verdict,
     struck = Counter(each.fault.kind for each in cluster.struck if not each.missed)
     restarts = sum(node.starts - 1 for node in cluster.nodes)
     requests = sum(verdict.ends.values())
+    without = ", ".join(f"{seconds:.1f} s without a {role} node" for role, seconds in facts["without_s"].items())
     print(f"seed {options.seed}, {options.prefill}P{options.decode}D, {options.streams} streams at a time")
-    print(f"{'faults':20} {struck.total()}: {_listed(struck)}; {restarts} restarts")
+    print(f"{'faults':20} {struck.total()}: {_listed(struck)}; {restarts} restarts; {without}")
     print(f"{'requests':20} {requests} in {facts['seconds']:.0f} s, {verdict.ends['done']} equal to their twins")
     print(f"{'  by kind':20} {_listed(verdict.equal_by_kind)}")
     print(

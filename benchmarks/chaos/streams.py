@@ -42,6 +42,7 @@ class Heard:
         self._prompt_token_ids: list[int] | None = None
         self._usage: list[int] | None = None
         self._name: tuple[Any, Any] | None = None
+        self._over = False  # an error event is followed by [DONE], once
 
     @property
     def text(self) -> str:
@@ -64,10 +65,14 @@ class Heard:
         """A line of a stream; whether it has told something of the answer."""
         if not line.startswith(b"data: "):
             return False
+        over = line.startswith(b"data: [DONE]")
+        if over and self.end == "error" and not self._over:
+            self._over = True
+            return False
         if self.end:
             self.end = f"wrong: {line[:80]!r} came behind the end ({self.end})"
             return False
-        if line.startswith(b"data: [DONE]"):
+        if over:
             unended = [index for index, choice in self._choices.items() if choice.finish is None]
             self.end = f"wrong: [DONE] before the end of choices {unended}" if unended or not self._choices else "done"
             return False

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from benchmarks.chaos.crowd import Seen
 from benchmarks.load import percentile
 
-__all__ = ["Times", "Verdict", "broken_legs", "judged", "none_up"]
+__all__ = ["MARGIN_S", "Times", "Verdict", "broken_legs", "joined", "judged", "none_up"]
 
 MARGIN_S = 2.5
 """The router sees that a node is up again so much later at most: an interval and a deadline of its health checks."""
@@ -101,10 +101,10 @@ def judged(
         else:
             verdict.broken.append(f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}")
         begin, end = each.gap()
-        if each.times:
+        if each.times and each.end == "done":
             (gaps if broke["decode"] else others).append(end - begin)
             (late_firsts if sum(broke.values()) else firsts).append(each.times[0] - each.began)
-        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in _joined(no_decode))
+        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in joined(no_decode))
         if wait_s > gap_s:
             verdict.broken.append(f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on")
     verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
@@ -118,7 +118,7 @@ def _touch(begin: float, end: float, spans: Iterable[Span]) -> bool:
     return any(a <= end and begin <= b for a, b in spans)
 
 
-def _joined(spans: Iterable[Span]) -> list[Span]:
+def joined(spans: Iterable[Span]) -> list[Span]:
     """Without overlaps."""
     joined: list[Span] = []
     for begin, end in sorted(spans):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from router.rates import NodeRates
 from wire.config import Role
@@ -17,8 +19,7 @@ __all__ = ["TOKENS_PER_REQUEST", "Ask", "N", "NodeView", "Policy"]
 TOKENS_PER_REQUEST = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A leg that wants a node. `model` may name an adapter; empty stands for whatever is served. Counts are tokens."""
 
     role: Role
@@ -33,12 +34,14 @@ class Ask:
     """As the client gave it; the lower is served first."""
     session: str = ""
     """What requests of one conversation or user have in common; empty if nothing is known."""
-    prefix: object = None
+    prefix: Any = None
     """By what the prefix index knows the prompt; nobody else looks into it."""
-    cached: Mapping[str, int] = field(default_factory=dict)
+    cached: Mapping[str, int] = {}
     """By URL of a node, how many tokens of this prompt it is believed to have. Nodes that are not named have none."""
     peer: str = ""
     """For a decode leg, the URL of the prefill node that has the KV, or will have it."""
+    informed: bool = False
+    """`cached` and `tokens` are what the prefix index has said."""
 
     def uncached(self, node: NodeView) -> int:
         """Tokens that this node would have to compute."""

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import msgspec
@@ -72,6 +72,8 @@ class VllmWalk:
         self.job = job
         self.reply = Reply()
         self.timeline = timeline
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when a node has a leg of it."""
         self.prompt_tokens: int | None = None
         self.output_tokens = 0
         """As the node counts them; of a stream its events, which are about one per token."""
@@ -220,12 +222,15 @@ class VllmWalk:
             peer=self._last[Role.PREFILL] if decoding else "",
         )
         with self._pool.lease(ask, self._tried[role], self._kind) as lease:
+            self.on_placed(role)
+            if decoding and tokens:
+                self.on_placed(Role.PREFILL)  # it is computed here, too
             self._last[role] = lease.node.url
             yield lease
 
     def _named(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
         """The headers of both legs. An id is used for one hand-over: what the last one has left must not be met."""
-        unique = self.job.id if not self._round else f"{self.job.id}-{self._round}"
+        unique = self.job.node_id if not self._round else f"{self.job.node_id}-{self._round}"
         if prefill is not None and decode is not None:
             # Not the client's own id: a colon in it would be read as an address.
             unique = p2p_request_id(prefill.node.p2p_address, decode.node.p2p_address, uuid.uuid4().hex)

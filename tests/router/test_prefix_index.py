@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from hypothesis import given, settings
@@ -28,6 +30,13 @@ unhurried = settings(max_examples=60)
 
 def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@contextmanager
+def under_way(index: PrefixIndex, prefix: Prefix, url: str) -> Iterator[None]:
+    number = index.send(prefix, url)
+    yield
+    index.end(prefix, number)
 
 
 def depth_of(steps: list[tuple[int, int]], node: int) -> int:
@@ -162,7 +171,7 @@ def asked(index: PrefixIndex, text: str, url: str = "") -> Prefix:
     """A request with this prompt, through a leg on `url` that has ended, if it is given."""
     prefix = Prefix.of(7, text.encode())
     if url:
-        with index.under_way(prefix, url):
+        with under_way(index, prefix, url):
             pass
         ids = tokenized(text)
         prefix = prefix.known(blocks_of(ids), len(ids))
@@ -211,7 +220,7 @@ def test_without_events_a_node_has_what_was_sent_there() -> None:
 def test_a_leg_under_way_counts_for_who_comes_next() -> None:
     index = PrefixIndex()
     index.trust("a")
-    with index.under_way(Prefix.of(7, SYSTEM.encode()), "a"):
+    with under_way(index, Prefix.of(7, SYSTEM.encode()), "a"):
         assert index.lookup(asked(index, SYSTEM + "more"))["a"] > 400
         assert not index.lookup(Prefix.of(8, SYSTEM.encode())), "the same text for another model"
     assert "a" not in index.lookup(asked(index, SYSTEM + "more"))
@@ -234,7 +243,7 @@ def test_the_length_of_a_prompt_is_learned() -> None:
     dense = "0123456789" * 400
     for at in range(100):
         prefix = Prefix.of(7, (str(at) + dense).encode())
-        with index.under_way(prefix, "a"):
+        with under_way(index, prefix, "a"):
             index.learn(prefix.known(PromptBlocks(BLOCK, bytes(16 * 125)), 2_000))
     assert abs(index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens - 2_000) < 50
 
@@ -245,7 +254,7 @@ def test_a_very_long_prompt_is_looked_at_in_part() -> None:
     assert len(prefix.chunks) == 1 + MAX_TEXT_BYTES // CHUNK_BYTES
     tokens = MAX_TEXT_BYTES // 2
     known = prefix.known(PromptBlocks(BLOCK, b"".join(at.to_bytes(16) for at in range(tokens // BLOCK))), tokens)
-    with index.under_way(prefix, "a"):
+    with under_way(index, prefix, "a"):
         index.learn(known)
     keys, _ = index.texts.known_keys(index.texts.path(prefix.chunks))
     assert len(keys) == tokens // BLOCK // 2

@@ -62,18 +62,19 @@ def test_a_reply_keeps_what_nobody_takes() -> None:
 
 
 async def test_a_reply_is_passed_on_as_it_comes_and_waits_for_room() -> None:
-    async def drained() -> None:
-        pass
+    class Paused:
+        write_paused = True
+
+        async def drain(self) -> None:
+            self.write_paused = False
 
     reply, passed = Reply(), list[bytes]()
-    full = True
-    reply.pass_on(passed.append, lambda: full, drained)
+    reply.pass_on(passed.append, Paused())
     for payload in (b"a", b"", b"b"):
         reply.put(payload)
     assert passed == [b"a", b"b"]
     room = reply.room()
     assert room is not None
     await room
-    full = False
     assert reply.room() is None
     assert reply.kept() == b""

@@ -1,0 +1,129 @@
+"""The walk over fake nodes that come and go: what a part of an answer is worth, and what one lost process is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from router_doubles import DONE, WHOLE, Call, cluster, decode, event, prefill, until
+
+import router.handoff
+from router.breaker import State
+from wire.config import Role
+from wire.errors import EngineDead, ErrorBody
+from wire.frames import Frame, FrameKind
+
+STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
+LETTERS = "bcdefghij"
+
+
+async def cut_after_token(call: Call) -> None:
+    await call.tokens(12, "b", 2)
+    call.cut()
+
+
+async def rest(call: Call) -> None:
+    await call.tokens(13, "c", 3)
+    await call.end()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_has_begun_waits_for_a_decode_node_while_none_is_up(stream: bool) -> None:
+    async def first(call: Call) -> None:
+        d.health_status = 503
+        await cut_after_token(call)
+
+    async def by_turns(call: Call) -> None:
+        await (first if len(d.calls) == 1 else rest)(call)
+
+    d = decode(by_turns)
+    async with cluster(prefill(), d) as c:
+        asked = asyncio.create_task(c.text({"stream": stream}))
+        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
+        async with c.post() as new:
+            assert new.status == 503  # whoever has nothing yet may go elsewhere
+        assert not asked.done()
+        d.health_status, d.generation = 200, "g2"
+        assert await asked == (STREAMED if stream else WHOLE.decode())
+        assert c.metric("kvrelay_router_waiting_for_room") == 0
+
+
+async def test_an_answer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def die(call: Call) -> None:
+        d.health_status = 503
+        await cut_after_token(call)
+
+    monkeypatch.setattr(router.handoff, "ROOM_DEADLINE_S", 0.3)
+    d = decode(die)
+    async with cluster(prefill(), d) as c:
+        text = await c.text({"stream": True})
+        assert text.startswith((event("a") + event("b")).decode())
+        assert "no decode node is up" in text
+        assert len(d.calls) == 1
+
+
+async def test_a_stream_outlives_more_nodes_than_a_leg_may_try_as_long_as_it_gets_on() -> None:
+    async def one_letter(call: Call) -> None:
+        at = len(call.params["generated"])
+        await call.tokens(12 + at, LETTERS[at - 1], 1 + at)
+        if at == len(LETTERS):
+            await call.end()
+        else:
+            call.cut()
+
+    d = decode(one_letter)
+    async with cluster(prefill(), d, attempts=2, health_interval_s=0.02) as c:
+        wanted = b"".join(map(event, "a" + LETTERS)) + event("", "stop") + DONE
+        assert await c.text({"stream": True}) == wanted.decode()
+        assert len(d.calls) == len(LETTERS)
+
+
+async def test_what_is_tried_in_vain_too_often_ends() -> None:
+    async def cut(call: Call) -> None:
+        call.cut()
+
+    d = decode(cut)
+    async with cluster(prefill(), d, attempts=3, health_interval_s=0.02) as c:
+        text = await c.text({"stream": True})
+        assert "no decode node could serve the request (3 tried)" in text
+        assert len(d.calls) == 3
+
+
+async def test_a_node_whose_engine_has_died_is_lost_and_its_successor_goes_on() -> None:
+    async def engine_dies(call: Call) -> None:
+        d.health_status = 503
+        await call.tokens(12, "b", 2)
+        why = EngineDead("the engine process ended with code -9")
+        error = ErrorBody(why.message, why.type, None, why.code)
+        await call.send(Frame(FrameKind.ERROR, status=why.status, error=error))
+
+    async def by_turns(call: Call) -> None:
+        await (engine_dies if len(d.calls) == 1 else rest)(call)
+
+    d = decode(by_turns)
+    async with cluster(prefill(), d) as c:
+        asked = asyncio.create_task(c.text({"stream": True}))
+        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
+        d.health_status, d.generation = 200, "g2"
+        assert await asked == STREAMED
+
+
+async def test_a_process_that_is_lost_with_many_legs_has_failed_once() -> None:
+    there = asyncio.Event()
+
+    async def die_together(call: Call) -> None:
+        if len(d.calls) == 8:
+            there.set()
+        await asyncio.wait_for(there.wait(), 10)
+        await cut_after_token(call)
+
+    async def by_turns(call: Call) -> None:
+        await (rest if call.params["generated"] == [11, 12] else die_together)(call)
+
+    d = decode(by_turns)
+    async with cluster(prefill(), d) as c:
+        answers = await asyncio.gather(*(c.text({"stream": True}) for _ in range(8)))
+        assert set(answers) == {STREAMED}
+        breaker = c.node(d).standing[Role.DECODE].breaker
+        assert breaker.state(time.monotonic()) is State.CLOSED
