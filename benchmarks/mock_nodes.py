@@ -254,7 +254,7 @@ class _Node(asyncio.Protocol):
                 "engine_id": f"engine-{self._role}",
                 "generation": "g",
                 "load": _LOAD,
-                "legs": 0 if "--http" in sys.argv else LEGS_VERSION,
+                "leg_stream": 0 if "--http" in sys.argv else LEGS_VERSION,
                 "object": "list",
                 "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "mock"}],
             }

@@ -188,7 +188,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
                 "load": node.engine.load,
-                "legs": LEGS_VERSION,
+                "leg_stream": LEGS_VERSION,
                 "kv": serving.info.kv,
                 "kv_events": None if node.kv_events is None else node.kv_events.report(),
                 "requests": node.engine.queue_depth(),

@@ -301,7 +301,7 @@ class LegStreams:
 
     async def heard(self, node: Node, report: HealthReport) -> None:
         """A node has reported its health: see that its stream stands, and that it is this process's."""
-        if report.legs != LEGS_VERSION:
+        if report.leg_stream != LEGS_VERSION:
             self.forget(node)
             return
         link, now = self._links.setdefault(node, _Link()), time.monotonic()

@@ -57,7 +57,7 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
     held_blocks: int = 0
-    legs: int = 0
+    leg_stream: int = 0
     """The version of the leg stream (wire/leg_stream.py) that it speaks; 0: none."""
     pod_uid: str = ""
     """Of the Kubernetes pod that it runs in, if it was told."""

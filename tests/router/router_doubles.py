@@ -236,7 +236,7 @@ class FakeNode:
             "generation": self.generation,
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
-            "legs": self.legs,
+            "leg_stream": self.legs,
             "pod_uid": self.pod_uid,
             "kv": msgspec.to_builtins(self.kv),
         }
