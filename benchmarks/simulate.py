@@ -163,7 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(arguments.jobs) as processes:
         for summary in processes.map(run, runs) if arguments.jobs > 1 else map(run, runs):
             summaries.append(summary)
-            print(f"{len(summaries)} of {len(runs)}, {time.perf_counter() - began:.0f} s", end="\r", file=sys.stderr)
+            print(
+                f"{len(summaries)} of {len(runs)}, {time.perf_counter() - began:.0f} s",
+                end="\r",
+                file=sys.stderr,
+                flush=True,
+            )
     print(file=sys.stderr)
     print(table(summaries, scale=arguments.scale))
     if arguments.json:
