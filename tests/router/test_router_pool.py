@@ -64,13 +64,13 @@ def test_reported_load_of_others_counts_and_our_own_is_not_counted_twice(pool: P
 def test_news_of_others_are_believed_in_part_until_they_are_usual(pool: Pool) -> None:
     """Routers that all believe that a node is idle run to it together."""
     node = pool.nodes[0]
-    for _ in range(100):
+    for _ in range(300):
         node.note_load(Load(running=10, waiting_tokens=1_000))
     assert (node.requests, node.tokens) == (10, 1_000)
     node.note_load(Load())
     assert 6 <= node.requests <= 9
     assert 600 <= node.tokens <= 900
-    for _ in range(100):
+    for _ in range(300):
         node.note_load(Load())
     assert (node.requests, node.tokens) == (0, 0) == (node.foreign_requests, node.foreign_tokens)
 
