@@ -17,7 +17,6 @@ from functools import partial
 import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -29,7 +28,7 @@ from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
 from router.binding import Binding
 from router.chores import Chores
-from router.client import arrived
+from router.client import arrived, headers_of
 from router.doors import Doors
 from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
 from router.gate import Gate, Targets, Turn
@@ -145,6 +144,7 @@ class Router:
     ) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), _caller(request)
+        header = headers_of(request.scope).get
         request.state.job_id = self._new_id(request)
         try:
             body = await self._body(request)
@@ -154,15 +154,15 @@ class Router:
             leg_path = path if dialect is AS_IS else CHAT_PATH
             if request.state.job_id in self._live:  # since the body was waited for
                 request.state.job_id = self._new_id(request)
-            session = request.headers.get(SESSION_HEADER, "")
+            session = header(SESSION_HEADER, "")
             job = parse_job(body, leg_path, request.state.job_id, int(time.time()), secrets.randbits(53), session)
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
-            if job.id == request.headers.get("x-request-id"):
+            if job.id == header("x-request-id"):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
-            walk = self._walk(job, {"x-request-id": job.node_id, **sane_trace(request.headers.get)}, timeline)
-            turn = await self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
+            walk = self._walk(job, {"x-request-id": job.node_id, **sane_trace(header)}, timeline)
+            turn = await self.gate.enter(caller, job, Targets(*targets_of(header)), timeline.arrived)
         except KvrelayError as why:
             self.metrics.refused(path, why.status)
             told = (request.state.job_id, path, why.status, caller.name, shown_error(why))
@@ -241,7 +241,7 @@ class Router:
 
     def _new_id(self, request: Request) -> str:
         """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
-        wanted = request.headers.get("x-request-id", "")
+        wanted = headers_of(request.scope).get("x-request-id", "")
         return wanted if sane_id(wanted) and wanted not in self._live else secrets.token_hex(16)
 
     async def _body(self, request: Request) -> bytes:
@@ -286,7 +286,7 @@ class _KeyGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(GUARDED):
             try:
-                scope[_CALLER] = self._keyring.caller(given_key(Headers(scope=scope).get))
+                scope[_CALLER] = self._keyring.caller(given_key(headers_of(scope).get))
             except Unauthorized as error:
                 self._metrics.refused(scope["path"] if scope["path"] in _PATHS else "other", error.status)
                 await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)
@@ -371,7 +371,7 @@ def _json(value: object) -> Response:
 async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
     """The request body. Raises BodyTooLarge as soon as it is known to be, before it is held in memory."""
     too_large = BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
-    announced = request.headers.get("content-length", "0")
+    announced = headers_of(request.scope).get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
         raise too_large
     whole = arrived(request.scope)  # mostly it has, with the headers: no need to wait then

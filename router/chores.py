@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
 
-__all__ = ["Chores"]
+__all__ = ["Chores", "ended"]
+
+
+async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel what still runs of these and wait for it. What they raise was raised before, or nobody wants to know."""
+    late = [task for task in tasks if not task.done()]
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late)
+    for task in tasks:
+        _ = task.cancelled() or task.exception()  # seen: else the event loop complains
 
 
 class Chores:

@@ -15,9 +15,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from router.connections import Guarded
 from router.reply import Flow
 
-__all__ = ["Client", "ClientConnection", "arrived", "client_of"]
+__all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of"]
 
-_KEY = "kvrelay.client"
+_KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
 # What a client has not read of an answer that is over is kept no longer than this.
 _FLUSH_DEADLINE_S = 30.0
 
@@ -112,6 +112,15 @@ class Client:
         """It has not read its answer, nor asked for anything else."""
         if self._connection.cycle is self.cycle and self.cycle.flow.write_paused:
             self.cycle.transport.abort()
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """A request's headers by their names in lower case; of several of one name the first. Read once per request."""
+    known: dict[str, str] | None = scope.get(_HEADERS)
+    if known is None:
+        pairs = reversed(scope["headers"])
+        known = scope[_HEADERS] = {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+    return known
 
 
 def arrived(scope: Scope) -> bytes | None:

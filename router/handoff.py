@@ -19,10 +19,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from openai_api.stages import with_stages
 from router.asks import decode_ask, prefill_ask, prompt_tokens
 from router.binding import ROOM_DEADLINE_S, Wish
 from router.blame import broke, is_full, kv_did_not_come
+from router.chores import ended
 from router.job import Job, decode_body, prefill_body, prefix_of
 from router.leg_watch import LegWatch
 from router.legs import LegFailed, Refused
@@ -104,7 +104,7 @@ class Walk:
             ) from why
         finally:
             try:
-                await self._end_tasks()
+                await ended([task for task in (self._prefilling, self._decoding) if task is not None])
             finally:
                 self._give_back()
 
@@ -181,13 +181,6 @@ class Walk:
             self._prefilling.cancel()
             raise
         self._prefilling.cancel()
-
-    async def _end_tasks(self) -> None:
-        tasks = [task for task in (self._prefilling, self._decoding) if task is not None]
-        for task in tasks:
-            task.cancel()
-        # What they raise has been raised already, or nobody wants to know any more.
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _prefill(self) -> bool:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
@@ -302,38 +295,37 @@ class Walk:
         kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
         kv_failed, begin = False, place.at.get(0, 0)
 
+        timeline, reply, at, reserves = self.timeline, self.reply, place.at, node.load.block_tokens > 0
+
         def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
+            # For every token of every answer: each call in here is 1 % of what the router costs.
             nonlocal kv_failed
             now, told = time.monotonic(), False
             for frame in frames:
-                if frame.timing is not None:
-                    self.timeline.inside(frame.timing, decoding)
-                    generated = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
-                    learn(lease, frame, 0 if len(place.at) > 1 else generated, peer)
-                self.counts = frame.usage or self.counts
+                ids, payload = frame.token_ids, frame.payload
+                if frame.kind is not FrameKind.TOKENS:
+                    payload = self._take_end(frame, place, begin, lease, peer, now)
                 if frame.kv_error and peer is not None:
                     kv_failed = True
                     kv_did_not_come(self._means, peer, node, frame.kv_error)
                 if self.progress.take(frame, place):
-                    if frame.token_ids:
-                        self.timeline.tokens(now)
-                    self.reply.put(self._timed(frame, now))
-                if frame.token_ids:
+                    if ids:
+                        timeline.tokens(now)
+                    reply.put(payload)
+                if ids:
                     told = True
-                    if not frame.choice:
-                        self.timeline.told(place.at[0], now, decoding)
+                    if not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
+                        timeline.told(at[0], now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding:
-                    self._learn(frame, lease)
-                if frame.kind is FrameKind.TICKET and not decoding and self._decoding is None:
-                    self._decoding = asyncio.create_task(self._decode_early())
+                    self._take_ticket(frame, lease)
             if passage.heard(now, tokens=told):
                 self._doors.began(passage)
                 node.answered(lease, kv_tokens)
                 if peer is not None and not kv_failed:
                     self._doors.kv_came(peer, node)
-            if told and decoding:
-                node.grown(lease, kv_tokens + sum(place.at.values()))
-            room = self.reply.room()
+            if told and decoding and reserves:
+                node.grown(lease, kv_tokens + sum(at.values()))
+            room = reply.room()
             if room is not None:
                 passage.held_up()
             return room
@@ -358,20 +350,25 @@ class Walk:
                 passage.close()
                 self._doors.look(time.monotonic())
 
-    def _learn(self, frame: Frame, lease: Lease) -> None:
-        """A prefill node has tokenized the prompt, and looked it up in its prefix cache."""
-        if frame.params is None:
-            return
-        self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
-        if frame.blocks is not None:
-            self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
-            self._pool.prefixes.learn(self._prefix)
+    def _take_end(self, frame: Frame, place: Place, begin: int, lease: Lease, peer: Node | None, now: float) -> bytes:
+        """What a frame tells that ends a leg, beside its tokens; its bytes for the client."""
+        if frame.timing is not None:
+            self.timeline.inside(frame.timing, place.decoding)
+            generated = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
+            learn(lease, frame, 0 if len(place.at) > 1 else generated, peer)
+        self.counts = frame.usage or self.counts
+        stamped = frame.kind is FrameKind.END and self.job.wants_stages
+        return self.timeline.stamped(frame.payload, now) if stamped else frame.payload
 
-    def _timed(self, frame: Frame, now: float) -> bytes:
-        """A frame's bytes for the client, at the end of the answer with the stages if it asked for them."""
-        if frame.kind is not FrameKind.END or not self.job.wants_stages:
-            return frame.payload
-        return with_stages(frame.payload, {name: took * 1e3 for name, took in self.timeline.stages_s(now).items()})
+    def _take_ticket(self, frame: Frame, lease: Lease) -> None:
+        """A prefill node has tokenized the prompt, and looked it up in its prefix cache: the decode leg may begin."""
+        if frame.params is not None:
+            self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
+            if frame.blocks is not None:
+                self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
+                self._pool.prefixes.learn(self._prefix)
+        if self._decoding is None:
+            self._decoding = asyncio.create_task(self._decode_early())
 
     def _may_give_up(self, decoding: bool) -> bool:
         """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""
@@ -400,11 +397,7 @@ class Walk:
         if node is None or (self.progress.settled and not self._kv_left):
             return
         if handover is not None and handover.remote_request_id is not None:
-            self._means.chores.spawn(self._release(node, [handover.remote_request_id]))
+            self._means.release(node, [handover.remote_request_id])
         elif self._prefill_cut:
             # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
-            self._means.chores.spawn(self._release(node, [self.job.node_id, self.job.response_id]))
-
-    async def _release(self, node: Node, request_ids: list[str]) -> None:
-        told = await self._means.legs.release(node, request_ids)
-        self._metrics.releases.labels("yes" if told else "no").inc()
+            self._means.release(node, [self.job.node_id, self.job.response_id])

@@ -233,8 +233,9 @@ def with_priority(job: Job, priority: int) -> Job:
 
 def prefix_of(job: Job) -> Prefix:
     """By what the prefix index knows the prompt of this job."""
-    context = hash((job.path, *(bytes(job.fields.get(name, b"")) for name in _CONTEXT_FIELDS)))
-    return Prefix.of(context, bytes(job.fields.get(job.prompt_field, b"")))
+    fields = job.fields
+    context = hash((job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields]))
+    return Prefix.of(context, bytes(fields.get(job.prompt_field, b"")))
 
 
 def prefill_body(job: Job) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from openai_api.join import joined_body, joined_end
-from openai_api.stages import with_stages
+from router.chores import ended
 from router.handoff import Walk
 from router.job import Job
 from router.reply import Reply
@@ -70,9 +70,7 @@ class JoinedWalk:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await ended(tasks)
         self.reply.put(self._end())
 
     def _end(self) -> bytes:
@@ -86,7 +84,4 @@ class JoinedWalk:
             )
         else:
             end = joined_body([walk.reply.kept() for walk in self._walks])
-        if not self.job.wants_stages:
-            return end
-        stages = self.timeline.stages_s(time.monotonic())
-        return with_stages(end, {name: took * 1e3 for name, took in stages.items()})
+        return self.timeline.stamped(end, time.monotonic()) if self.job.wants_stages else end

@@ -47,6 +47,7 @@ TakeFrames = Callable[[Sequence[Frame]], Awaitable[None] | None]
 _WRITE_BUFFER_BYTES = 1 << 20
 _LONGEST_BACKOFF_S = 30.0
 _SILENT_CHECKS = 3  # as many as a node may miss before its legs are cut
+_CREDIT_BYTES = WINDOW_BYTES // 2  # is given back at once: a short answer needs none
 _GOES_ON = (FrameKind.TOKENS, FrameKind.TICKET)
 
 _log = logging.getLogger("kvrelay.router")
@@ -74,11 +75,13 @@ class _Leg:
             self._behind.append((frame, size))
             return
         room = self._deliver(frame)
-        if room is None:
-            self._count(size)
-        else:
+        if room is not None:
             self._behind = deque()
             self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(room, size))
+            return
+        self._taken += size
+        if self._taken >= _CREDIT_BYTES:
+            self._give_credit()
 
     def fail(self, why: Exception) -> None:
         """It broke."""
@@ -119,9 +122,12 @@ class _Leg:
         self._behind = None
 
     def _count(self, size: int) -> None:
-        """Give credit back, in halves of the window: a short answer needs none."""
         self._taken += size
-        if self._taken >= WINDOW_BYTES // 2 and not self.over:
+        if self._taken >= _CREDIT_BYTES:
+            self._give_credit()
+
+    def _give_credit(self) -> None:
+        if not self.over:
             self._give_back(self.number, self._taken)
             self._taken = 0
 
@@ -224,12 +230,13 @@ class LegStream(asyncio.Protocol):
         self.give_up("the connection failed", "the node ended the leg stream")
 
     def _hear(self, number: int, kind: int, body: memoryview) -> None:
-        if kind == Kind.PONG:
-            self._pinged = None
-            if not self.ready.done():
-                self.ready.set_result(None)
-        elif (leg := self._legs.get(number)) is None:
-            return  # it was cancelled
+        leg = self._legs.get(number)
+        if leg is None:
+            if kind == Kind.PONG:
+                self._pinged = None
+                if not self.ready.done():
+                    self.ready.set_result(None)
+            # Else it was cancelled.
         elif kind == Kind.FRAME:
             leg.hear(frame_of(body), HEAD_BYTES + len(body))
         elif kind == Kind.ANSWER:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.binding import Binding
@@ -10,6 +11,7 @@ from router.doors import Doors
 from router.leg_watch import LegWatches
 from router.legs import Legs
 from router.metrics import Metrics
+from router.node import Node
 from router.pool import Pool
 from router.retries import RetryBudget
 
@@ -34,3 +36,11 @@ class Means:
     """Prompts may stay on their decode node because that is faster."""
     deadline_s: float
     """Of a request, from its arrival."""
+
+    def release(self, node: Node, request_ids: Sequence[str]) -> None:
+        """Have a prefill node told that nobody will fetch these."""
+        self.chores.spawn(self._release(node, request_ids))
+
+    async def _release(self, node: Node, request_ids: Sequence[str]) -> None:
+        told = await self.legs.release(node, request_ids)
+        self.metrics.releases.labels("yes" if told else "no").inc()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from openai_api.stages import STAGES, TOLD
+from openai_api.stages import STAGES, TOLD, with_stages
 
 __all__ = ["Timeline", "shown"]
 
@@ -78,6 +78,10 @@ class Timeline:
             stages.setdefault("decode", now - self.handed_over)
         stages["total"] = now - self.arrived
         return stages
+
+    def stamped(self, end: bytes, now: float) -> bytes:
+        """The end of an answer, with the stages until now."""
+        return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
 
     def inter_token_s(self, tokens: int) -> float | None:
         """Mean time between tokens, or None with fewer than two."""

@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
-from openai_api.stages import with_stages
 from router.job import Job, prefix_of
 from router.legs import LegFailed
 from router.metrics import Metrics
@@ -204,8 +203,7 @@ class VllmWalk:
         """With the stages at the end of the answer, if the client asked for them."""
         if not self.job.wants_stages or (self.job.stream and not end.endswith(b"data: [DONE]\n\n")):
             return end
-        stages = self.timeline.stages_s(time.monotonic())
-        return with_stages(end, {name: took * 1e3 for name, took in stages.items()})
+        return self.timeline.stamped(end, time.monotonic())
 
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:
