@@ -70,7 +70,7 @@ _PARAMS = KvTransferParams(
     created=1,
 )
 _TICKET = pack(Frame(FrameKind.TICKET, params=_PARAMS, load=_LOAD))
-_HANDED = msgspec.structs.replace(_PARAMS, growing=False, generated=[1000], sent_text=5)
+_HANDED = msgspec.structs.replace(_PARAMS, growing=False, prompt_token_ids=None, generated=[1000], sent_text=5)
 _HANDOVER = pack(Frame(FrameKind.HANDOVER, params=_HANDED, load=_LOAD, timing={"queue": 1.0, "prefill": 1.0}))
 _PLAIN_HANDOVER = msgspec.json.encode(
     {

@@ -1,6 +1,6 @@
 """What a router costs, over nodes that cost next to nothing: ours, and others from PyPI in the same run.
 
-    python -m benchmarks.router [--peers] [--only NAME] [--rounds 3] [--json FILE] [-- FLAGS OF OUR ROUTER]
+    python -m benchmarks.router [--peers] [--workers N] [--only NAME] [--rounds 3] [--json FILE] [-- FLAGS OF OURS]
 
 A prefill and a decode node (benchmarks/mock_nodes.py) and the client (benchmarks/raw_load.py) are processes of their
 own. Prompts have 4 KB. `cpu/req` is CPU of the router's process and its children, user and system, per request of 16
@@ -8,8 +8,9 @@ events, at 1 and at 32 clients; `us/event` the same per event of 64 paced stream
 first event at one client, less that of asking the decode node itself. Rows `direct` show what client and nodes can do
 without a router.
 
-`--peers` installs vllm-router and sglang-router. Rounds take turns, so that all see the same machine; medians are
-shown.
+`--workers N` adds a row of our router with so many processes, the parent's CPU among theirs. The kernel deals out
+connections by their ports, so one may have 12 of 32. `--peers` installs vllm-router and sglang-router. Rounds take
+turns, so that all see the same machine; medians are shown.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--workers", type=int, default=1, help="a row of ours with so many processes, too")
     parser.add_argument("--only", default="", help="one router by name")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
@@ -147,7 +149,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of our router")
     args = parser.parse_args()
-    names = [DIRECT, *([args.only] if args.only else [OURS, *(PEERS if args.peers else ())])]
+    several = [f"{OURS} x{args.workers}"] if args.workers > 1 else []
+    names = [DIRECT, *([args.only] if args.only else [OURS, *several, *(PEERS if args.peers else ())])]
     paced = [pace for pace in args.streams.split(",") if pace]
     seen: dict[str, list[Row]] = {name: [] for name in names}
     http = ("--http",) if args.http else ()

@@ -39,9 +39,10 @@ class Running(msgspec.Struct, frozen=True):
 
 
 def _argv(name: str, venvs: Path, prefill: str, decode: str, port: int, flags: Sequence[str]) -> list[str]:
-    if name == OURS:
+    if name.startswith(OURS):
         nodes = [f"--prefill={prefill}", f"--decode={decode}"]
-        return [sys.executable, "-m", "kvrelay.cli", "router", *nodes, f"--port={port}", *flags]
+        workers = f"--workers={name.partition(' x')[2] or 1}"
+        return [sys.executable, "-m", "kvrelay.cli", "router", *nodes, f"--port={port}", workers, *flags]
     folder = venvs / name
     if not (folder / "bin" / "python").exists():
         print(f"installing {name} into {folder}", file=sys.stderr)
@@ -69,7 +70,10 @@ def mock_node(role: str, *flags: str) -> Iterator[Running]:
 
 @contextmanager
 def router(name: str, venvs: Path, prefill: str, decode: str, flags: Sequence[str] = ()) -> Iterator[Running]:
-    """A router, as soon as it answers a chat completion. `flags` are for ours. Raises RuntimeError if it never does."""
+    """A router, as soon as it answers a chat completion. `flags` are for ours, whose name may end in ` xWORKERS`.
+
+    Raises RuntimeError if it never does.
+    """
     port = _free_port()
     argv = _argv(name, venvs, prefill, decode, port, flags)
     with tempfile.TemporaryFile() as log:
@@ -79,7 +83,7 @@ def router(name: str, venvs: Path, prefill: str, decode: str, flags: Sequence[st
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            if not _answers(url, process):
+            if not _answers(url, process, ours=name.startswith(OURS)):
                 log.seek(0)
                 raise RuntimeError(f"{name} did not answer: {log.read().decode(errors='replace')[-3000:]}")
             yield Running(url, _family(process.pid))
@@ -97,7 +101,7 @@ def direct(decode: str) -> Iterator[Running]:
     yield Running(decode, [])
 
 
-def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+def _answers(url: str, process: subprocess.Popen[bytes], *, ours: bool) -> bool:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
     wanted = urllib.request.Request(
         f"{url}/v1/chat/completions", msgspec.json.encode(body), {"content-type": "application/json"}
@@ -106,11 +110,18 @@ def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
     while process.poll() is None and time.monotonic() < give_up:
         try:
             with urllib.request.urlopen(wanted, timeout=5) as answer:
-                if b"[DONE]" in answer.read():
+                if b"[DONE]" in answer.read() and (not ours or _all_listen(url)):
                     return True
         except OSError:
             time.sleep(0.2)
     return False
+
+
+def _all_listen(url: str) -> bool:
+    """Whether all workers of our router do."""
+    with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        workers = msgspec.json.decode(answer.read()).get("workers", {})
+    return bool(workers.get("listening") == workers.get("wanted"))
 
 
 def _free_port() -> int:

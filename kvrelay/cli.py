@@ -82,6 +82,11 @@ def _serving_router(values: dict[str, object]) -> int:
         server_of(config.kubernetes_namespace)  # before anything is started
     if config.p2p_nccl_port:
         check_port(config.host, config.p2p_nccl_port)
+    if config.workers > 1:
+        from kvrelay.workers import run_workers
+
+        _log_to_stderr()
+        return run_workers(config)
     _log_to_stderr()
     from router.server import run as run_router
 

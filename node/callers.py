@@ -59,8 +59,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def request_id(given: str | None) -> str:
-    """The caller's own id (`x-request-id`) if it is sane, else a fresh one."""
-    if given and len(given) <= 128 and given.isascii() and given.isprintable() and " " not in given:
+    """The caller's own id (`x-request-id`) if it is sane, else a fresh one.
+
+    A router adds some to the 128 characters that its clients have.
+    """
+    if given and len(given) <= 160 and given.isascii() and given.isprintable() and " " not in given:
         return given
     return uuid.uuid4().hex
 

@@ -60,10 +60,15 @@ class Directly:
             return [serving.model_name, *serving.adapters]
         return []
 
-    async def complete(self, request: Request, speak: Speak) -> Response:
+    async def complete(
+        self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
+    ) -> Response:
         """A chat completion in a dialect. Raises KvrelayError."""
         self._ready()
-        body, dialect = speak(await self._read(request))
+        body = await self._read(request)
+        if learn is not None:
+            await learn(body)
+        body, dialect = speak(body)
         return _spoken(await self._chat(request, body), dialect)
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:

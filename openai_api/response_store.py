@@ -1,17 +1,18 @@
 """Responses that were answered, kept in memory so that a later request can go on from them. Pure.
 
 Bounded in number and in bytes; when either is reached, those go first that nobody has asked for the longest time. What
-is kept dies with the process, and each process keeps its own: with several routers a conversation must stay with one.
+is kept dies with the process that keeps it. `Responses` is what the routes need of it: it may be another process.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 from wire.errors import NotFound
 
-__all__ = ["MAX_RESPONSES", "MAX_STORED_BYTES", "ResponseStore", "Stored"]
+__all__ = ["MAX_RESPONSES", "MAX_STORED_BYTES", "KeptHere", "ResponseStore", "Responses", "Stored", "missing"]
 
 MAX_RESPONSES = 4096
 MAX_STORED_BYTES = 128 << 20
@@ -56,7 +57,7 @@ class ResponseStore:
         """A kept response. Raises NotFound, with `param` as the field that named it."""
         found = self._kept.get(response_id)
         if found is None:
-            raise self._missing(response_id, param)
+            raise missing(response_id, param, self._max_responses)
         self._kept.move_to_end(response_id)
         return found
 
@@ -64,13 +65,50 @@ class ResponseStore:
         """Forget a response. Raises NotFound."""
         found = self._kept.pop(response_id, None)
         if found is None:
-            raise self._missing(response_id, None)
+            raise missing(response_id, None, self._max_responses)
         self.bytes -= found.size
 
-    def _missing(self, response_id: str, param: str | None) -> NotFound:
-        return NotFound(
-            f"response {response_id!r} is not kept here: it was never stored (store: false), was deleted, gave way to "
-            f"newer ones (the last {self._max_responses} are kept), or this server was restarted",
-            param=param,
-            code="previous_response_not_found" if param else "response_not_found",
-        )
+
+class Responses(Protocol):
+    """Where responses are kept."""
+
+    async def get(self, response_id: str, param: str | None = None) -> Stored:
+        """As ResponseStore.get; also Unavailable if whoever keeps it does not answer."""
+        ...
+
+    async def delete(self, response_id: str) -> None:
+        """As ResponseStore.delete; also Unavailable."""
+        ...
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """As ResponseStore.put."""
+        ...
+
+
+class KeptHere:
+    """The Responses of one process alone."""
+
+    def __init__(self) -> None:
+        self._store = ResponseStore()
+
+    async def get(self, response_id: str, param: str | None = None) -> Stored:
+        """See Responses."""
+        return self._store.get(response_id, param)
+
+    async def delete(self, response_id: str) -> None:
+        """See Responses."""
+        self._store.delete(response_id)
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """See Responses."""
+        self._store.put(response_id, stored)
+
+
+def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> NotFound:
+    """The error for a response that is not there; `param` is the field that named it."""
+    return NotFound(
+        f"response {response_id!r} is not kept here: it was never stored (store: false), was deleted, gave way to "
+        f"newer ones (the last {kept} are kept), or this server was restarted",
+        param=param,
+        code="previous_response_not_found" if param else "response_not_found",
+    )

@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from openai_api.dialect import Dialect
-from openai_api.response_store import ResponseStore, Stored
+from openai_api.response_store import Responses, Stored
 from openai_api.responses_answer import ResponsesAnswer
 from openai_api.responses_request import Item, chat_body, decode_responses, own_items
 
-__all__ = ["speak_responses", "stored_items"]
+__all__ = ["Recalled", "Shelf", "speak_responses", "stored_items"]
 
 _encode = msgspec.json.Encoder().encode
 _items = msgspec.json.Decoder(list[Item])
 
 
-def speak_responses(body: bytes, store: ResponseStore, response_id: str, created_at: int) -> tuple[bytes, Dialect]:
+class _Asked(msgspec.Struct):
+    previous_response_id: str | None = None
+
+
+_asked = msgspec.json.Decoder(_Asked)
+
+
+class Shelf(Protocol):
+    """What one call needs of the responses that are kept."""
+
+    def get(self, response_id: str, param: str | None = None) -> Stored:
+        """An earlier one. Raises NotFound."""
+        ...
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """Keep its own."""
+        ...
+
+
+class Recalled:
+    """The Shelf of one call where getting an earlier response may take a while: `recall` its body's first."""
+
+    def __init__(self, responses: Responses) -> None:
+        self._responses = responses
+        self._found: Stored | None = None
+
+    async def recall(self, body: bytes) -> None:
+        """Get the response that a body goes on from, if it names one. Raises NotFound, Unavailable."""
+        try:
+            wanted = _asked.decode(body).previous_response_id
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return  # speak_responses() says what is wrong
+        if wanted is not None:
+            self._found = await self._responses.get(wanted, "previous_response_id")
+
+    def get(self, response_id: str, param: str | None = None) -> Stored:
+        """The one that was recalled."""
+        assert self._found is not None
+        return self._found
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """See Responses."""
+        self._responses.put(response_id, stored)
+
+
+def speak_responses(body: bytes, store: Shelf, response_id: str, created_at: int) -> tuple[bytes, Dialect]:
     """A Speak (openai_api/dialect.py). Raises RequestError, also NotFound for an earlier response that is not kept."""
     request = decode_responses(body)
     turns: tuple[bytes, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
@@ -21,8 +21,8 @@ from openai_api.anthropic_answer import anthropic_error, speak_anthropic
 from openai_api.anthropic_request import count_body
 from openai_api.dialect import Speak, openai_error
 from openai_api.docs_page import DOCS_PAGE
-from openai_api.response_store import ResponseStore
-from openai_api.responses_call import speak_responses, stored_items
+from openai_api.response_store import KeptHere, Responses
+from openai_api.responses_call import Recalled, speak_responses, stored_items
 from openai_api.tokenize_types import Tokenized
 from wire.errors import ErrorBody, RequestError
 
@@ -44,8 +44,12 @@ class Server(Protocol):
         """Raise Unauthorized if a key is wanted and not given."""
         ...
 
-    async def complete(self, request: Request, speak: Speak) -> Response:
-        """A chat completion, asked for and answered in a dialect. Raises KvrelayError."""
+    async def complete(
+        self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
+    ) -> Response:
+        """A chat completion, asked for and answered in a dialect; `learn` is given the body before `speak` is.
+
+        Raises KvrelayError."""
         ...
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
@@ -85,9 +89,9 @@ def version() -> str:
         return "unknown"
 
 
-def add_routes(app: FastAPI, server: Server) -> None:
-    """Add them all."""
-    _add_responses(app, server, ResponseStore())
+def add_routes(app: FastAPI, server: Server, responses: Responses | None = None) -> None:
+    """Add them all. `responses`: where they are kept; in this process if nowhere else."""
+    _add_responses(app, server, responses or KeptHere())
     _add_anthropic(app, server)
     _add_docs(app, server)
 
@@ -107,23 +111,24 @@ def add_routes(app: FastAPI, server: Server) -> None:
         return Response(status_code=200 if server.healthy() else 503)
 
 
-def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
+def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
     @app.post(RESPONSES_PATH, response_model=None)
     async def respond(request: Request) -> Response:
         server.check_key(request)
-        speak = partial(speak_responses, store=store, response_id=f"resp_{uuid.uuid4().hex}", created_at=_now())
-        return await server.complete(request, speak)
+        shelf = Recalled(store)
+        speak = partial(speak_responses, store=shelf, response_id=f"resp_{uuid.uuid4().hex}", created_at=_now())
+        return await server.complete(request, speak, shelf.recall)
 
     # One route for both methods: a refusal of a third one names them all.
     @app.api_route(f"{RESPONSES_PATH}/{{response_id}}", methods=["GET", "DELETE"], response_model=None)
     async def response(request: Request, response_id: str) -> Response:
         server.check_key(request)
         if request.method == "DELETE":
-            store.delete(response_id)
+            await store.delete(response_id)
             return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
         if request.query_params.get("stream") in ("true", "1"):
             raise RequestError("a response that is over is not streamed again; leave stream out", param="stream")
-        return _json(store.get(response_id).body)
+        return _json((await store.get(response_id)).body)
 
     @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", response_model=None)
     async def input_items(request: Request, response_id: str) -> Response:
@@ -134,7 +139,7 @@ def _add_responses(app: FastAPI, server: Server, store: ResponseStore) -> None:
             raise RequestError(f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit")
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
-        page = stored_items(store.get(response_id), int(limit), order, asked.get("after"))
+        page = stored_items(await store.get(response_id), int(limit), order, asked.get("after"))
         return _json(msgspec.json.encode(page))
 
 

@@ -39,6 +39,7 @@ class PrefillLeg(Leg):
         super().__init__([msgspec.structs.replace(submit, params=params, hold=True, hold_stopped=several)], writer)
         self._several = several
         self._asked = asked
+        self._prompt_told = False
 
     def frames(self, update: RequestUpdate, load: Load) -> Iterator[Frame]:
         """A ticket that comes before the end is the news of an update that has no other."""
@@ -46,6 +47,7 @@ class PrefillLeg(Leg):
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
             early = msgspec.structs.replace(self._params(update, None), sent_text=None)
+            self._prompt_told = True
             yield Frame(FrameKind.TICKET, params=early, load=load, blocks=update.blocks)
 
     def last_frames(
@@ -80,7 +82,8 @@ class PrefillLeg(Leg):
             created=self._asked.created,
             part=self._asked.part,
             first_index=self._asked.first_index,
-            prompt_token_ids=self.submits[0].prompt_token_ids,
+            # Once: a router takes longer to read and write them than for all else in a request.
+            prompt_token_ids=None if self._prompt_told else self.submits[0].prompt_token_ids,
             generated=update.token_ids,
             generated_logprobs=update.logprobs or [],
             sent_text=self.writer.choices[0].sent_text,

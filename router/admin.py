@@ -19,9 +19,10 @@ from starlette.responses import Response
 
 from openai_api.routes import given_key
 from router.legs import Legs
-from router.members import NodeSpec, Source
+from router.members import NodeSpec
 from router.node import Node
 from router.pool import Pool
+from router.shared import Shared
 from router.state import node_of
 from wire.config import Role, is_loopback
 from wire.errors import NotFound, RequestError, Unauthorized
@@ -46,20 +47,25 @@ class _Name(msgspec.Struct, frozen=True):
 
 
 def add_admin_routes(
-    app: FastAPI, pool: Pool, legs: Callable[[], Legs], key: str, read: Callable[[Request], Awaitable[bytes]]
+    app: FastAPI,
+    pool: Pool,
+    shared: Shared,
+    legs: Callable[[], Legs],
+    key: str,
+    read: Callable[[Request], Awaitable[bytes]],
 ) -> None:
     """Add them all. `read` gives a request's body, checked for size."""
-    desk = _Desk(pool, legs)
+    desk = _Desk(pool, shared, legs)
 
     @app.get("/admin/nodes", response_model=None)
     async def nodes(request: Request) -> Response:
         _check(key, request)
-        return _json({"nodes": [desk.row(node) for node in (*pool.nodes, *pool.leaving)]})
+        return _json({"nodes": await desk.rows()})
 
     @app.post("/admin/nodes", response_model=None)
     async def add(request: Request) -> Response:
         _check(key, request)
-        return _json(desk.add(_decoded(await read(request), _Add), _peer(request)))
+        return _json(await desk.add(_decoded(await read(request), _Add), _peer(request)))
 
     @app.delete("/admin/nodes", response_model=None)
     async def remove(request: Request) -> Response:
@@ -67,7 +73,7 @@ def add_admin_routes(
         url = request.query_params.get("url", "")
         if not url:
             raise RequestError("name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url")
-        return _json(desk.remove(url, _peer(request)))
+        return _json(await desk.remove(url, _peer(request)))
 
     @app.post("/admin/drain", response_model=None)
     @app.post("/admin/undrain", response_model=None)
@@ -80,28 +86,34 @@ def add_admin_routes(
 class _Desk:
     """What the routes do."""
 
-    def __init__(self, pool: Pool, legs: Callable[[], Legs]) -> None:
+    def __init__(self, pool: Pool, shared: Shared, legs: Callable[[], Legs]) -> None:
         self._pool = pool
+        self._shared = shared
         self._legs = legs
+
+    async def rows(self) -> list[dict[str, Any]]:
+        """Of all nodes, with the legs of all workers."""
+        elsewhere = await self._shared.legs_elsewhere()
+        rows = [self.row(node) for node in (*self._pool.nodes, *self._pool.leaving)]
+        return [row | {"legs": row["legs"] + elsewhere.get(row["url"], 0)} for row in rows]
 
     def row(self, node: Node) -> dict[str, Any]:
         return node_of(node, self._pool, time.monotonic())
 
-    def add(self, asked: _Add, peer: str) -> dict[str, Any]:
+    async def add(self, asked: _Add, peer: str) -> dict[str, Any]:
         spec = NodeSpec(asked.url, asked.role, asked.model)
         known = self._pool.find(spec.url)
         if known is not None and known.role is not spec.role:
             raise RequestError(f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role")
-        self._pool.add(spec, Source.ADMIN, time.monotonic())
+        await self._shared.add(spec)
         _log.info("admin: %s adds %s node %s (%s)", peer, spec.role, spec.url, "known" if known else "new")
         node = self._pool.find(spec.url)
-        assert node is not None
-        return {"added": known is None, "node": self.row(node)}
+        return {"added": known is None, "node": None if node is None else self.row(node)}  # None: removed meanwhile
 
-    def remove(self, url: str, peer: str) -> dict[str, Any]:
+    async def remove(self, url: str, peer: str) -> dict[str, Any]:
         node = self._pool.find(url)
         url = url.rstrip("/")
-        self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
+        await self._shared.remove(url)
         left = self._pool.members.sources(url)
         _log.info("admin: %s removes node %s (%s)", peer, url, "unknown" if node is None else f"named by {left}")
         answer: dict[str, Any] = {"removed": node is not None and not left, "sources": left}
@@ -113,8 +125,7 @@ class _Desk:
         node = self._pool.find(url)
         if node is None:
             raise NotFound(f"no node {url!r} is known; GET /admin/nodes lists them", param="url")
-        change = self._pool.drain if begin else self._pool.undrain
-        change(node, time.monotonic())
+        await self._shared.drain(node, begin=begin)
         # Other routers see it by its health; one that is not ours does not know the route, and is drained by us alone.
         path = "/drain" if begin else "/undrain"
         status, _ = await self._legs().tell(node, path, b"{}", _TELL_DEADLINE_S)

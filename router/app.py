@@ -10,8 +10,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 import msgspec
@@ -52,10 +52,10 @@ from router.pairs import Meeting, Pairs
 from router.policies.policy import Ask
 from router.pool import Pool
 from router.questions import ask_any
-from router.rate_limits import KeyLimits
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
 from router.retries import RetryBudget
+from router.shared import Alone, Make
 from router.state import health_of
 from router.timeline import Timeline
 from router.timeline import shown as shown_stages
@@ -81,7 +81,7 @@ _log = logging.getLogger("kvrelay.router")
 class Router:
     """All that the routes share. `legs` exists between start and stop."""
 
-    def __init__(self, config: RouterConfig, rng: random.Random) -> None:
+    def __init__(self, config: RouterConfig, rng: random.Random, shared: Make = Alone) -> None:
         self.config = config
         policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         self.pool = Pool(config.prefill, config.decode, rng, policies)
@@ -91,7 +91,8 @@ class Router:
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
         self.metrics.running.set_function(lambda: len(self._live))
-        self.gate = Gate(config, self.pool, KeyLimits(), self.metrics.admission)
+        self.shared = shared(self.pool, self.doors, self.metrics)
+        self.gate = Gate(config, self.pool, self.shared.limits, self.metrics.admission)
         self.chores = Chores()
         self._legs: Legs | None = None
         self._means: Means | None = None
@@ -123,7 +124,7 @@ class Router:
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
-                warming(self.pool, self.pairs, legs, self._met),
+                warming(self.pool, self.pairs, legs, self._met) if self.shared.warms else nullcontext(),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port),
             ):
                 yield
@@ -137,14 +138,19 @@ class Router:
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
         if how in ("met", "failed"):
-            self.doors.met(meeting.prefill, meeting.decode, failed=how == "failed", now=time.monotonic())
+            self.shared.met(meeting.prefill, meeting.decode, failed=how == "failed")
 
-    async def complete(self, request: Request, speak: Speak) -> Response:
+    async def complete(
+        self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
+    ) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), _caller(request)
         request.state.job_id = self._new_id(request)
         try:
-            body, dialect = speak(await self._body(request))
+            body = await self._body(request)
+            if learn is not None:
+                await learn(body)
+            body, dialect = speak(body)
             leg_path = path if dialect is AS_IS else CHAT_PATH
             if request.state.job_id in self._live:  # since the body was waited for
                 request.state.job_id = self._new_id(request)
@@ -153,8 +159,10 @@ class Router:
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
-            walk = self._walk(job, {"x-request-id": job.id, **sane_trace(request.headers.get)}, timeline)
-            turn = self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
+            if job.id == request.headers.get("x-request-id"):
+                job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
+            walk = self._walk(job, {"x-request-id": job.node_id, **sane_trace(request.headers.get)}, timeline)
+            turn = await self.gate.enter(caller, job, Targets(*targets_of(request.headers.get)), timeline.arrived)
         except KvrelayError as why:
             self.metrics.refused(path, why.status)
             told = (request.state.job_id, path, why.status, caller.name, shown_error(why))
@@ -208,6 +216,11 @@ class Router:
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
         ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())
+        workers = self.shared.workers()
+        if workers is not None:
+            body["workers"] = workers
+            if not self.shared.warms:
+                del body["pairs"]  # the first worker knows
         return (200 if ready else 503), msgspec.json.encode(body)
 
     def served(self) -> list[str]:
@@ -296,9 +309,9 @@ class _App(FastAPI):
         await (self.hot(scope, receive, send) if self.has_hot(scope) else super().__call__(scope, receive, send))
 
 
-def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAPI:
+def create_app(config: RouterConfig, rng: random.Random | None = None, shared: Make = Alone) -> FastAPI:
     """The router as an ASGI application. `rng` breaks ties between nodes."""
-    router = Router(config, rng or random.Random())
+    router = Router(config, rng or random.Random(), shared)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -319,9 +332,9 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
     app.hot, app.has_hot = _KeyGate(hot, router.keyring, router.metrics), hot.has
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)
-    add_routes(app, router)
+    add_routes(app, router, router.shared.responses)
     read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
-    add_admin_routes(app, router.pool, router.legs, config.admin_key, read)
+    add_admin_routes(app, router.pool, router.shared, router.legs, config.admin_key, read)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)
@@ -346,7 +359,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None) -> FastAP
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return Response(router.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await router.shared.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

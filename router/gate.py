@@ -96,14 +96,15 @@ class Gate:
         """Requests in all queues."""
         return sum(len(line.admission.queue) for line in self._lines.values())
 
-    def enter(self, caller: Caller, job: Job, targets: Targets, arrived: float) -> Turn:
+    async def enter(self, caller: Caller, job: Job, targets: Targets, arrived: float) -> Turn:
         """A request that begins now, or waits. Raises Overloaded, RateLimited, with the time after which to return."""
         now = time.monotonic()
         base = self._pool.base_of(job.model)
         line = self._lines.setdefault(base, _Line(Admission(self._config.max_queue)))
         nodes = self._nodes(job.model)
         entrant = self._entrant(caller, job, targets, arrived, nodes)
-        taken = self._take(caller, entrant, now)
+        taken = await self._take(caller, entrant, now)
+        now = time.monotonic()
         turn = Turn(caller, entrant, line, taken)
         try:
             arrival = line.admission.arrive(entrant, nodes, now, caller.max_queue)
@@ -175,12 +176,12 @@ class Gate:
         cached = self._pool.prefixes.lookup(prefix_of(job))
         return max((cached.get(node.url) for node in nodes.prefill), default=0)
 
-    def _take(self, caller: Caller, entrant: Entrant, now: float) -> Taken:
+    async def _take(self, caller: Caller, entrant: Entrant, now: float) -> Taken:
         tokens = entrant.tokens
         if caller.quota.tokens_per_minute:
             # A long answer may be thought of that never comes: alone it is no reason to refuse.
             tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
-        taken = self._limits.take(caller.name, caller.quota, tokens, now)
+        taken = await self._limits.take(caller.name, caller.quota, tokens, now)
         if not isinstance(taken, Exceeded):
             return taken
         self._metrics.refused(caller.name, f"key_{taken.what}")

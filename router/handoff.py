@@ -403,7 +403,7 @@ class Walk:
             self._means.chores.spawn(self._release(node, [handover.remote_request_id]))
         elif self._prefill_cut:
             # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
-            self._means.chores.spawn(self._release(node, [self.job.id, self.job.response_id]))
+            self._means.chores.spawn(self._release(node, [self.job.node_id, self.job.response_id]))
 
     async def _release(self, node: Node, request_ids: list[str]) -> None:
         told = await self._means.legs.release(node, request_ids)

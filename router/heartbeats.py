@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from router.members import NodeSpec, Source
-from router.pool import Pool
+from router.members import Listener, NodeSpec, Source
 from wire.errors import KvrelayError, RequestError
 from wire.heartbeat import LOST_AFTER_S, MAX_BYTES, MAX_SKEW_S, Heartbeat, NodeState, opened
 
@@ -81,7 +80,7 @@ class Announced:
 
 
 @contextlib.asynccontextmanager
-async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[None]:
+async def hearing(pool: Listener, host: str, port: int, key: str) -> AsyncIterator[None]:
     """Hear nodes for the length of the block and tell the pool; with port 0 do nothing. Raises RequestError."""
     if not port:
         yield
@@ -111,7 +110,7 @@ async def hearing(pool: Pool, host: str, port: int, key: str) -> AsyncIterator[N
         context.destroy()
 
 
-async def _hear(socket: zmq.asyncio.Socket, pool: Pool, announced: Announced) -> None:
+async def _hear(socket: zmq.asyncio.Socket, pool: Listener, announced: Announced) -> None:
     complain_at = expire_at = 0.0
     while True:
         message = await socket.recv() if await socket.poll(_EXPIRE_S * 1000) else None
@@ -130,8 +129,5 @@ async def _hear(socket: zmq.asyncio.Socket, pool: Pool, announced: Announced) ->
         if announced.changed:
             announced.changed = False
             pool.tell(Source.HEARTBEATS, announced.specs(), now)
-        node = None if beat is None else pool.find(beat.url)
-        if beat is not None and node is not None:
-            node.note_load(beat.load)
-            if beat.state is NodeState.DRAINING:
-                pool.drains(node, now)
+        if beat is not None:
+            pool.heard(beat.url, beat.load, now, draining=beat.state is NodeState.DRAINING)

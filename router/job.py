@@ -115,6 +115,13 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     session: str = ""
     """What the requests of one conversation, or else of one user, have in common."""
+    mark: str = ""
+    """Of an id that its client chose: another router may have a request with the same one on the same node."""
+
+    @property
+    def node_id(self) -> str:
+        """The request's id on the nodes, which tell requests apart by it."""
+        return f"{self.id}.{self.mark}" if self.mark else self.id
 
     @property
     def asked_priority(self) -> int | None:
@@ -129,7 +136,7 @@ class Job(msgspec.Struct, frozen=True):
     @property
     def response_id(self) -> str:
         """The `id` of the answer, as the nodes form it."""
-        return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.id}"
+        return f"{'chatcmpl' if self.path == CHAT_PATH else 'cmpl'}-{self.node_id}"
 
 
 def parts_of(job: Job) -> list[Job]:

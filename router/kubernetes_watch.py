@@ -32,8 +32,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Gauge
 
 from router.kubernetes_pods import ROLE, ListedPods, Pod, Pods, Told, WatchEvent
-from router.members import Source
-from router.pool import Pool
+from router.members import Listener, Source
 from wire.errors import ConfigError
 
 __all__ = ["Pace", "discovering", "server_of"]
@@ -88,7 +87,7 @@ class _Refused(Exception):
 
 @asynccontextmanager
 async def discovering(
-    pool: Pool, selector: str, namespace: str, registry: CollectorRegistry, pace: Pace | None = None
+    pool: Listener, selector: str, namespace: str, registry: CollectorRegistry, pace: Pace | None = None
 ) -> AsyncIterator[None]:
     """Follow pods for the length of the block and tell the pool; with an empty selector do nothing.
 
@@ -225,7 +224,7 @@ def server_of(namespace: str) -> tuple[Any, str]:
 class _Follower:
     """The thread, and what it knows."""
 
-    def __init__(self, api: _Api, pool: Pool, listed: Gauge, pace: Pace) -> None:
+    def __init__(self, api: _Api, pool: Listener, listed: Gauge, pace: Pace) -> None:
         self._api, self._pool, self._listed, self._pace = api, pool, listed, pace
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="kubernetes", daemon=True)

@@ -19,10 +19,11 @@ def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None
         return
     prompt, _, cached = frame.usage or (0, 0, 0)
     if frame.params is not None:
-        prompt, cached = len(frame.params.prompt_token_ids or ()), frame.params.cached_tokens
+        prompt, cached = len(frame.params.prompt_token_ids or ()) or frame.params.num_tokens, frame.params.cached_tokens
     if "queue" in timing:
         rates.waited(lease.expected_queue_ms, timing["queue"])
-        rates.prefilled(prompt - cached, timing.get("prefill", 0.0))
+        shared = lease.company > 0 or lease.node.requests > 1
+        rates.prefilled(prompt - cached, timing.get("prefill", 0.0), shared=shared)
     elif "exposed" in timing and "prefill" not in timing and peer is not None:
         rates.fetched(peer.url, prompt, timing["exposed"])
         peer.rates.fetched("", prompt, timing["exposed"])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from wire.config import MAX_URL_CHARS, Role, is_base_url
 from wire.errors import RequestError
+from wire.outputs import Load
 
-__all__ = ["Change", "Members", "NodeSpec", "Source"]
+__all__ = ["Change", "Listener", "Members", "NodeSpec", "Source"]
 
 
 class Source(enum.StrEnum):
@@ -59,6 +61,22 @@ class Change:
     left: tuple[str, ...] = ()
     replaced: tuple[NodeSpec, ...] = ()
     """Another process stands at the same address now."""
+
+
+class Listener(Protocol):
+    """Whom a source tells: a pool, or all pools of one port (router/parent.py)."""
+
+    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
+        """These are the nodes that it sees now, and no others. `gone`: addresses whose process has ended."""
+        ...
+
+    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
+        """A node has told of itself."""
+        ...
+
+    def note_p2p_address(self, url: str, address: str) -> None:
+        """Where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
+        ...
 
 
 class Members:

@@ -29,6 +29,7 @@ from router.prefix_index import Prefix, PrefixIndex
 from router.rates import NodeRates
 from wire.config import Role
 from wire.errors import NoNode
+from wire.outputs import Load
 
 __all__ = ["LOST_AFTER_MISSES", "Pool"]
 
@@ -346,6 +347,20 @@ class Pool:
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
         node.adapters_at = now
         self._changed()
+
+    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
+        """The node at this address has told of itself, unasked."""
+        node = self.find(url)
+        if node is not None:
+            node.note_load(load)
+            if draining:
+                self.drains(node, now)
+
+    def note_p2p_address(self, url: str, address: str) -> None:
+        """Where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
+        node = self.find(url)
+        if node is not None:
+            node.p2p_address = address
 
     def drains(self, node: Node, now: float) -> None:
         """The node has said that it takes no new legs: a health check that was started later may say otherwise."""

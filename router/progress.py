@@ -120,6 +120,9 @@ class Progress:
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:
+        if params.prompt_token_ids is None and self.ticket is not None:
+            # Its ticket has told them.
+            params = msgspec.structs.replace(params, prompt_token_ids=self.ticket.prompt_token_ids)
         first, told = self._choices[0], params.so_far(1)[0]
         known = first.token_ids[: len(told.generated)]
         if known and known != told.generated[: len(known)]:

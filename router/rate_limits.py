@@ -2,7 +2,7 @@
 
 Both rates are token buckets: full at first, refilled all the time, and a minute's worth deep. Tokens are taken by
 estimate when a request comes and put right when it is over, so a bucket may owe some; then the next request waits for
-that, too. `Limits` is what the door needs of them: their state may live in another process.
+that, too. `Limits` is what the door needs of them: their state may live in another process (router/worker.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["NO_LIMIT", "Exceeded", "KeyLimits", "Limits", "Quota", "Taken", "shown_s"]
+__all__ = ["NO_LIMIT", "Exceeded", "HeldHere", "KeyLimits", "Limits", "Quota", "Taken", "shown_s"]
 
 _MINUTE_S = 60.0
 _ROUNDING = 1e-6  # of a level that was waited for
@@ -54,8 +54,8 @@ class Exceeded:
 class Limits(Protocol):
     """The limits of all keys. Each `take` that is not refused is followed by one `give_back`."""
 
-    def take(self, key: str, quota: Quota, tokens: int, now: float) -> Taken | Exceeded:
-        """Let one request begin that is thought to cost so many tokens; or say why not."""
+    async def take(self, key: str, quota: Quota, tokens: int, now: float) -> Taken | Exceeded:
+        """Let one request begin that is thought to cost so many tokens; or say why not. Raises Unavailable."""
         ...
 
     def give_back(self, taken: Taken, used: int | None, now: float) -> None:
@@ -91,7 +91,7 @@ class _State:
 
 
 class KeyLimits:
-    """The Limits of one process."""
+    """Where the state is."""
 
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
@@ -150,6 +150,21 @@ class KeyLimits:
         for _, bucket in state.buckets:
             bucket.refill(now)
         return state
+
+
+class HeldHere:
+    """The Limits of one process alone."""
+
+    def __init__(self) -> None:
+        self._limits = KeyLimits()
+
+    async def take(self, key: str, quota: Quota, tokens: int, now: float) -> Taken | Exceeded:
+        """See Limits."""
+        return self._limits.take(key, quota, tokens, now)
+
+    def give_back(self, taken: Taken, used: int | None, now: float) -> None:
+        """See Limits."""
+        self._limits.give_back(taken, used, now)
 
 
 def _full(size: int, now: float) -> _Bucket | None:

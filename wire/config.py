@@ -35,6 +35,7 @@ MAX_URL_CHARS = 512
 # Each proposal costs a row of a step, whether it comes true or not.
 MAX_SPECULATIVE_TOKENS = 32
 MAX_NGRAM = 16
+MAX_WORKERS = 256
 
 
 class Role(enum.StrEnum):
@@ -427,6 +428,8 @@ class RouterConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on."""
+    workers: int = 1
+    """Processes that serve the port; more than one share it, and a parent process keeps what they have in common."""
     api_key: str = ""
     """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
     keys: tuple[KeyConfig, ...] = ()
@@ -446,7 +449,7 @@ class RouterConfig:
     health_deadline_s: float = 2.0
     """A health check must be answered within this time."""
     max_queue: int = 1000
-    """Requests that wait while all nodes are busy, for each model; more are refused with 429."""
+    """Requests that wait while all nodes are busy, for each model; more are refused with 429. Divided among workers."""
     ttft_target_ms: float = 0.0
     """Requests whose first token would come later than this are refused at once, with 429; 0 refuses none. Clients may
     send their own as x-slo-ttft-ms."""
@@ -454,7 +457,7 @@ class RouterConfig:
     """Requests wait while one more would make a token take longer than this; 0 is no target. Clients may send a
     stricter one as x-slo-tpot-ms."""
     max_connections: int = 16384
-    """Connections of clients at once; more are refused with 503."""
+    """Connections of clients at once; more are refused with 503. Divided among workers."""
     tls_cert: str = ""
     """A PEM file with the router's certificate and its chain: it then serves https."""
     tls_key: str = ""
@@ -489,7 +492,9 @@ class RouterConfig:
             "health_deadline_s",
             "attempts",
             "max_connections",
+            "workers",
         )
+        _require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
         self._check_entry()
         for role in ("prefill", "decode"):
             name = getattr(self, f"{role}_policy")

@@ -211,11 +211,11 @@ def _named(*workloads: Workload) -> Mapping[str, Workload]:
 
 
 WORKLOADS = _named(
-    Workload("chat", "30 system prompts of 300 to 3,000 tokens, 250 of one's own", _chat, 1.6),
+    Workload("chat", "30 system prompts of 300 to 3,000 tokens, 250 of one's own", _chat, 1.3),
     Workload("code", "150 contexts of 3,000 to 16,000 tokens, 400 of one's own", _code, 3.0),
     Workload("summarise", "prompts of 6,000 tokens that share nothing", _summarise, 0.85),
     Workload("long mix", "3 % prompts of 32,000 to 100,000 tokens among those of 600", _long_mix, 0.8),
-    Workload("sessions", "conversations of six turns, each prompt all that was said", _sessions, 1.8),
+    Workload("sessions", "conversations of six turns, each prompt all that was said", _sessions, 1.3),
     Workload("bursty", "prompts of 1,200 tokens, a sixth of the time at four times the rate", _bursty, 0.5),
     Workload("heavy tail", "lengths of prompts and answers by power laws", _heavy_tail, 0.8),
 )

@@ -1,14 +1,16 @@
 """Which nodes a policy looks at when there are too many to look at them all. Pure.
 
-A few at random are nearly as good as all (the power of two choices, Mitzenmacher 2001), and those that have most of the
-prompt must be among them. Random ones also keep several routers, whose news is stale, from running to the same node.
+The shortest queues of some at random are nearly as good as those of all (the power of two choices, Mitzenmacher 2001),
+and those that have most of the prompt must be among them. That they are random also keeps several routers, whose news
+is stale, from running to the same node.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from heapq import nlargest
+from heapq import nlargest, nsmallest
+from operator import attrgetter
 
 from router.policies.policy import Ask, N
 
@@ -16,18 +18,25 @@ __all__ = ["ALL", "looked_at"]
 
 ALL = 16
 """With no more nodes than these, all are looked at."""
-_AT_RANDOM = 8
+_DRAWN = 32
+_SHORTEST = 6
+_AT_RANDOM = 2
 _HOLDERS = 4
+
+_depth = attrgetter("depth")
 
 
 def looked_at(ask: Ask, nodes: Sequence[N], rng: random.Random) -> Sequence[N]:
-    """All nodes, or a few at random and some of those that have most of the prompt, each once."""
+    """All nodes, or a few: the shortest queues of some, a few of any depth, and some that have most of the prompt."""
     if len(nodes) <= ALL:
         return nodes
-    few = rng.sample(range(len(nodes)), _AT_RANDOM)
+    # A piece of the ring of all, which takes a tenth of the time of as many single ones.
+    first = rng.randrange(len(nodes))
+    drawn = [*nodes[first : first + _DRAWN], *nodes[: max(0, min(first, first + _DRAWN - len(nodes)))]]
+    few = [*drawn[:_AT_RANDOM], *nsmallest(_SHORTEST, drawn[_AT_RANDOM:], key=_depth)]
     if ask.cached:
-        few = [*dict.fromkeys([*_holders(ask, nodes, rng), *few])]
-    return [nodes[at] for at in few]
+        few = [*dict.fromkeys([*(nodes[at] for at in _holders(ask, nodes, rng)), *few])]
+    return few
 
 
 def _holders(ask: Ask, nodes: Sequence[N], rng: random.Random) -> list[int]:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from router.members import NodeSpec, Source
-from router.pool import Pool
+from router.members import Listener, NodeSpec, Source
 from wire.config import Role
 from wire.errors import RequestError
 
@@ -83,7 +82,7 @@ class PingBook:
 
 
 @asynccontextmanager
-async def hearing_pings(pool: Pool, host: str, port: int) -> AsyncIterator[None]:
+async def hearing_pings(pool: Listener, host: str, port: int) -> AsyncIterator[None]:
     """Keep the pool to who pings, for the length of the block; with port 0 do nothing. Raises RequestError."""
     if not port:
         yield
@@ -109,7 +108,7 @@ async def hearing_pings(pool: Pool, host: str, port: int) -> AsyncIterator[None]
         context.destroy(0)
 
 
-async def _hear(pool: Pool, socket: zmq.asyncio.Socket) -> None:
+async def _hear(pool: Listener, socket: zmq.asyncio.Socket) -> None:
     book = PingBook()
     expire_at = complain_at = 0.0
     while True:
@@ -131,10 +130,8 @@ async def _hear(pool: Pool, socket: zmq.asyncio.Socket) -> None:
             _tell(pool, book, now)
 
 
-def _tell(pool: Pool, book: PingBook, now: float) -> None:
+def _tell(pool: Listener, book: PingBook, now: float) -> None:
     members = book.members()
     pool.tell(Source.P2P_NCCL, [spec for spec, _ in members], now)
     for spec, address in members:
-        node = pool.find(spec.url)
-        if node is not None:
-            node.p2p_address = address
+        pool.note_p2p_address(spec.url, address)

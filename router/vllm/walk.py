@@ -230,7 +230,7 @@ class VllmWalk:
 
     def _named(self, prefill: Lease | None, decode: Lease | None) -> dict[str, str]:
         """The headers of both legs. An id is used for one hand-over: what the last one has left must not be met."""
-        unique = self.job.id if not self._round else f"{self.job.id}-{self._round}"
+        unique = self.job.node_id if not self._round else f"{self.job.node_id}-{self._round}"
         if prefill is not None and decode is not None:
             # Not the client's own id: a colon in it would be read as an address.
             unique = p2p_request_id(prefill.node.p2p_address, decode.node.p2p_address, uuid.uuid4().hex)

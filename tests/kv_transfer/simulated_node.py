@@ -19,6 +19,7 @@ from kv_transfer.desk import Desk
 from kv_transfer.leases import LeaseId
 from kv_transfer.messages import End, Ended, Message
 from node.adapter_loads import AdapterLoads
+from node.cache_changes import CacheTeller
 from node.engine_process import EngineProcess
 from paged_engine.blocks import BlockPool
 from paged_engine.engine import Counters, Engine
@@ -131,11 +132,13 @@ class SimulatedNode(EngineProcess):
         self._config = NODE_CONFIG
         self._socket = self._decoder = self._inbox = _Inbox()  # type: ignore[assignment]
         self._updates, self._stopping, self._stats_due, self._pulse_due, self._reported = [], False, 0.0, 0.0, None
+        self._asked = 0
         self.engine = _Engine(self.device)
         self._probes = SimpleNamespace(heard=lambda event: False)  # type: ignore[assignment]
         no_grammars = SimpleNamespace(ready=lambda now: [], drop=lambda request_id: None)
         self._compiling = no_grammars  # type: ignore[assignment]
         self._adapters = AdapterLoads(self.engine, self._send, self.wake)
+        self._cache = CacheTeller(self.engine.scheduler.pool, BLOCK_TOKENS, self._send, on=False)
         with self.at_work():
             region = PoolRegion(0, self.device.pool.num_blocks, BLOCK_BYTES, "cpu")
             config = TransferConfig(

@@ -31,7 +31,7 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def stand_in(*, fingerprint: Fingerprint, **_: Any) -> Any:
         offered.append(fingerprint)
-        return SimpleNamespace(address=("127.0.0.1", 1), engine_id="e", generation="g")
+        return SimpleNamespace(address=("127.0.0.1", 1), engine_id="e", generation="g", planes=())
 
     monkeypatch.setattr(engine_process, "open_connector", stand_in)
 

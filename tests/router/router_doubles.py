@@ -343,14 +343,15 @@ async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncI
             decode=tuple(node.url for node in nodes if node.role != "prefill"),
             **(every | config),
         )
-        async with _router(settings) as started:
+        async with router_over(settings) as started:
             if ready:
                 await until(lambda: all(node.up for node in started.router.pool.nodes))
             yield started
 
 
 @asynccontextmanager
-async def _router(config: RouterConfig) -> AsyncIterator[Cluster]:
+async def router_over(config: RouterConfig) -> AsyncIterator[Cluster]:
+    """One more router."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = make_server(config)
         serving = asyncio.create_task(server.serve([listening]))

@@ -264,10 +264,10 @@ async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(certi
 
 @asynccontextmanager
 async def _over(node_url: str, ca: str) -> AsyncIterator[Cluster]:
-    from router_doubles import _router
+    from router_doubles import router_over
 
     config = RouterConfig(prefill=(node_url,), decode=(), tls_ca=ca, health_interval_s=0.05, health_deadline_s=2.0)
-    async with _router(config) as outer:
+    async with router_over(config) as outer:
         yield outer
 
 

@@ -58,6 +58,20 @@ def test_an_outlier_moves_an_estimate_by_a_bounded_factor_and_a_change_gets_thro
     assert 80 < rates.step_ms(8) < 110
 
 
+def test_prompts_that_share_steps_with_long_ones_do_not_seem_to_take_as_long_as_they() -> None:
+    rng, rates = random.Random(5), NodeRates()
+    for _ in range(400):
+        tokens, beside = int(2 ** rng.uniform(7, 14)), rng.choice([0, 0, 8_000])
+        rates.prefilled(tokens, 0.02 * (tokens + beside), shared=True)
+    for tokens in (300, 1_000, 10_000):
+        assert 0.7 < rates.prefill_ms(tokens) / (0.02 * tokens) < 2.0
+    # And one that has become slow is found out all the same.
+    for _ in range(400):
+        tokens = int(2 ** rng.uniform(7, 14))
+        rates.prefilled(tokens, 0.1 * tokens, shared=True)
+    assert rates.prefill_ms(1_000) > 60
+
+
 def test_a_node_that_was_not_measured_is_as_its_fleet_and_then_as_itself() -> None:
     fleet = NodeRates()
     known, new = NodeRates(fleet), NodeRates(fleet)

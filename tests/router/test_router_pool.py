@@ -55,9 +55,30 @@ def test_an_excluded_node_is_not_leased(pool: Pool) -> None:
 def test_reported_load_of_others_counts_and_our_own_is_not_counted_twice(pool: Pool) -> None:
     node = pool.nodes[0]
     with pool.lease(Ask(Role.PREFILL, tokens=100), [pool.nodes[1]]):
-        node.note_load(Load(running=3, waiting=1, waiting_tokens=150))
+        for _ in range(100):
+            node.note_load(Load(running=3, waiting=1, waiting_tokens=150))
         assert (node.requests, node.tokens) == (4, 150)
     assert (node.requests, node.tokens) == (3, 50)
+
+
+def test_news_of_others_are_believed_in_part_until_they_are_usual(pool: Pool) -> None:
+    """Routers that all believe that a node is idle run to it together."""
+    node = pool.nodes[0]
+    for _ in range(300):
+        node.note_load(Load(running=10, waiting_tokens=1_000))
+    assert (node.requests, node.tokens) == (10, 1_000)
+    node.note_load(Load())
+    assert 6 <= node.requests <= 9
+    assert 600 <= node.tokens <= 900
+    for _ in range(300):
+        node.note_load(Load())
+    assert (node.requests, node.tokens) == (0, 0) == (node.foreign_requests, node.foreign_tokens)
+
+
+def test_the_first_report_of_a_node_is_believed() -> None:
+    node = Node("http://n", role=Role.PREFILL)
+    node.note_load(Load(running=10, waiting_tokens=1_000))
+    assert (node.requests, node.tokens) == (10, 1_000)
 
 
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 
 import msgspec
 import openai
@@ -74,7 +75,8 @@ async def test_a_request_walks_through_both_legs(stream: bool) -> None:
         assert text == (STREAMED if stream else WHOLE.decode())
         (first,), (second,) = p.calls, d.calls
         for call in (first, second):
-            assert call.headers["x-request-id"] == "my.id-1"
+            assert call.headers["x-request-id"] == first.headers["x-request-id"]
+            assert re.fullmatch(r"my\.id-1\.[0-9a-f]{8}", call.headers["x-request-id"])
             assert (call.headers["traceparent"], call.headers["tracestate"]) == (TRACE, "a=1")
             assert call.headers["authorization"] == "Bearer nodes"
             assert call.put is not None or call.headers["accept"] == FRAMES_MEDIA_TYPE
@@ -298,7 +300,8 @@ async def test_a_client_that_goes_away_stops_its_leg_and_frees_the_kv(stream: bo
             await node.aborted.wait()
             if at != "decoding":
                 await p.released_event.wait()
-        expected = {"prefill": [["gone", "chatcmpl-gone"]], "decode": [["held-1"]], "decoding": []}
+        on_nodes = p.calls[0].headers["x-request-id"]
+        expected = {"prefill": [[on_nodes, f"chatcmpl-{on_nodes}"]], "decode": [["held-1"]], "decoding": []}
         assert p.released == expected[at]
         await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
         path = "/v1/chat/completions"
@@ -337,7 +340,7 @@ async def test_the_connection_of_a_finished_leg_is_used_again() -> None:
 
     async def note_peer(call: Call) -> None:
         peers.append(call.request.get_extra_info("peername"))
-        await prefill_ok(call)
+        await call.end()
 
     async with cluster(prefill(note_peer, legs=0), decode(legs=0), health_interval_s=5) as c:
         for _ in range(3):

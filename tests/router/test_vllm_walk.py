@@ -82,7 +82,8 @@ async def test_a_request_walks_through_both_legs_of_every_version(version: str, 
         assert first.body["kv_transfer_params"] == ASKED
         assert second.body["kv_transfer_params"]["remote_engine_id"] == "engine-1"
         for call in (first, second):
-            assert call.headers["x-request-id"] == "my.id-1"
+            assert call.headers["x-request-id"] == first.headers["x-request-id"]
+            assert call.headers["x-request-id"].startswith("my.id-1.")
             assert call.headers["traceparent"] == "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
             assert call.headers["authorization"] == "Bearer nodes"
         own = {k: v for k, v in second.body.items() if k not in ("kv_transfer_params", "model", "messages")}

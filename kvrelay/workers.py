@@ -1,0 +1,161 @@
+"""`kvrelay router --workers N`: the processes of a router that has several, from the first to the last.
+
+Owns them: started, started again with back-off when they end, drained and ended. What they have in common is
+router/parent.py's. Run as a module it is one of the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from asyncio.subprocess import Process
+
+import uvloop
+
+from kvrelay.supervisor import Backoff, ChildFailed
+from node.parent import PARENT_PID, die_with_parent
+from router.listening import shared_port
+from router.parent import Parent
+from router.server import DRAIN_S, settle
+from router.tls import check_certificate
+from router.worker import serve_worker
+from wire.config import RouterConfig
+
+__all__ = ["run_workers"]
+
+_START_DEADLINE_S = 60.0
+_STOP_DEADLINE_S = DRAIN_S + 15.0
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s[{}] %(message)s"
+
+_log = logging.getLogger("kvrelay.router")
+
+
+def run_workers(config: RouterConfig) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process.
+
+    Raises ConfigError, RequestError, ChildFailed.
+    """
+    check_certificate(config)
+    with shared_port(config.host, config.port) as held, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(config, held.getsockname()[1]))
+
+
+async def _run(config: RouterConfig, port: int) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    parent = Parent(config, port)
+    workers = [_Worker(parent, index) for index in range(config.workers)]
+    async with parent.running():
+        tasks = [asyncio.create_task(worker.keep()) for worker in workers]
+        ready = asyncio.create_task(_ready(parent, config, port))
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait({*tasks, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopped}:
+                task.result()  # raises: a worker is kept for as long as it gets ready at all
+        finally:
+            ready.cancel()
+            stopped.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(ready, stopped, *tasks, return_exceptions=True)
+            await asyncio.gather(*(worker.end() for worker in workers))
+    return 0
+
+
+async def _ready(parent: Parent, config: RouterConfig, port: int) -> None:
+    while parent.listening() < config.workers:
+        parent.changed.clear()
+        await parent.changed.wait()
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    _log.info("%d workers serve http%s://%s:%d", config.workers, "s" if config.tls_cert else "", host, port)
+
+
+class _Worker:
+    """One place among the workers, and the process that is in it."""
+
+    def __init__(self, parent: Parent, index: int) -> None:
+        self._parent, self._index = parent, index
+        self._backoff = Backoff()
+        self._process: Process | None = None
+
+    async def keep(self) -> None:
+        """Have a process here. Raises ChildFailed if the first one does not get ready."""
+        ready = False
+        while True:
+            began = time.monotonic()
+            process = await self._start()
+            ready = await self._was_ready(process, began) or ready
+            code = await process.wait()
+            lived_s = time.monotonic() - began
+            if not ready:
+                raise ChildFailed(f"worker {self._index} ended ({_fate(code)}) before it served; its log says why")
+            delay_s = self._backoff.delay_s(lived_s)
+            fate = (self._index, _fate(code), lived_s, delay_s)
+            _log.error("worker %d ended (%s) after %.1f s; another one starts in %g s", *fate)
+            await asyncio.sleep(delay_s)
+            self._parent.restarts.inc()
+
+    async def end(self) -> None:
+        """SIGTERM, and SIGKILL to what has not drained in time."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_DEADLINE_S)
+            except TimeoutError:
+                _log.error("worker %d is killed: it has not ended %g s after SIGTERM", self._index, _STOP_DEADLINE_S)
+                process.kill()
+                await process.wait()
+
+    async def _start(self) -> Process:
+        ours, its = socket.socketpair()
+        with its:
+            # Also on the main thread: Linux sends the parent's death to the children of a *thread* that ends.
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers", str(its.fileno()), str(self._index)),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(its.fileno(),),
+                env={**os.environ, PARENT_PID: str(os.getpid())},
+            )
+        await self._parent.join(self._index, ours)
+        return process
+
+    async def _was_ready(self, process: Process, began: float) -> bool:
+        """Wait until it serves, or has ended; it is killed if it does neither in time."""
+        while not self._parent.serves(self._index):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 0.05)
+                return self._parent.serves(self._index)
+            if time.monotonic() - began > _START_DEADLINE_S:
+                _log.error("worker %d is killed: it does not serve after %g s", self._index, _START_DEADLINE_S)
+                process.kill()
+        return True
+
+
+def _fate(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def main() -> None:
+    """A worker process: `python -m kvrelay.workers FD INDEX`."""
+    die_with_parent()
+    descriptor, index = map(int, sys.argv[1:3])
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT.format(index))
+    settle()
+    # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_worker(socket.socket(fileno=descriptor)))
+
+
+if __name__ == "__main__":
+    main()

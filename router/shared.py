@@ -1,0 +1,105 @@
+"""What all worker processes of one port have in common, as one of them sees it.
+
+Owns the interface, and its case without any others: a router of one process. With several it is router/worker.py's, and
+what is common lives in their parent (router/parent.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from openai_api.response_store import KeptHere, Responses
+from router.doors import Doors
+from router.members import NodeSpec, Source
+from router.metrics import Metrics
+from router.node import Node
+from router.pool import Pool
+from router.rate_limits import HeldHere, Limits
+
+__all__ = ["Alone", "Make", "Shared"]
+
+
+class Shared(Protocol):
+    """See the module. What changes membership has reached all of them, this one too, when it returns."""
+
+    limits: Limits
+    responses: Responses
+    warms: bool
+    """Whether this one has nodes meet."""
+
+    async def add(self, spec: NodeSpec) -> None:
+        """An operator names a node. Raises Unavailable."""
+        ...
+
+    async def remove(self, url: str) -> None:
+        """Neither operator nor flags name it any more. Raises Unavailable."""
+        ...
+
+    async def drain(self, node: Node, *, begin: bool) -> None:
+        """An operator wants a node to take no new legs, or to take them again. Raises Unavailable."""
+        ...
+
+    async def legs_elsewhere(self) -> dict[str, int]:
+        """By the addresses of nodes, the legs of the others."""
+        ...
+
+    async def exposition(self) -> bytes:
+        """The metrics of all. Raises Unavailable."""
+        ...
+
+    def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
+        """Two nodes have met, or were seen to be unable to."""
+        ...
+
+    def workers(self) -> dict[str, int] | None:
+        """How many there are, and which is this; None: it is alone."""
+        ...
+
+
+class Make(Protocol):
+    """How a router comes by it."""
+
+    def __call__(self, pool: Pool, doors: Doors, metrics: Metrics) -> Shared:
+        """Of the router with these."""
+        ...
+
+
+class Alone:
+    """The Shared of a router of one process."""
+
+    warms = True
+
+    def __init__(self, pool: Pool, doors: Doors, metrics: Metrics) -> None:
+        self._pool, self._doors, self._metrics = pool, doors, metrics
+        self.limits: Limits = HeldHere()
+        self.responses: Responses = KeptHere()
+
+    async def add(self, spec: NodeSpec) -> None:
+        """See Shared."""
+        self._pool.add(spec, Source.ADMIN, time.monotonic())
+
+    async def remove(self, url: str) -> None:
+        """See Shared."""
+        self._pool.remove(url, [Source.ADMIN, Source.STATIC], time.monotonic())
+
+    async def drain(self, node: Node, *, begin: bool) -> None:
+        """See Shared."""
+        change = self._pool.drain if begin else self._pool.undrain
+        change(node, time.monotonic())
+
+    async def legs_elsewhere(self) -> dict[str, int]:
+        """See Shared."""
+        return {}
+
+    async def exposition(self) -> bytes:
+        """See Shared."""
+        return self._metrics.text()
+
+    def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
+        """See Shared."""
+        self._doors.met(prefill, decode, failed=failed, now=time.monotonic())
+
+    def workers(self) -> dict[str, int] | None:
+        """See Shared."""
+        return None

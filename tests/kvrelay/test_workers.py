@@ -1,0 +1,228 @@
+"""`kvrelay router --workers 2` over fake nodes: two processes serve one port as one router does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.keys import hash_of
+from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill
+
+PATH = "/v1/chat/completions"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
+
+
+async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], within_s: float = 30.0) -> None:
+    async with asyncio.timeout(within_s):
+        while True:
+            holds = condition()
+            if holds if isinstance(holds, bool) else await holds:
+                return
+            await asyncio.sleep(0.02)
+
+
+@dataclass
+class Router:
+    """The parent process."""
+
+    process: Process
+    url: str
+    http: dict[int, aiohttp.ClientSession] = field(default_factory=dict)
+    """One connection to each worker, by its index."""
+
+    def pids(self) -> list[int]:
+        """Its children."""
+        pid = self.process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    async def dial(self) -> None:
+        """Have a connection to both workers: the kernel chooses by the client's port."""
+        async with asyncio.timeout(30):
+            while self.http.keys() != {0, 1}:
+                http = aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=1), headers=BOB)
+                async with http.get("/health") as answer:
+                    index = (await answer.json())["workers"]["index"]
+                if index in self.http:
+                    await http.close()
+                else:
+                    self.http[index] = http
+
+    async def hang_up(self) -> None:
+        for http in self.http.values():
+            await http.close()
+        self.http.clear()
+
+    async def json(self, worker: int, path: str, body: Any = None, method: str = "", **headers: str) -> Any:
+        method = method or ("GET" if body is None else "POST")
+        async with self.http[worker].request(method, path, json=body, headers=headers) as answer:
+            return await answer.json()
+
+    async def ask(self, worker: int, body: Any = None, path: str = PATH, **headers: str) -> int:
+        async with self.http[worker].post(path, json=body or BODY, headers=headers) as answer:
+            await answer.read()
+            return answer.status
+
+    async def metric(self, worker: int, name: str) -> float:
+        async with self.http[worker].get("/metrics") as answer:
+            found = re.search(rf"^{re.escape(name)} (\S+)$", await answer.text(), re.M)
+        return float(found[1]) if found else 0.0
+
+
+@asynccontextmanager
+async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
+    """Two workers over these nodes, both with all nodes up."""
+    config = {
+        "workers": 2,
+        "port": 0,
+        "prefill": [node.url for node in nodes if node.role == "prefill"],
+        "decode": [node.url for node in nodes if node.role == "decode"],
+        "health_interval_s": 0.05,
+        "keys": [
+            {"name": "alice", "sha256": hash_of("a"), "max_running": 2},
+            {"name": "bob", "sha256": hash_of("b"), "admin": True},
+        ],
+    }
+    file = folder / "router.json"
+    file.write_text(json.dumps(config))
+    command = (sys.executable, "-P", "-u", "-m", "kvrelay.cli", "router", "--config", str(file))
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    url, said = "", b""
+    async with asyncio.timeout(60):
+        while not url:
+            line = await process.stderr.readline()
+            said += line
+            assert line, said.decode()
+            found = re.search(rb"2 workers serve (http://\S+)", line)
+            url = found[1].decode() if found else ""
+    reading = asyncio.create_task(process.stderr.read())
+    running = Router(process, url)
+    try:
+        await running.dial()
+        for worker in (0, 1):
+
+            async def all_up(worker: int = worker) -> bool:
+                told = await running.json(worker, "/health")
+                return all(node["up"] for node in told["nodes"])
+
+            await until(all_up)
+        yield running
+    finally:
+        await running.hang_up()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+@asynccontextmanager
+async def nodes(*each: FakeNode) -> AsyncIterator[None]:
+    if not each:
+        yield
+        return
+    async with each[0].running(), nodes(*each[1:]):
+        yield
+
+
+async def test_two_workers_are_one_router(tmp_path: Path) -> None:
+    permits = asyncio.Semaphore(0)
+
+    async def held(call: Call) -> None:
+        if call.headers.get("x-request-id", "").startswith("held"):
+            await permits.acquire()
+        await decode_ok(call)
+
+    p, d, d2 = prefill(), decode(held), decode(held)
+    async with nodes(p, d, d2), router(tmp_path, p, d) as r:
+        # Metrics are of both, whoever is asked.
+        assert [await r.ask(worker) for worker in (0, 1, 1)] == [200] * 3
+        done = 'kvrelay_router_requests_total{path="/v1/chat/completions",status="200"}'
+        assert [await r.metric(worker, done) for worker in (0, 1)] == [3, 3]
+        up = f'kvrelay_router_node_up{{node="{d.url}",role="decode"}}'
+        assert (await r.metric(0, up), await r.metric(0, "kvrelay_router_workers")) == (1, 2)
+
+        # The limit of a key is that of both.
+        on_hold = [
+            asyncio.create_task(r.ask(worker, **ALICE, **{"x-request-id": f"held-{worker}"})) for worker in (0, 1)
+        ]
+        await until(lambda: sum(call.headers["x-request-id"].startswith("held") for call in d.calls) == 2)
+        async with aiohttp.ClientSession(r.url, headers=ALICE) as third, third.post(PATH, json=BODY) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (429, "rate_limit_exceeded")
+        permits.release()
+        permits.release()
+        assert await asyncio.gather(*on_hold) == [200, 200]
+
+        # A conversation goes on with whichever worker.
+        async with r.http[0].post("/v1/responses", json={"model": MODEL, "input": "hi"}) as answer:
+            first = (await answer.json())["id"]
+        again = {"model": MODEL, "input": "and?", "previous_response_id": first}
+        assert [await r.ask(worker, again, "/v1/responses") for worker in (0, 1)] == [200, 200]
+        lost = again | {"previous_response_id": "resp_x"}
+        assert await r.ask(1, lost, "/v1/responses") == 404
+        assert (await r.json(1, f"/v1/responses/{first}", method="DELETE"))["deleted"]
+        assert await r.ask(0, again, "/v1/responses") == 404
+
+        # What an operator says of nodes holds for both, also for one that begins later.
+        assert (await r.json(0, "/admin/nodes", {"url": d2.url, "role": "decode"}))["added"]
+        assert len((await r.json(1, "/admin/nodes"))["nodes"]) == 3
+        assert (await r.json(1, f"/admin/nodes?url={d.url}", method="DELETE"))["removed"]
+
+        async def counted() -> float:
+            return await r.metric(1, done)
+
+        before = await counted()
+        victim = r.pids()
+        assert len(victim) == 2
+        os.kill(victim[0], signal.SIGKILL)
+        await r.hang_up()
+
+        async def replaced() -> bool:
+            now = r.pids()
+            return len(now) == 2 and victim[0] not in now
+
+        await until(replaced)
+        await r.dial()
+        for worker in (0, 1):
+            told = await r.json(worker, "/admin/nodes")
+            assert {node["url"] for node in told["nodes"]} == {p.url, d2.url}
+        assert await counted() >= before
+        assert await r.metric(0, "kvrelay_router_worker_restarts_total") == 1
+
+        # SIGTERM leaves nothing behind.
+        left = r.pids()
+        await r.hang_up()
+        r.process.terminate()
+        assert await asyncio.wait_for(r.process.wait(), 30) == 0
+        assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is told by Linux")
+async def test_workers_end_with_their_parent(tmp_path: Path) -> None:
+    p, d = prefill(), decode()
+    async with nodes(p, d), router(tmp_path, p, d) as r:
+        left = r.pids()
+        r.process.kill()
+        await r.process.wait()
+        await until(lambda: not any(alive(pid) for pid in left))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

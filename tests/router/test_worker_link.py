@@ -1,0 +1,193 @@
+"""What a worker and its parent say to each other: messages cut anywhere, and answers that do not come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_doubles import until
+
+from openai_api.response_store import Stored
+from router.doors import Doors
+from router.members import NodeSpec, Source
+from router.metrics import Metrics
+from router.parent import Parent, share_of
+from router.pool import Pool
+from router.rate_limits import Exceeded, Quota
+from router.worker import Worker
+from router.worker_link import Link
+from router.worker_messages import (
+    MAX_BYTES,
+    Added,
+    Begin,
+    Done,
+    Frames,
+    FromParent,
+    FromWorker,
+    GiveBack,
+    Keep,
+    LinkBroken,
+    Listening,
+    Names,
+    Recall,
+    Recalled,
+    Scrape,
+    Take,
+    packed,
+)
+from wire.config import Role, RouterConfig
+from wire.errors import Unavailable
+from wire.key_config import KeyConfig
+from wire.outputs import Load
+
+SPEC = NodeSpec("http://p:1", Role.PREFILL)
+CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KeyConfig("a", "0" * 64, max_queue=5),))
+MESSAGES = [
+    (1, Take("a", Quota(1, 2, 3), 9)),
+    (0, GiveBack(1, None)),
+    (0, Keep("r", Stored(b"b", b"i", (b"t" * 99,)))),
+    (2, Added(SPEC)),
+    (-1, Done()),
+]
+
+
+@given(st.lists(st.integers(1, 40)))
+def test_messages_come_whole_however_they_are_cut(cuts: list[int]) -> None:
+    data, frames, seen = b"".join(packed(*each) for each in MESSAGES), Frames(FromWorker), []
+    for cut in cuts:
+        seen += frames.take(data[:cut])
+        data = data[cut:]
+    assert [*seen, *frames.take(data)] == MESSAGES
+
+
+def test_what_a_worker_begins_with_comes_as_it_was() -> None:
+    begin = Begin(share_of(CONFIG, 7), 1, 2, [Names(Source.ADMIN, [SPEC])], [], {"http://p:1": "a:1"})
+    assert list(Frames(FromParent).take(packed(0, begin))) == [(0, begin)]
+    assert (begin.config.max_queue, begin.config.keys[0].max_queue, begin.config.port) == (500, 3, 7)
+
+
+@pytest.mark.parametrize(
+    "data", [(MAX_BYTES + 1).to_bytes(4, "big"), b"\0\0\0\2\x93\x93", packed(0, MESSAGES[4][1])[:-1] + b"x"]
+)
+def test_what_is_no_message_ends_the_link(data: bytes) -> None:
+    with pytest.raises(LinkBroken):
+        list(Frames(FromWorker).take(data))
+
+
+class Pair:
+    """A parent, and workers that are in this process: each has a link and a pool, and serves nobody."""
+
+    def __init__(self) -> None:
+        self.parent = Parent(CONFIG, 1)
+        self.pools: list[Pool] = []
+
+    async def worker(self, index: int) -> tuple[Worker, Link]:
+        """One that has begun."""
+        ours, its = socket.socketpair()
+        heard: list[Any] = []
+        worker: list[Worker] = []
+
+        def hear(message: Any, number: int) -> Any:
+            heard.append(message)
+            return worker[0].hear(message, number) if worker else None
+
+        await self.parent.join(index, ours)
+        link = await Link.over(its, FromParent, hear, lambda: None)
+        await until(lambda: bool(heard))
+        rng = random.Random(1)
+        pool = Pool([], [], rng)
+        doors = Doors(pool, rng)
+        worker.append(Worker(link, heard[0], pool, doors, Metrics(pool, doors, [])))
+        self.pools.append(pool)
+        link.tell(Listening())
+        await until(lambda: self.parent.serves(index))
+        return worker[0], link
+
+
+async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_later() -> None:
+    pair, beat = Pair(), NodeSpec("http://h:1", Role.DECODE, generation="g")
+    (one, link), (_, other) = await pair.worker(0), await pair.worker(1)
+    pair.parent.tell(Source.HEARTBEATS, [beat], 0.0)
+    pair.parent.heard("http://h:1", Load(running=3), 0.0, draining=False)
+    pair.parent.note_p2p_address("http://h:1", "h:2")
+    await one.add(NodeSpec("http://a:1", Role.DECODE))
+    for pool in pair.pools:
+        node = pool.find("http://h:1")
+        assert node is not None
+        assert (node.load.running, node.p2p_address) == (3, "h:2")
+        assert pool.members.sources("http://a:1") == [Source.ADMIN]
+    node = pair.pools[0].find("http://d:1")
+    assert node is not None
+    node.generation = "g1"
+    await one.drain(node, begin=True)
+    await one.remove("http://p:1")
+    _, third = await pair.worker(2)
+    for pool in pair.pools:
+        assert {node.url for node in pool.nodes} == {"http://h:1", "http://a:1", "http://d:1"}
+        drained = pool.find("http://d:1")
+        assert drained is not None
+        assert drained.drain_asked
+    assert drained.generation == "g1"
+    await one.drain(node, begin=False)
+    assert not drained.drain_asked
+    pair.parent.tell(Source.HEARTBEATS, [], 0.0)
+    await until(lambda: all(pool.find("http://h:1") is None for pool in pair.pools))
+    for each in (link, other, third):
+        each.close()
+    await until(lambda: pair.parent.listening() == 0)
+
+
+async def test_a_limit_holds_over_workers_and_a_lost_one_gives_back_what_it_held() -> None:
+    pair = Pair()
+    (one, link), (two, other) = await pair.worker(0), await pair.worker(1)
+    quota = Quota(at_once=2)
+    first = await one.limits.take("a", quota, 5, 0.0)
+    second = await two.limits.take("a", quota, 5, 0.0)
+    assert not isinstance(first, Exceeded)
+    third = await two.limits.take("a", quota, 5, 0.0)
+    assert isinstance(third, Exceeded)
+    assert third.what == "concurrency"
+    two.limits.give_back(second, 5, 0.0)  # type: ignore[arg-type]
+    assert not isinstance(await one.limits.take("a", quota, 5, 0.0), Exceeded)
+    # One that asks and is cancelled has nothing.
+    link.close()
+    await until(lambda: not pair.parent.serves(0))
+    asking = asyncio.ensure_future(two.limits.take("a", quota, 5, 0.0))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    taken = [await two.limits.take("a", quota, 5, 0.0) for _ in range(3)]
+    assert [isinstance(each, Exceeded) for each in taken] == [False, False, True]
+    other.close()
+    await until(lambda: not pair.parent.serves(1))
+
+
+async def test_a_response_is_found_that_another_worker_has_just_sent_away() -> None:
+    pair = Pair()
+    (one, link), (two, other) = await pair.worker(0), await pair.worker(1)
+    long = Stored(b"x" * (8 << 20), b"", ())
+    one.responses.put("r", long)  # takes many reads
+    assert (await two.responses.get("r")).body == long.body
+    assert await link.ask(Recall("other"), Recalled) == Recalled(None)
+    for each in (link, other):
+        each.close()
+    await until(lambda: pair.parent.listening() == 0)
+
+
+async def test_nobody_waits_for_ever_for_the_other_end() -> None:
+    ours, its = socket.socketpair()
+    link = await Link.over(ours, FromParent, lambda *_: None, lambda: None)
+    with pytest.raises(Unavailable, match="did not answer"):
+        await link.ask(Scrape(), Done, deadline_s=0.05)
+    asking = asyncio.ensure_future(link.ask(Scrape(), Done))
+    await asyncio.sleep(0)
+    its.close()
+    with pytest.raises(Unavailable, match="lost"):
+        await asking
+    with pytest.raises(Unavailable, match="lost"):
+        await link.ask(Scrape(), Done)
