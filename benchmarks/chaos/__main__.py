@@ -32,7 +32,8 @@ from benchmarks.chaos.report import print_table, whole
 from benchmarks.chaos.verdict import MARGIN_S, broken_legs, joined, judged, none_up
 
 _ROUTER_GROWTH_BYTES = 48 << 20
-"""From a quarter of the time on, until the end: more is a leak. Its caches fill meanwhile."""
+"""From a quarter of the time on, until the end, what its prefix index holds not counted: more is a leak."""
+_LOOK_S = 3.0
 _FLAGS = ["--cpu", "--threads", "1", "--kv-cache-memory", str(128 << 20), "--max-running", "256"]
 
 
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help="tiny, embedded, or what kvrelay's --model takes")
     parser.add_argument("--per-kind", type=int, default=6, help="different requests of each kind")
     parser.add_argument("--longest", type=int, default=3000, help="tokens of a long prompt of the tiny model, about")
-    parser.add_argument("--gap-s", type=float, default=30.0, help="nobody waits longer between two parts of an answer")
+    parser.add_argument("--gap-s", type=float, default=60.0, help="nobody waits longer between two parts of an answer")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="a request that takes longer hangs")
     parser.add_argument("--flag", action="append", default=[], help="of the nodes")
     parser.add_argument("--router-flag", action="append", default=[], help="of the router")
@@ -89,9 +90,9 @@ async def _run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -> dict[str, Any]:
     """The streams, the faults, and what both leave behind."""
-    began, sizes = time.monotonic(), [cluster.router_rss()]
+    began, sizes = time.monotonic(), [await memory(cluster)]
     cluster.supervise()
-    watching = asyncio.create_task(memory(cluster, sizes))
+    watching = asyncio.create_task(_watch(cluster, sizes))
     clients = [
         crowd.keep_asking(random.Random(f"{options.seed} {at}"), began + options.seconds)
         for at in range(options.streams)
@@ -100,12 +101,15 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     await asyncio.gather(*clients, *(_strike(cluster, fault, began) for fault in faults))
     seconds = time.monotonic() - began
     watching.cancel()
+    sizes.append(await memory(cluster))
     left = await left_behind(cluster)
     assert cluster.router is not None
     log = cluster.router.log.read_text(errors="replace").splitlines()
     down = {role: [node.down for node in cluster.nodes if node.role == role] for role in ("prefill", "decode")}
     without = none_up(down)
-    verdict = judged(crowd.seen, broken_legs(log), without, options.gap_s)
+    legs = broken_legs(log, time.time() - time.monotonic())
+    blows = [(each.at, each.fault.kind, each.url) for each in cluster.struck if not each.missed]
+    verdict = judged(crowd.seen, legs, blows, without["decode"], options.gap_s)
     lost, growth = crowd.asked - len(crowd.seen), sizes[-1] - sizes[len(sizes) // 4]
     if lost:
         verdict.broken.append(f"{lost} requests have no end at all")
@@ -113,10 +117,16 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
         verdict.broken.append(f"the router has grown by {growth >> 20} MiB since a quarter of the time")
     verdict.broken += [*left, *cluster.surprises]
     verdict.broken += [f"the router's log: {line}" for line in log if "Traceback" in line]
-    facts = {"began": began, "seconds": seconds, "lost": lost, "router_rss": [sizes[0], sizes[-1]]}
-    facts["without_s"] = {role: sum(end - begin - MARGIN_S for begin, end in joined(without[role])) for role in without}
+    facts = {"began": began, "seconds": seconds, "lost": lost, "router_memory": [sizes[0], sizes[-1]]}
+    facts["without_s"] = {role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without}
     print_table(options, cluster, verdict, facts)
     return whole(options, cluster, crowd, verdict, facts)
+
+
+async def _watch(cluster: Cluster, sizes: list[int]) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        sizes.append(await memory(cluster))
 
 
 async def _strike(cluster: Cluster, fault: Fault, began: float) -> None:

@@ -7,6 +7,7 @@ their KV: it must be computed and handed over again.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import random
 import time
@@ -56,6 +57,11 @@ class Seen:
         moments = [*self.times, self.ended] if self.times else []
         pairs = list(itertools.pairwise(moments))
         return max(pairs, key=lambda pair: pair[1] - pair[0], default=(self.began, self.began))
+
+    def gap_at(self, moment: float) -> float:
+        """Seconds between the two parts around a moment; 0 if it was not between two."""
+        after = bisect.bisect_left(self.times, moment)
+        return self.times[after] - self.times[after - 1] if 0 < after < len(self.times) else 0.0
 
 
 class Crowd:

@@ -14,14 +14,15 @@ __all__ = ["LEASE_S", "left_behind", "memory"]
 
 LEASE_S = 5.0
 """Of the nodes' KV."""
+_TEXT_BYTES, _BLOCKS = "kvrelay_router_prefix_text_bytes", "kvrelay_router_prefix_blocks"
+_BLOCK_BYTES = 120  # an entry of a dict, and its key
 _FREE_WITHIN_S = 1.0 + 0.5  # a node tells its blocks twice a second
 
 
-async def memory(cluster: Cluster, sizes: list[int]) -> None:
-    """Add the router's memory in bytes each second, until cancelled."""
-    while True:
-        sizes.append(cluster.router_rss())
-        await asyncio.sleep(1.0)
+async def memory(cluster: Cluster) -> int:
+    """Bytes of the router's process, without what its prefix index holds: that fills up to its own limit."""
+    told = await cluster.metrics()
+    return cluster.router_rss() - int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
 
 
 async def left_behind(cluster: Cluster) -> list[str]:

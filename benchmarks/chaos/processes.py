@@ -74,6 +74,7 @@ class Struck:
     at: float
     fault: Fault
     node: str
+    url: str
     missed: bool
 
 
@@ -143,6 +144,13 @@ class Cluster:
                 return told if answer.status == 200 else None
         return None
 
+    async def metrics(self) -> dict[str, float]:
+        """The router's, of those without labels."""
+        assert self.router is not None
+        async with self._session.get(f"{self.router.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name.isidentifier()}
+
     def router_rss(self) -> int:
         """Bytes of memory of the router's process."""
         assert self.router is not None
@@ -175,7 +183,7 @@ class Cluster:
         if "engine" in fault.kind:
             family = family[1:]
         missed = not family
-        self.struck.append(Struck(now, fault, node.name, missed))
+        self.struck.append(Struck(now, fault, node.name, node.url, missed))
         if missed:
             return
         node.falls(now)

@@ -36,12 +36,13 @@ def print_table(options: argparse.Namespace, cluster: Cluster, verdict: Verdict,
     print(f"{'failed over':20} {verdict.failed_over} requests")
     for name, times in (
         ("gap at a fail-over", verdict.gap_ms),
+        *((f"  {kind}", times) for kind, times in verdict.gap_ms_by_fault.items()),
         ("longest gap of others", verdict.undisturbed_gap_ms),
         ("first token", verdict.first_token_ms),
         ("  failed over before", verdict.first_token_failed_over_ms),
     ):
         print(f"{name:20} {_row(times)}")
-    first, last = facts["router_rss"]
+    first, last = facts["router_memory"]
     print(f"{'router memory':20} {first / 2**20:.0f} to {last / 2**20:.0f} MiB")
     for what in verdict.broken[:_SHOWN]:
         print(f"BROKEN {what}")

@@ -1,14 +1,17 @@
 """Which promises were kept: from what clients saw, what was struck, and what the router logged. Pure.
 
-A request may fail if it says so, and if at some moment of it no node of a role was up: nothing else could be done then.
+A request may fail if it says so, and if at some moment of it no decode node was up: nothing else could be done then.
+Without a prefill node decode nodes compute the prompts.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from benchmarks.chaos.crowd import Seen
 from benchmarks.load import percentile
@@ -17,8 +20,12 @@ __all__ = ["MARGIN_S", "Times", "Verdict", "broken_legs", "joined", "judged", "n
 
 MARGIN_S = 2.5
 """The router sees that a node is up again so much later at most: an interval and a deadline of its health checks."""
-_BROKE = re.compile(r"id=(\S+): the (prefill|decode) leg broke on ")
+_BROKE = re.compile(r"(\S+ \S+) .*id=(\S+): the (prefill|decode) leg broke on (\S+): ")
 Span = tuple[float, float]
+Leg = tuple[float, str, str]
+"""When it broke, its role, and the address of its node."""
+Blow = tuple[float, str, str]
+"""When, which kind, and the address of the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +53,23 @@ class Verdict:
     """Errors that clients were told, by status and message."""
     failed_over: int = 0
     gap_ms: Times = field(default_factory=lambda: Times.of([]))
-    """At a fail-over: the longest wait between two parts of a stream of which a decode leg broke."""
+    """At a fail-over: between the two parts of a stream around the moment at which its decode leg broke."""
+    gap_ms_by_fault: dict[str, Times] = field(default_factory=dict)
     undisturbed_gap_ms: Times = field(default_factory=lambda: Times.of([]))
-    """The longest wait of all other streams."""
+    """The longest wait of each stream of which no leg broke."""
     first_token_ms: Times = field(default_factory=lambda: Times.of([]))
     first_token_failed_over_ms: Times = field(default_factory=lambda: Times.of([]))
     """Of those of which a leg broke before their first token."""
     broken: list[str] = field(default_factory=list)
 
 
-def broken_legs(log: Iterable[str]) -> dict[str, Counter[str]]:
-    """By request id, how many of its legs broke, by role."""
-    found: dict[str, Counter[str]] = {}
+def broken_legs(log: Iterable[str], clock_s: float) -> dict[str, list[Leg]]:
+    """By request id, which of its legs broke. `clock_s`: how far the log's clock is before the clients'."""
+    found: dict[str, list[Leg]] = {}
     for line in log:
         if match := _BROKE.search(line):
-            found.setdefault(match[1], Counter())[match[2]] += 1
+            at = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() - clock_s
+            found.setdefault(match[2], []).append((at, match[3], match[4]))
     return found
 
 
@@ -78,44 +87,52 @@ def none_up(down: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[Span
 
 
 def judged(
-    seen: Sequence[Seen], legs: Mapping[str, Counter[str]], without: Mapping[str, Sequence[Span]], gap_s: float
+    seen: Sequence[Seen],
+    legs: Mapping[str, Sequence[Leg]],
+    blows: Sequence[Blow],
+    no_decode: Sequence[Span],
+    gap_s: float,
 ) -> Verdict:
-    """`without`: of none_up. `gap_s`: nobody waits longer for a part while a decode node is up."""
-    verdict = Verdict()
-    no_decode = without.get("decode", [])
-    every = [span for spans in without.values() for span in spans]
-    gaps: list[float] = []
+    """`no_decode`: when no decode node was up. `gap_s`: nobody waits longer for a part at any other time."""
+    verdict, no_decode = Verdict(), joined(no_decode)
+    gaps: dict[str, list[float]] = {}
     others: list[float] = []
     firsts: list[float] = []
     late_firsts: list[float] = []
     for each in seen:
         verdict.ends[each.end] += 1
-        broke = legs.get(each.id, Counter())
+        broke = legs.get(each.id, [])
         told = f"{each.kind} {each.number}, id {each.id}"
         if each.end == "done":
             verdict.equal_by_kind[each.kind] += 1
         elif each.honest:
             verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
-            if not _touch(each.began, each.ended, every):
+            if not any(a <= each.ended and each.began <= b for a, b in no_decode):
                 verdict.broken.append(f"{told}: {each.end} {each.status} though nodes were up: {each.error}")
         else:
             verdict.broken.append(f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}")
         begin, end = each.gap()
         if each.times and each.end == "done":
-            (gaps if broke["decode"] else others).append(end - begin)
-            (late_firsts if sum(broke.values()) else firsts).append(each.times[0] - each.began)
-        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in joined(no_decode))
+            for at, role, url in broke:
+                if role == "decode" and (gap := each.gap_at(at)):
+                    gaps.setdefault(_last_blow(blows, url, at), []).append(gap)
+            if not broke:
+                others.append(end - begin)
+            (late_firsts if broke and broke[0][0] < each.times[0] else firsts).append(each.times[0] - each.began)
+        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in no_decode)
         if wait_s > gap_s:
             verdict.broken.append(f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on")
     verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
-    verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(gaps), Times.of(others)
+    verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(itertools.chain(*gaps.values())), Times.of(others)
+    verdict.gap_ms_by_fault = {kind: Times.of(seconds) for kind, seconds in sorted(gaps.items())}
     verdict.first_token_ms = Times.of([*firsts, *late_firsts])
     verdict.first_token_failed_over_ms = Times.of(late_firsts)
     return verdict
 
 
-def _touch(begin: float, end: float, spans: Iterable[Span]) -> bool:
-    return any(a <= end and begin <= b for a, b in spans)
+def _last_blow(blows: Sequence[Blow], url: str, until: float) -> str:
+    """The kind of the last one that struck this node."""
+    return max((blow for blow in blows if blow[2] == url and blow[0] <= until), default=(0.0, "no fault", ""))[1]
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:

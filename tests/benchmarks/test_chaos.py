@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from datetime import datetime
 
 import pytest
 
@@ -121,14 +121,18 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
     ],
 )
 def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
-    verdict = judged([one], {}, {"prefill": [], "decode": [(5.0, 35.0)]}, 30.0)
+    verdict = judged([one], {}, [], [(5.0, 35.0)], 30.0)
     assert bool(verdict.broken) == bool(broken)
     assert broken in "".join(verdict.broken)
 
 
 def test_the_gap_at_a_fail_over_is_that_of_streams_of_which_a_decode_leg_broke() -> None:
-    log = ["x id=r1: the decode leg broke on http://n: cut", "x id=r2: the prefill leg broke on http://n: cut", "y"]
-    legs = broken_legs(log)
-    assert legs == {"r1": Counter(decode=1), "r2": Counter(prefill=1)}
-    verdict = judged([seen("done", 0, 5, times=[1.0, 4.0])], legs, {}, 30.0)
+    at, clock_s = datetime(2031, 5, 6, 7, 8, 9), datetime(2031, 5, 6, 7, 8, 7).timestamp()
+    says = f"{at:%Y-%m-%d %H:%M:%S},500 WARNING router id="
+    log = [f"{says}r1: the decode leg broke on http://n: cut", f"{says}r2: the prefill leg broke on http://n: cut", "y"]
+    legs = broken_legs(log, clock_s)
+    assert legs == {"r1": [(2.5, "decode", "http://n")], "r2": [(2.5, "prefill", "http://n")]}
+    blows = [(0.5, "stop", "http://n"), (2.0, "kill", "http://n"), (3.0, "stop", "http://m"), (9.0, "stop", "http://n")]
+    verdict = judged([seen("done", 0, 9, times=[1.0, 4.0, 8.0])], legs, blows, [], 30.0)
     assert (verdict.gap_ms.max, verdict.failed_over) == (3000.0, 1)
+    assert verdict.gap_ms_by_fault == {"kill": verdict.gap_ms}
