@@ -42,6 +42,7 @@ class _Seat:
     computed_in_last: int = 0
     """Tokens of the last chunk there, which alone are fetched after it."""
     exposed: float = 0.0
+    fetched: bool = False
     joined: float = 0.0
     stopped: float = 0.0
 
@@ -138,7 +139,7 @@ class DecodeNode:
             found = cache.cached(stream.blocks)
             cache.take(stream.blocks, private)
             seat.private, seat.placed = private, True
-            if seat.generated > 1:
+            if seat.fetched:  # preempted since
                 seat.recompute = max(1, stream.prompt + seat.generated - 1 - found)
                 self._recomputing.append(seat)
                 continue
@@ -159,6 +160,7 @@ class DecodeNode:
     def _arrived(self, seat: _Seat, now: float) -> None:
         """All of its KV is here: it joins at the end of the step that runs."""
         self._fetching -= 1
+        seat.fetched = True
         self._fetched(seat.stream, now, seat.exposed)
         self._ready.append(seat)
         if not self._planned:
