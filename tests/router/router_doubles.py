@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from stream_doubles import Put, serve_stream
 
 from router.app import Router
 from router.server import make_server
+from tests.router.stream_doubles import Put, serve_stream
 from wire.config import RouterConfig
 from wire.errors import ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
