@@ -166,7 +166,8 @@ class _Stream:
     def _flush(self) -> None:
         said = b"".join(self._out)
         self._out.clear()
-        self._transport.write(b"%x\r\n%b\r\n" % (len(said), said))
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(said), said))
 
 
 class _Node(asyncio.Protocol):

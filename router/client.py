@@ -7,6 +7,7 @@ router/connections.py's and uvicorn's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 from starlette.types import Scope
@@ -15,11 +16,41 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 from router.connections import Guarded
 from router.reply import Flow
 
-__all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of"]
+__all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of", "send_written"]
 
 _KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
 # What a client has not read of an answer that is over is kept no longer than this.
 _FLUSH_DEADLINE_S = 30.0
+
+
+class _Outbox:
+    """Clients that something was written to and not sent yet."""
+
+    def __init__(self) -> None:
+        self._clients: list[Client] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def add(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        """Has something to send, and had nothing before."""
+        if self._loop is not loop:  # a process has one after the other, if several
+            self._clients, self._loop = [], loop
+        if not self._clients:
+            loop.call_soon(self.send)
+        self._clients.append(client)
+
+    def send(self) -> None:
+        """Send it."""
+        clients, self._clients = self._clients, []
+        for client in clients:
+            client.flush()
+
+
+_outbox = _Outbox()
+
+
+def send_written() -> None:
+    """Send what was written to all clients."""
+    _outbox.send()
 
 
 class ClientConnection(Guarded):
@@ -72,15 +103,15 @@ class Client:
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
         if not self._unsent:
-            self._connection.loop.call_soon(self._flush)
+            _outbox.add(self, self._connection.loop)
         self._unsent.append(head)
 
     def write(self, payload: bytes) -> None:
-        """A piece of the body. What is written in one turn of the event loop goes out in one send."""
+        """A piece of the body. Pieces wait for each other until `send_written`, or the next turn of the event loop."""
         if payload and not self.cycle.disconnected:
             self.pieces += 1
             if not self._unsent:
-                self._connection.loop.call_soon(self._flush)
+                _outbox.add(self, self._connection.loop)
             self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     @property
@@ -94,7 +125,7 @@ class Client:
         if cycle.disconnected:
             return
         self._unsent.append(b"0\r\n\r\n")
-        self._flush()
+        self.flush()
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
@@ -103,7 +134,8 @@ class Client:
         if cycle.flow.write_paused:
             self._connection.loop.call_later(_FLUSH_DEADLINE_S, self._abandon)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send what was written."""
         if self._unsent and not self.cycle.disconnected:
             self.cycle.transport.write(b"".join(self._unsent))
         self._unsent.clear()

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from router.client import send_written
 from router.leg_endings import LegFailed, ending, refusal
 from router.node import HealthReport, Lease, Node
 from wire.errors import NodeFailed
@@ -45,6 +46,7 @@ TakeFrames = Callable[[Sequence[Frame]], Awaitable[None] | None]
 """Given frames in order. What it answers, if anything, is waited for before it is given more."""
 
 _WRITE_BUFFER_BYTES = 1 << 20
+_MUCH_BYTES = 32 << 10
 _LONGEST_BACKOFF_S = 30.0
 _SILENT_CHECKS = 3  # as many as a node may miss before its legs are cut
 _CREDIT_BYTES = WINDOW_BYTES // 2  # is given back at once: a short answer needs none
@@ -205,7 +207,11 @@ class LegStream(asyncio.Protocol):
         self.paused = False
 
     def data_received(self, data: bytes) -> None:
-        """Hand on all frames that are complete."""
+        """Hand on all frames that are complete, and send what came of them."""
+        if len(data) >= _MUCH_BYTES:
+            # The event loop would go on reading as long as there is anything, and all else, health checks too, wait.
+            self._transport.pause_reading()
+            self._loop.call_soon(self._read_on)
         try:
             self._parser.feed_data(data)
             for part in self._parts:
@@ -214,6 +220,11 @@ class LegStream(asyncio.Protocol):
         except (httptools.HttpParserError, NodeFailed) as why:
             self.give_up("the node's answer is malformed", f"the leg stream is malformed: {why}")
         self._parts.clear()
+        send_written()
+
+    def _read_on(self) -> None:
+        if not self.broken:
+            self._transport.resume_reading()
 
     def on_headers_complete(self) -> None:
         """Of the HTTP parser."""

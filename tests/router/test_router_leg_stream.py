@@ -28,12 +28,19 @@ class Transport:
     def __init__(self) -> None:
         self.written = b""
         self.aborted = False
+        self.reads = True
 
     def write(self, data: bytes) -> None:
         self.written += data
 
     def set_write_buffer_limits(self, high: int) -> None:
         pass
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
 
     def abort(self) -> None:
         self.aborted = True
@@ -287,3 +294,15 @@ async def test_a_client_that_does_not_read_holds_up_its_own_stream_only() -> Non
             read += len(chunk)
         assert read > 100 * MEGABYTE
         assert sent == 100
+
+
+async def test_after_a_large_read_others_have_their_turn_first(stream: Stream) -> None:
+    taken: list[Frame] = []
+    leg = stream.leg(taken.extend)  # type: ignore[func-returns-value]
+    await asyncio.sleep(0)
+    stream.hear(frame_message(1, Frame(FrameKind.TOKENS, bytes(40_000))))
+    assert (len(taken), stream.transport.reads) == (1, False)
+    await asyncio.sleep(0)
+    assert stream.transport.reads
+    stream.hear(frame_message(1, FRAMES[2]))
+    assert await leg is FrameKind.END
