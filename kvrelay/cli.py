@@ -77,7 +77,7 @@ def _serving_router(values: dict[str, object]) -> int:
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
     if config.kubernetes_selector:
-        from router.kubernetes_watch import server_of
+        from router.membership.kubernetes_watch import server_of
 
         server_of(config.kubernetes_namespace)  # before anything is started
     if config.p2p_nccl_port:
@@ -303,7 +303,7 @@ def _chat(
 @app.command("key")
 def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
     """Draw an API key for the router, and print it once with what its configuration needs of it: not the key."""
-    from router.keys import draw_key, hash_of
+    from router.admission.keys import draw_key, hash_of
 
     key = draw_key()
     checked = KeyConfig(name, hash_of(key))

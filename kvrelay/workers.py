@@ -1,7 +1,7 @@
 """`kvrelay router --workers N`: the processes of a router that has several, from the first to the last.
 
 Owns them: started, started again with back-off when they end, drained and ended. What they have in common is
-router/parent.py's. Run as a module it is one of the workers.
+router/workers/parent.py's. Run as a module it is one of the workers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import uvloop
 
 from kvrelay.supervisor import Backoff, ChildFailed
 from node.parent import PARENT_PID, die_with_parent
-from router.listening import shared_port
-from router.parent import Parent
 from router.server import DRAIN_S, settle
 from router.tls import check_certificate
-from router.worker import serve_worker
+from router.workers.listening import shared_port
+from router.workers.parent import Parent
+from router.workers.worker import serve_worker
 from wire.config import RouterConfig
 
 __all__ = ["run_workers"]

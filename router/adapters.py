@@ -12,9 +12,9 @@ import time
 import msgspec
 
 from openai_api.adapters import AdapterAnswer, AdapterSaid, UnloadAdapterRequest
-from router.legs import Legs
-from router.node import Node
-from router.pool import Pool
+from router.legs.legs import Legs
+from router.nodes.node import Node
+from router.nodes.pool import Pool
 from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 
 __all__ = ["LOAD_PATH", "UNLOAD_PATH", "tell_all"]

@@ -18,10 +18,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from openai_api.routes import given_key
-from router.legs import Legs
-from router.members import NodeSpec
-from router.node import Node
-from router.pool import Pool
+from router.legs.legs import Legs
+from router.membership.members import NodeSpec
+from router.nodes.node import Node
+from router.nodes.pool import Pool
 from router.shared import Shared
 from router.state import node_of
 from wire.config import Role, is_loopback

@@ -26,34 +26,29 @@ from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
-from router.binding import Binding
+from router.admission.gate import Gate, Targets, Turn
+from router.admission.keys import Caller, Keyring
 from router.chores import Chores
 from router.client import arrived, headers_of
-from router.doors import Doors
 from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
-from router.gate import Gate, Targets, Turn
-from router.handoff import Walk
-from router.health import watching
-from router.heartbeats import hearing
 from router.hot_routes import HotRoutes
-from router.job import CHAT_PATH, COMPLETIONS_PATH, SESSION_HEADER, Job, for_model, parse_job, parts_of, with_priority
-from router.joined_walk import JoinedWalk
-from router.keys import Caller, Keyring
-from router.kubernetes_watch import discovering
-from router.kv_events import KvEvents
-from router.leg_watch import LegWatches
-from router.legs import Legs
-from router.means import Means
+from router.legs.leg_watch import LegWatches
+from router.legs.legs import Legs
+from router.membership.heartbeats import hearing
+from router.membership.kubernetes_watch import discovering
 from router.metrics import Metrics
-from router.models import Models
-from router.node import NodeKind
-from router.pairs import Meeting, Pairs
+from router.nodes.doors import Doors
+from router.nodes.health import watching
+from router.nodes.models import Models
+from router.nodes.node import NodeKind
+from router.nodes.pairs import Meeting, Pairs
+from router.nodes.pool import Pool
+from router.nodes.warm_up import warming
 from router.policies.policy import Ask
-from router.pool import Pool
+from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
 from router.relay import CLIENT_GONE, Relay, error_response, id_headers
 from router.reply import Reply
-from router.retries import RetryBudget
 from router.shared import Alone, Make
 from router.state import health_of
 from router.timeline import Timeline
@@ -61,7 +56,21 @@ from router.timeline import shown as shown_stages
 from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
-from router.warm_up import warming
+from router.walk.binding import Binding
+from router.walk.handoff import Walk
+from router.walk.job import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    SESSION_HEADER,
+    Job,
+    for_model,
+    parse_job,
+    parts_of,
+    with_priority,
+)
+from router.walk.joined_walk import JoinedWalk
+from router.walk.means import Means
+from router.walk.retries import RetryBudget
 from wire.config import Role, RouterConfig
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
 

@@ -1,6 +1,6 @@
 """What may enter the router: checks of a request's headers and bytes, before anything of it is understood. Pure.
 
-Owns what holds for every dialect. What fields mean is checked in router/job.py and on the nodes.
+Owns what holds for every dialect. What fields mean is checked in router/walk/job.py and on the nodes.
 """
 
 from __future__ import annotations

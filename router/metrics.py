@@ -11,15 +11,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
-from router.admission_metrics import AdmissionMetrics
-from router.breaker import State
-from router.conditional import Reason
-from router.doors import Doors
-from router.node import Node
-from router.pool import Pool
-from router.prefix_metrics import PrefixMetrics
+from router.admission.metrics import AdmissionMetrics
+from router.nodes.breaker import State
+from router.nodes.doors import Doors
+from router.nodes.node import Node
+from router.nodes.pool import Pool
+from router.prefix.metrics import PrefixMetrics
 from router.tallies import Spread, Tally
 from router.timeline import Timeline
+from router.walk.conditional import Reason
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
 

@@ -7,10 +7,10 @@ import logging
 
 import msgspec
 
-from router.legs import LegFailed, Legs
-from router.models import Models
-from router.node import Node
-from router.pool import Pool
+from router.legs.legs import LegFailed, Legs
+from router.nodes.models import Models
+from router.nodes.node import Node
+from router.nodes.pool import Pool
 from wire.config import Role
 from wire.errors import RequestError
 

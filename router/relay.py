@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Dialect, openai_error
 from openai_api.sse import error_event
+from router.admission.gate import Turn
 from router.client import client_of
-from router.gate import Turn
-from router.handoff import Walk
-from router.joined_walk import JoinedWalk
 from router.vllm.walk import VllmWalk
+from router.walk.handoff import Walk
+from router.walk.joined_walk import JoinedWalk
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]

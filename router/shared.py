@@ -1,7 +1,7 @@
 """What all worker processes of one port have in common, as one of them sees it.
 
-Owns the interface, and its case without any others: a router of one process. With several it is router/worker.py's, and
-what is common lives in their parent (router/parent.py).
+Owns the interface, and its case without any others: a router of one process. With several it is
+router/workers/worker.py's, and what is common lives in their parent (router/workers/parent.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import time
 from typing import Protocol
 
 from openai_api.response_store import KeptHere, Responses
-from router.doors import Doors
-from router.members import NodeSpec, Source
+from router.admission.rate_limits import HeldHere, Limits
+from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
-from router.node import Node
-from router.pool import Pool
-from router.rate_limits import HeldHere, Limits
+from router.nodes.doors import Doors
+from router.nodes.node import Node
+from router.nodes.pool import Pool
 
 __all__ = ["Alone", "Make", "Shared"]
 

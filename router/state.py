@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from router.models import Models
-from router.node import Node
-from router.pairs import Pairs
-from router.pool import Pool
+from router.nodes.models import Models
+from router.nodes.node import Node
+from router.nodes.pairs import Pairs
+from router.nodes.pool import Pool
 from wire.config import Role
 
 __all__ = ["health_of", "node_of"]

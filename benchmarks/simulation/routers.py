@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from benchmarks.simulation.decode_node import DecodeNode
 from benchmarks.simulation.prefill_node import PrefillNode
 from benchmarks.simulation.stream import Speeds, Stream
-from router.measured import learn
-from router.node import HealthReport, Lease, Node
+from router.nodes.measured import learn
+from router.nodes.node import HealthReport, Lease, Node
+from router.nodes.pool import Pool
+from router.nodes.rates import NodeRates
+from router.nodes.room import has_room
 from router.policies.cost import decode_ms, prefill_ms
 from router.policies.policy import Ask, NodeView
-from router.pool import Pool
-from router.prefix_index import Prefix
-from router.rates import NodeRates
-from router.room import has_room
-from router.text_tree import CHUNK_BYTES
+from router.prefix.index import Prefix
+from router.prefix.text_tree import CHUNK_BYTES
 from wire.config import Role
 from wire.frames import Frame, FrameKind
 from wire.outputs import Load

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from router.rates import NodeRates
+from router.nodes.rates import NodeRates
 from wire.config import Role
 
 __all__ = ["TOKENS_PER_REQUEST", "Ask", "N", "NodeView", "Policy"]

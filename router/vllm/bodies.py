@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from router.job import CHAT_PATH, Job
+from router.walk.job import CHAT_PATH, Job
 from wire.errors import ErrorBody, NodeFailed, RequestError
 
 __all__ = [

@@ -11,8 +11,8 @@ import aiohttp
 
 from openai_api.sse import DONE
 from router.chores import Chores
-from router.legs import LegFailed, Refused, read_rest, read_short
-from router.node import Lease, Node
+from router.legs.legs import LegFailed, Refused, read_rest, read_short
+from router.nodes.node import Lease, Node
 from router.vllm.bodies import error_in, told_error
 from wire.config import RouterConfig
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
@@ -39,7 +39,7 @@ class VllmLegs:
         self._without_forced_tools: set[tuple[str, str]] = set()
         self._chores = chores
         self._auth = {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
-        # vLLM's server closes kept connections after 5 s; see router/legs.py.
+        # vLLM's server closes kept connections after 5 s; see router/legs/legs.py.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),

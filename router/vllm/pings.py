@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from router.members import Listener, NodeSpec, Source
+from router.membership.members import Listener, NodeSpec, Source
 from wire.config import Role
 from wire.errors import RequestError
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from router.node import HealthReport, Node, NodeKind
+from router.nodes.node import HealthReport, Node, NodeKind
 from wire.config import Role
 from wire.outputs import Load
 

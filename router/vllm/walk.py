@@ -24,12 +24,11 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
-from router.job import Job, prefix_of
-from router.legs import LegFailed
+from router.legs.legs import LegFailed
 from router.metrics import Metrics
-from router.node import Lease, Node, NodeKind
+from router.nodes.node import Lease, Node, NodeKind
+from router.nodes.pool import Pool
 from router.policies.policy import Ask
-from router.pool import Pool
 from router.reply import Reply
 from router.timeline import Timeline
 from router.vllm.bodies import (
@@ -43,6 +42,7 @@ from router.vllm.bodies import (
     undivided_because,
 )
 from router.vllm.legs import NotReached, VllmLegs
+from router.walk.job import Job, prefix_of
 from wire.config import Role
 from wire.errors import DeadlineExceeded, NodeFailed
 

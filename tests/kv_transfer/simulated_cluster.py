@@ -1,4 +1,4 @@
-"""The router and the clients of the simulated world: requests on their walk through two nodes, as in router/handoff.py.
+"""The router and the clients of the simulated world: requests walk through two nodes as in router/walk/handoff.py.
 
 A front stands for a node's HTTP process: it knows which requests are alive and aborts those whose caller has left.
 """

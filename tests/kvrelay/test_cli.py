@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvrelay import cli
-from router.keys import hash_of
+from router.admission.keys import hash_of
 from wire.config import NodeConfig, Role, RouterConfig
 from wire.key_config import KeyConfig
 

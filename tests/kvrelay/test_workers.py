@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.keys import hash_of
+from router.admission.keys import hash_of
 from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill
 
 PATH = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from node.event_log import EventLog
 from paged_engine.blocks import BlockPool
-from router.event_stream import MAX_AHEAD, EventStream
+from router.prefix.event_stream import MAX_AHEAD, EventStream
 from wire.engine_messages import CacheChanges
 from wire.hashes import extend
 from wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, is_snapshot, read_batch

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import Admission, Arrival, Refusal
-from router.fair_queue import Entrant
-from router.saturation import Freed, Nodes, Promised
+from router.admission.admission import Admission, Arrival, Refusal
+from router.admission.fair_queue import Entrant
+from router.admission.saturation import Freed, Nodes, Promised
 
 DECODE_S = 0.5
 

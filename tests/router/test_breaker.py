@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.breaker import FAILURES_IN_A_ROW, OPEN_CAP_S, PROBES, SUCCESSES, WINDOW_LEGS, Breaker, State
+from router.nodes.breaker import FAILURES_IN_A_ROW, OPEN_CAP_S, PROBES, SUCCESSES, WINDOW_LEGS, Breaker, State
 
 
 class Fixed(random.Random):

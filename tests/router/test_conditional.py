@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.conditional import MOST_STEPS, Reason, decide
 from router.policies.policy import Ask, NodeView
+from router.walk.conditional import MOST_STEPS, Reason, decide
 from wire.config import Role
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.credit import Credit, Reservation, blocks_of, likely_kv_tokens
-from router.node import Lease, Node
+from router.nodes.credit import Credit, Reservation, blocks_of, likely_kv_tokens
+from router.nodes.node import Lease, Node
+from router.nodes.room import RoomQueue, Waiter, has_room
 from router.policies.policy import Ask
-from router.retries import FLOOR, SHARE, WINDOW_S, RetryBudget
-from router.room import RoomQueue, Waiter, has_room
+from router.walk.retries import FLOOR, SHARE, WINDOW_S, RetryBudget
 from wire.config import Role
 from wire.outputs import Load
 

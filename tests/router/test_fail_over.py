@@ -8,8 +8,8 @@ import time
 import pytest
 from router_doubles import DONE, WHOLE, Call, cluster, decode, event, prefill, until
 
-import router.handoff
-from router.breaker import State
+import router.walk.handoff
+from router.nodes.breaker import State
 from wire.config import Role
 from wire.errors import EngineDead, ErrorBody
 from wire.frames import Frame, FrameKind

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import Entrant, FairQueue
+from router.admission.fair_queue import Entrant, FairQueue
 
 KEYS = ("a", "b", "c")
 sizes = st.integers(1, 1000)

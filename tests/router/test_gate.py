@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from router_doubles import Call, Cluster, cluster, decode, decode_ok, prefill, until
 
-from router.keys import hash_of
+from router.admission.keys import hash_of
 from wire.key_config import KeyConfig
 from wire.outputs import Load
 
@@ -21,7 +21,7 @@ ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
 @pytest.fixture(autouse=True)
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request begins before there is room on a decode node."""
-    monkeypatch.setattr("router.saturation._AHEAD_REQUESTS", 0)
+    monkeypatch.setattr("router.admission.saturation._AHEAD_REQUESTS", 0)
 
 
 def keys(**alice: Any) -> tuple[KeyConfig, ...]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from router_doubles import cluster, decode, prefill, until
 
 from node.heartbeat import Announcer
-from router.heartbeats import Announced, hearing
-from router.pool import Pool
+from router.membership.heartbeats import Announced, hearing
+from router.nodes.pool import Pool
 from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferConfig
 from wire.errors import ConfigError, KvrelayError, RequestError, Unauthorized
 from wire.heartbeat import LOST_AFTER_S, MAX_BYTES, MAX_SKEW_S, Heartbeat, NodeState, opened, sealed

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from router_doubles import DONE, MODEL, Call, broken, cluster, decode, prefill, until
 
-from router.job import COMPLETIONS_PATH, parse_job, parts_of
+from router.walk.job import COMPLETIONS_PATH, parse_job, parts_of
 from wire.errors import RequestError
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_double import pod_of
 
-from router.kubernetes_pods import ListedPods, Pod, Pods
-from router.members import NodeSpec
+from router.membership.kubernetes_pods import ListedPods, Pod, Pods
+from router.membership.members import NodeSpec
 from wire.config import Role
 from wire.errors import RequestError
 

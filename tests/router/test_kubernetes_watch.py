@@ -20,9 +20,9 @@ from kubernetes_double import ApiServer, pod_of
 from prometheus_client import CollectorRegistry
 from router_doubles import cluster, decode, prefill, until
 
-from router.kubernetes_watch import Pace, discovering
-from router.node import HealthReport, Node
-from router.pool import Pool
+from router.membership.kubernetes_watch import Pace, discovering
+from router.nodes.node import HealthReport, Node
+from router.nodes.pool import Pool
 from wire.config import Role, RouterConfig
 from wire.errors import ConfigError
 
@@ -278,7 +278,7 @@ async def test_without_a_client_or_a_cluster_the_router_says_what_to_do(monkeypa
 async def test_in_a_pod_its_service_account_leads_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from kubernetes.config import incluster_config
 
-    from router import kubernetes_watch
+    from router.membership import kubernetes_watch
 
     for name, text in (("token", "t0k3n"), ("ca.crt", "a certificate"), ("namespace", "mine\n")):
         (tmp_path / name).write_text(text)

@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 
 from node import event_log, kv_events
 from node.kv_events import KvEvents as Told
-from router.kv_events import KvEvents, _Source
-from router.prefix_index import Prefix, PrefixIndex
-from router.prefix_metrics import PrefixMetrics
+from router.prefix.index import Prefix, PrefixIndex
+from router.prefix.kv_events import KvEvents, _Source
+from router.prefix.metrics import PrefixMetrics
 from wire.config import EngineConfig, NodeConfig
 from wire.engine_messages import CacheChanges, EngineReady
 from wire.kv_events import END, KvEventsReport, packed_number, read_batch
@@ -158,8 +158,8 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_after_an_overrun_of_the_buffer_a_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router does not read while a node tells more than its sockets hold, and more than the node keeps."""
     monkeypatch.setattr(kv_events, "_WAITING_BATCHES", 10)
-    monkeypatch.setattr("router.kv_events._WAITING_BATCHES", 10)
-    monkeypatch.setattr("router.kv_events._OPTIONS", ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)))
+    monkeypatch.setattr("router.prefix.kv_events._WAITING_BATCHES", 10)
+    monkeypatch.setattr("router.prefix.kv_events._OPTIONS", ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)))
     monkeypatch.setattr(event_log.EventLog.__init__, "__defaults__", (50_000,))
 
     async def test() -> None:
@@ -212,8 +212,8 @@ def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
 
 
 def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.kv_events.REPLAY_DEADLINE_S", 0.1)
-    monkeypatch.setattr("router.kv_events.RETRY_S", 0.0)
+    monkeypatch.setattr("router.prefix.kv_events.REPLAY_DEADLINE_S", 0.1)
+    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.0)
 
     async def test() -> None:
         async with telling() as node, listening() as router:

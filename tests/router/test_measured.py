@@ -2,8 +2,8 @@
 
 import pytest
 
-from router.measured import learn
-from router.node import Lease, Node
+from router.nodes.measured import learn
+from router.nodes.node import Lease, Node
 from wire.config import Role
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_doubles import FakeNode, cluster, decode, prefill, until
 
-from router.node import Node
-from router.pairs import AT_ONCE, PARTNERS, Meeting, Outcome, Pairs
+from router.nodes.node import Node
+from router.nodes.pairs import AT_ONCE, PARTNERS, Meeting, Outcome, Pairs
 from wire.config import Role
 
 MET = Outcome()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.members import Change, Members, NodeSpec, Source
-from router.node import HealthReport, Node
+from router.membership.members import Change, Members, NodeSpec, Source
+from router.nodes.node import HealthReport, Node
+from router.nodes.pool import Pool
 from router.policies.policy import Ask
-from router.pool import Pool
 from wire.config import Role
 from wire.errors import NoNode, RequestError
 

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.doors import Doors
-from router.metric_sums import ADDED, LARGEST, collected, lasting, summed, text_of
 from router.metrics import Metrics
-from router.pool import Pool
-from router.worker_messages import Family
+from router.nodes.doors import Doors
+from router.nodes.pool import Pool
+from router.workers.messages import Family
+from router.workers.metric_sums import ADDED, LARGEST, collected, lasting, summed, text_of
 
 
 def worker(requests: int, seconds: list[float], running: int, up: int) -> list[Family]:

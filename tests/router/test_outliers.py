@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.outliers import ENOUGH, MOST, Sample, Samples, outliers
+from router.nodes.outliers import ENOUGH, MOST, Sample, Samples, outliers
 
 NOW = 100.0
 

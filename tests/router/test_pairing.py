@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pairing import AVOID_S, FailedPairs, Kinds, unlike
+from router.nodes.pairing import AVOID_S, FailedPairs, Kinds, unlike
 from wire.transfer import Fingerprint, KvFacts
 
 FINGERPRINT = Fingerprint(1, "m", "bfloat16", 64, 8, 128, 32, 0, 1)

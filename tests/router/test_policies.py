@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.nodes.rates import NodeRates
 from router.policies.bound import most_depth
 from router.policies.by_name import POLICIES
 from router.policies.candidates import ALL, looked_at
@@ -19,7 +20,6 @@ from router.policies.power_of_two import power_of_two
 from router.policies.prefix import prefix
 from router.policies.round_robin import round_robin
 from router.policies.session import session
-from router.rates import NodeRates
 from wire.config import POLICY_NAMES, Role
 
 ASK = Ask(Role.PREFILL)

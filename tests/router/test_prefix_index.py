@@ -12,13 +12,13 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.held_blocks import HeldBlocks
-from router.job import CHAT_PATH, parse_job, prefix_of
-from router.node import HealthReport
+from router.nodes.node import HealthReport
+from router.nodes.pool import Pool
 from router.policies.policy import Ask
-from router.pool import Pool
-from router.prefix_index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
-from router.text_tree import EDGE_BYTES, TextTree
+from router.prefix.held_blocks import HeldBlocks
+from router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
+from router.prefix.text_tree import EDGE_BYTES, TextTree
+from router.walk.job import CHAT_PATH, parse_job, prefix_of
 from wire.config import Role
 from wire.hashes import extend
 from wire.outputs import PromptBlocks

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.rate_limits import Exceeded, KeyLimits, Quota, Taken, shown_s
+from router.admission.rate_limits import Exceeded, KeyLimits, Quota, Taken, shown_s
 
 BOTH = Quota(requests_per_minute=6, tokens_per_minute=600)
 

@@ -6,7 +6,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.rates import Curve, NodeRates
+from router.nodes.rates import Curve, NodeRates
 
 measured = st.lists(st.tuples(st.integers(1, 200_000), st.floats(0.01, 1e6)), max_size=60)
 

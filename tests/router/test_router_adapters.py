@@ -8,9 +8,9 @@ import random
 import pytest
 from router_doubles import MODEL, cluster, decode, prefill
 
-from router.node import HealthReport
+from router.nodes.node import HealthReport
+from router.nodes.pool import Pool
 from router.policies.policy import Ask
-from router.pool import Pool
 from wire.config import Role
 from wire.errors import NoNode
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, decode_body, parse_job, prefill_body
+from router.walk.job import CHAT_PATH, COMPLETIONS_PATH, Job, decode_body, parse_job, prefill_body
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
 
-from router.leg_endings import LegFailed, Refused
-from router.leg_stream import LegStream
-from router.node import Lease, Node
+from router.legs.leg_endings import LegFailed, Refused
+from router.legs.leg_stream import LegStream
+from router.nodes.node import Lease, Node
 from wire.config import Role
 from wire.errors import ErrorBody
 from wire.frames import Frame, FrameKind

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from router.node import HealthReport, Node
+from router.nodes.node import HealthReport, Node
+from router.nodes.pool import LOST_AFTER_MISSES, Pool
 from router.policies.policy import Ask
-from router.pool import LOST_AFTER_MISSES, Pool
 from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.job import CHAT_PATH, parse_job
-from router.progress import Diverged, Place, Progress
+from router.walk.job import CHAT_PATH, parse_job
+from router.walk.progress import Diverged, Place, Progress
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, TokenLogprobs
 from wire.transfer import ChoiceSoFar, KvTransferParams

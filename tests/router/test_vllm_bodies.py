@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
-from router.node import HealthReport, NodeKind
+from router.nodes.node import HealthReport, NodeKind
 from router.vllm.bodies import (
     decode_body,
     error_in,
@@ -25,6 +24,7 @@ from router.vllm.bodies import (
     undivided_because,
 )
 from router.vllm.report import report_of
+from router.walk.job import CHAT_PATH, COMPLETIONS_PATH, Job, parse_job
 from tests.router.vllm_doubles import ASKED, DONE, error, metrics_text
 from wire.config import Role
 from wire.errors import NodeFailed

@@ -14,7 +14,7 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.node import NodeKind
+from router.nodes.node import NodeKind
 from router.vllm.pings import EXPIRY_S, PingBook
 from tests.router.router_doubles import MODEL, Cluster, cluster, until
 from tests.router.vllm_doubles import Store, VllmNode, cut, deltas, ok

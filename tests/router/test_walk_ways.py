@@ -43,8 +43,8 @@ from router_doubles import (
     until,
 )
 
-import router.binding
-import router.doors
+import router.nodes.doors
+import router.walk.binding
 from wire.config import Role
 from wire.errors import KvNotLoaded
 from wire.frames import Frame, FrameKind
@@ -334,7 +334,7 @@ ROOMY = Load(running=1, free_blocks=60, total_blocks=64, block_tokens=16)
 @pytest.fixture
 def all_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if another router had taken the room since: admission lets nobody begin who would find none."""
-    monkeypatch.setattr("router.admission.until_decode_s", lambda *_: 0.0)
+    monkeypatch.setattr("router.admission.admission.until_decode_s", lambda *_: 0.0)
 
 
 async def test_what_finds_no_room_waits_its_turn_and_is_not_thrown_at_a_full_node(
@@ -384,7 +384,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(
 async def test_who_waits_too_long_is_refused_or_served_anyway_if_an_answer_has_begun(
     stream: bool, all_begin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.handoff.ROOM_DEADLINE_S", 0.2)
+    monkeypatch.setattr("router.walk.handoff.ROOM_DEADLINE_S", 0.2)
 
     async def first_holds(call: Call) -> None:
         await (hold if len(d.calls) == 1 else decode_ok)(call)

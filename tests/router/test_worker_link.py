@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from router_doubles import until
 
 from openai_api.response_store import Stored
-from router.doors import Doors
-from router.members import NodeSpec, Source
+from router.admission.rate_limits import Exceeded, Quota
+from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
-from router.parent import Parent, share_of
-from router.pool import Pool
-from router.rate_limits import Exceeded, Quota
-from router.worker import Worker
-from router.worker_link import Link
-from router.worker_messages import (
+from router.nodes.doors import Doors
+from router.nodes.pool import Pool
+from router.workers.link import Link
+from router.workers.messages import (
     MAX_BYTES,
     Added,
     Begin,
@@ -40,6 +38,8 @@ from router.worker_messages import (
     Take,
     packed,
 )
+from router.workers.parent import Parent, share_of
+from router.workers.worker import Worker
 from wire.config import Role, RouterConfig
 from wire.errors import Unavailable
 from wire.key_config import KeyConfig

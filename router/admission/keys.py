@@ -1,0 +1,123 @@
+"""Who sends a request: the API keys by their hashes, and what each may do. Pure.
+
+Keys are random (256 bits from `kvrelay key`), so a plain SHA-256 is what is kept of them: a slow hash protects words
+that people think up, and would cost every request. A key that is given is compared with all, in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.admission.rate_limits import NO_LIMIT, Quota
+from wire.errors import Forbidden, NotFound, RequestError, Unauthorized
+from wire.key_config import KeyConfig
+
+__all__ = ["ANYONE", "Caller", "Keyring", "draw_key", "hash_of"]
+
+_PREFIX = "kvr-"  # so that scanners for leaked keys can know one
+_MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever sent a key."""
+
+    name: str
+    quota: Quota = NO_LIMIT
+    weight: float = 1.0
+    priority: int = 0
+    most_important: int = -_MAX_PRIORITY
+    """The lowest priority that its requests may ask for."""
+    max_queue: int = 0
+    models: frozenset[str] = frozenset()
+    """Empty: all."""
+    admin: bool = True
+
+    @classmethod
+    def of(cls, key: KeyConfig) -> Caller:
+        """The owner of a configured key."""
+        return cls(
+            key.name,
+            Quota(key.requests_per_minute, key.tokens_per_minute, key.max_running),
+            key.weight,
+            key.priority,
+            key.priority,
+            key.max_queue,
+            frozenset(key.models),
+            key.admin,
+        )
+
+    def may(self, model: str) -> bool:
+        """Whether it may ask for a model, adapter or alias."""
+        return not self.models or model in self.models
+
+    def check_model(self, model: str) -> None:
+        """Raise NotFound for a model that the key may not ask for."""
+        if not self.may(model):
+            names = ", ".join(repr(name) for name in sorted(self.models))
+            raise NotFound(
+                f"model {model!r} is not served to this key; served to it: {names}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_admin(self) -> None:
+        """Raise Forbidden unless the key may change what the cluster serves."""
+        if not self.admin:
+            raise Forbidden(f"the key {self.name} may not change what is served; give it `admin: true`, or use another")
+
+    def check_priority(self, asked: int | None) -> int:
+        """The priority of a request that asked for one, or for none. Raises RequestError, Forbidden."""
+        if asked is None:
+            return self.priority
+        if not -_MAX_PRIORITY <= asked <= _MAX_PRIORITY:
+            limits = f"{-_MAX_PRIORITY} and {_MAX_PRIORITY}"
+            raise RequestError(f"priority must be between {limits}, got {asked}", param="priority")
+        if asked < self.most_important:
+            raise Forbidden(
+                f"priority {asked} is more important than this key may ask for; send {self.most_important} or more, or "
+                "leave it out",
+                param="priority",
+            )
+        return asked
+
+
+ANYONE = Caller("anyone")
+"""Where no key is wanted."""
+
+
+class Keyring:
+    """All keys: those of the configuration, and the one that was given in clear, if any."""
+
+    def __init__(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
+        self._callers = [(bytes.fromhex(key.sha256), Caller.of(key)) for key in keys]
+        if api_key:
+            self._callers.append((hashlib.sha256(api_key.encode()).digest(), Caller("api-key")))
+        self.callers = [caller for _, caller in self._callers] or [ANYONE]
+
+    def caller(self, given: str) -> Caller:
+        """Who sent this key. Raises Unauthorized if nobody has it."""
+        if not self._callers:
+            return ANYONE
+        digest = hashlib.sha256(given.encode("utf-8", "surrogatepass")).digest()
+        found: Caller | None = None
+        for known, caller in self._callers:  # all of them, whichever it is
+            if hmac.compare_digest(known, digest):
+                found = caller
+        if found is None:
+            raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer <key>`")
+        return found
+
+
+def hash_of(key: str) -> str:
+    """As a KeyConfig has it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def draw_key() -> str:
+    """A new key of 256 random bits."""
+    return _PREFIX + secrets.token_urlsafe(32)

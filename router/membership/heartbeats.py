@@ -1,0 +1,133 @@
+"""Nodes that announce themselves: a table of who was heard when (pure), and the socket on which they are heard.
+
+Whoever is not heard for LOST_AFTER_S is no longer named by this source; whether a node serves is seen by its health, as
+always. Nothing is ever sent to a node here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from router.membership.members import Listener, NodeSpec, Source
+from wire.errors import KvrelayError, RequestError
+from wire.heartbeat import LOST_AFTER_S, MAX_BYTES, MAX_SKEW_S, Heartbeat, NodeState, opened
+
+if TYPE_CHECKING:
+    import zmq.asyncio
+
+__all__ = ["Announced", "hearing"]
+
+# A cluster has thousands at most; what is beyond is a mistake, and memory must not pay for it.
+MAX_NODES = 10_000
+_EXPIRE_S = 0.25
+_COMPLAIN_S = 10.0
+
+_log = logging.getLogger("kvrelay.router")
+
+
+@dataclass(slots=True)
+class _Heard:
+    beat: Heartbeat
+    spec: NodeSpec
+    at: float
+    """Monotonic second."""
+    there: bool
+
+
+class Announced:
+    """Who has announced itself. Knows no socket and no clock."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._heard: dict[str, _Heard] = {}
+        self.changed = False
+        """specs() says something else than when this was last set to False."""
+
+    def take(self, message: bytes, unix_now: float, now: float) -> Heartbeat | None:
+        """What a message says; None if it is older than what is known. Raises KvrelayError for one to be refused."""
+        beat = opened(message, self._key, unix_now)
+        spec = NodeSpec(beat.url, beat.role, beat.model, beat.generation)
+        known = self._heard.get(spec.url)
+        if known is not None and beat.sent_at <= known.beat.sent_at:
+            return None
+        if known is None and len(self._heard) >= MAX_NODES:
+            raise RequestError(f"{MAX_NODES} nodes have announced themselves; {spec.url} is one too many")
+        there = beat.state is not NodeState.LEAVING
+        before = known is not None and known.there
+        self.changed |= there != before or (known is not None and there and known.spec != spec)
+        self._heard[spec.url] = _Heard(beat, spec, now, there)
+        return beat
+
+    def expire(self, now: float) -> None:
+        """Whoever was not heard for long enough is not there any more."""
+        lost = [heard for heard in self._heard.values() if heard.there and now - heard.at > LOST_AFTER_S]
+        for heard in lost:
+            heard.there, self.changed = False, True
+            _log.warning("%s node %s was not heard for %.1f s", heard.spec.role, heard.spec.url, now - heard.at)
+        # Remembered for as long as an old message of it could be played again.
+        for url in [url for url, heard in self._heard.items() if not heard.there and now - heard.at > 2 * MAX_SKEW_S]:
+            del self._heard[url]
+
+    def specs(self) -> list[NodeSpec]:
+        """The nodes that are there."""
+        return [heard.spec for heard in self._heard.values() if heard.there]
+
+
+@contextlib.asynccontextmanager
+async def hearing(pool: Listener, host: str, port: int, key: str) -> AsyncIterator[None]:
+    """Hear nodes for the length of the block and tell the pool; with port 0 do nothing. Raises RequestError."""
+    if not port:
+        yield
+        return
+    import zmq  # here, because most routers do without
+    import zmq.asyncio
+
+    address = {"localhost": "127.0.0.1"}.get(host, host)
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    if ":" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+        address = f"[{address}]"
+    try:
+        socket.bind(f"tcp://{address}:{port}")
+    except zmq.ZMQError as why:
+        context.destroy()
+        raise RequestError(f"cannot listen for heartbeats on {host}:{port}: {why}; give another port") from why
+    task = asyncio.create_task(_hear(socket, pool, Announced(key)))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy()
+
+
+async def _hear(socket: zmq.asyncio.Socket, pool: Listener, announced: Announced) -> None:
+    complain_at = expire_at = 0.0
+    while True:
+        message = await socket.recv() if await socket.poll(_EXPIRE_S * 1000) else None
+        now = time.monotonic()
+        beat = None
+        if message is not None:
+            try:
+                beat = announced.take(message, time.time(), now)
+            except KvrelayError as why:
+                if now >= complain_at:  # a stranger must not fill the log
+                    complain_at = now + _COMPLAIN_S
+                    _log.warning("a heartbeat is refused: %s", why.message)
+        if now >= expire_at:
+            expire_at = now + _EXPIRE_S
+            announced.expire(now)
+        if announced.changed:
+            announced.changed = False
+            pool.tell(Source.HEARTBEATS, announced.specs(), now)
+        if beat is not None:
+            pool.heard(beat.url, beat.load, now, draining=beat.state is NodeState.DRAINING)

@@ -1,0 +1,140 @@
+"""Which nodes are to be there: what each source of membership says, and what changes with what it says next. Pure.
+
+Level-triggered: a source tells the whole of what it sees now, as often as it likes, and a lost message is mended by the
+next one. A node stays for as long as any source names it. Knows nothing of health: that is router/nodes/pool.py's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from wire.config import MAX_URL_CHARS, Role, is_base_url
+from wire.errors import RequestError
+from wire.outputs import Load
+
+__all__ = ["Change", "Listener", "Members", "NodeSpec", "Source"]
+
+
+class Source(enum.StrEnum):
+    """Who says which nodes there are. Where two disagree about a node's role, the first of these is believed."""
+
+    ADMIN = "admin"
+    STATIC = "static"
+    KUBERNETES = "kubernetes"
+    HEARTBEATS = "heartbeats"
+    P2P_NCCL = "p2p-nccl"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """A node that a source names. Raises RequestError for an address or a role that no node can have.
+
+    `model`: if the source knows it; what the node itself says counts. `generation` names the process behind the address
+    (or its pod) in the source's own words: another one there is another process.
+    """
+
+    url: str
+    role: Role
+    model: str = ""
+    generation: str = ""
+
+    def __post_init__(self) -> None:
+        if not is_base_url(self.url):
+            raise RequestError(
+                f"node address {self.url[:MAX_URL_CHARS]!r} must be http:// or https://, a host and a port, within "
+                f"{MAX_URL_CHARS} characters",
+                param="url",
+            )
+        object.__setattr__(self, "url", self.url.rstrip("/"))
+        if self.role not in (Role.PREFILL, Role.DECODE):
+            raise RequestError(f"role must be prefill or decode, got {self.role}", param="role")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What follows from what a source has said."""
+
+    joined: tuple[NodeSpec, ...] = ()
+    left: tuple[str, ...] = ()
+    replaced: tuple[NodeSpec, ...] = ()
+    """Another process stands at the same address now."""
+
+
+class Listener(Protocol):
+    """Whom a source tells: a pool, or all pools of one port (router/workers/parent.py)."""
+
+    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
+        """These are the nodes that it sees now, and no others. `gone`: addresses whose process has ended."""
+        ...
+
+    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
+        """A node has told of itself."""
+        ...
+
+    def note_p2p_address(self, url: str, address: str) -> None:
+        """Where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
+        ...
+
+
+class Members:
+    """What all sources say."""
+
+    def __init__(self) -> None:
+        self._told: dict[Source, dict[str, NodeSpec]] = {source: {} for source in Source}
+
+    def tell(self, source: Source, specs: Iterable[NodeSpec]) -> Change:
+        """These are the nodes that the source sees now, and no others."""
+        return self._now({source: {spec.url: spec for spec in specs}})
+
+    def add(self, source: Source, spec: NodeSpec) -> Change:
+        """The source sees one more, or says something new of one that it sees."""
+        return self._now({source: self._told[source] | {spec.url: spec}})
+
+    def remove(self, sources: Collection[Source], url: str) -> Change:
+        """These sources see it no more."""
+        return self._now(
+            {source: {at: spec for at, spec in self._told[source].items() if at != url} for source in sources}
+        )
+
+    def spec(self, source: Source, url: str) -> NodeSpec | None:
+        """What a source says of a node, if it names it."""
+        return self._told[source].get(url)
+
+    def told(self, source: Source) -> list[NodeSpec]:
+        """What a source sees."""
+        return list(self._told[source].values())
+
+    def sources(self, url: str) -> list[Source]:
+        """Who names this node."""
+        return [source for source, specs in self._told.items() if url in specs]
+
+    def _now(self, told: Mapping[Source, dict[str, NodeSpec]]) -> Change:
+        before, was = self._wanted(), dict(self._told)
+        self._told |= told
+        after = self._wanted()
+        # A node of another role is another node.
+        same = {url for url in before.keys() & after.keys() if before[url].role is after[url].role}
+        return Change(
+            joined=tuple(spec for url, spec in after.items() if url not in same),
+            left=tuple(url for url in before if url not in same),
+            replaced=tuple(
+                spec
+                for source, specs in told.items()
+                for url, spec in specs.items()
+                if url in same and url in was[source] and _replaced(was[source][url], spec)
+            ),
+        )
+
+    def _wanted(self) -> dict[str, NodeSpec]:
+        wanted: dict[str, NodeSpec] = {}
+        for specs in self._told.values():  # in the order of Source
+            for url, spec in specs.items():
+                wanted.setdefault(url, spec)
+        return wanted
+
+
+def _replaced(was: NodeSpec, now: NodeSpec) -> bool:
+    return bool(was.generation and now.generation) and was.generation != now.generation

@@ -1,0 +1,168 @@
+"""Which nodes may take a leg now, and what the end of a leg means for its node. Pure: `now` is an argument.
+
+A node that is up (router/nodes/pool.py) takes a leg unless its breaker is open, it rests (it has said for how long it
+has no room), or, for a decode leg with KV to fetch, it cannot talk with the prefill node. Where only open breakers are
+left, one leg at a time may try: a cluster's last node is never given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Collection, Sequence
+
+from router.nodes.breaker import State
+from router.nodes.node import Node, NodeKind
+from router.nodes.outliers import EVERY_S, Samples, outliers
+from router.nodes.pairing import FailedPairs, unlike
+from router.nodes.pool import Pool
+from router.nodes.standing import Passage, Standing
+from router.policies.policy import Ask
+from wire.config import Role
+from wire.errors import NoNode, Overloaded
+
+__all__ = ["Doors"]
+
+_REST_CAP_S = 30.0
+# A leg without a word for so long is lost. Only a backstop: a node that hangs is seen by its health checks.
+_PATIENCE_S = 60.0
+_PATIENCE_S_PER_TOKEN = 0.01
+_PATIENCE_TIMES = 8.0
+_FADING = 0.999
+
+_UNTIL_THEY_MEET_AGAIN_S = 75.0
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class Doors:
+    """Of all nodes of a pool."""
+
+    def __init__(self, pool: Pool, rng: random.Random) -> None:
+        self.faults = FailedPairs()
+        self.ejections: dict[tuple[str, Role], int] = {}
+        """By URL and kind of leg, since the start."""
+        self._pool = pool
+        self._rng = rng
+        self._troubled: set[Node] = set()
+        """Those of which some breaker is not closed, or which rest: all others need no look."""
+        self._looked_at = float("-inf")
+        self._slowest_s = 0.0
+
+    def standing(self, node: Node, leg: Role) -> Standing:
+        """What is thought of a node for a kind of leg."""
+        if leg not in node.standing:
+            node.standing[leg] = Standing(self._rng)
+        return node.standing[leg]
+
+    def takers(self, ask: Ask, exclude: Collection[Node], now: float, *, computes: bool = False) -> list[Node]:
+        """The nodes that may take this leg, whatever room they have. Raises NoNode, or Overloaded if all of them rest.
+
+        `computes`: a decode leg that computes its prompt itself."""
+        nodes = self._pool.up(ask.role, exclude, ask.model, NodeKind.KVRELAY)
+        if not nodes:
+            raise self._pool.no_node(ask.role, ask.model)
+        if not self._troubled:
+            return nodes
+        self._troubled = {node for node in self._troubled if not self._sound(node, now)}
+        legs = (Role.PREFILL, Role.DECODE) if computes else (ask.role,)
+        doors = {node: [self.standing(node, leg).breaker for leg in legs] for node in nodes}
+        through = [node for node in nodes if all(door.lets_through(now) for door in doors[node])]
+        if not through:
+            through = [node for node in nodes if all(door.might_probe(now) for door in doors[node])]
+        awake = [node for node in through if not any(door.rests(now) for door in doors[node])]
+        if awake:
+            return awake
+        soonest = math.ceil(min(max(door.opens_in(now) for door in each) for each in doors.values()))
+        none: NoNode | Overloaded
+        if through:
+            none = Overloaded(f"no {ask.role} node has room now; try again in {max(1, soonest)} s")
+        else:
+            none = NoNode(f"all {ask.role} nodes break now, and the router is trying them; try again")
+        none.retry_after_s = max(1, soonest)
+        raise none
+
+    def _sound(self, node: Node, now: float) -> bool:
+        breakers = [standing.breaker for standing in node.standing.values()]
+        return all(each.state(now) is State.CLOSED and not each.rests(now) for each in breakers)
+
+    def paired(self, nodes: Sequence[Node], peer: Node, now: float) -> list[Node]:
+        """Of decode nodes, those that can take this prefill node's KV; without pairs that failed lately if others are
+        there."""
+        able = list(nodes)
+        if self._pool.kinds.mixed:
+            able = [node for node in nodes if unlike(peer.kv, node.kv) is None]
+        if not self.faults:
+            return able
+        return [node for node in able if not self.faults.avoided(_name(peer), _name(node), now)] or able
+
+    def with_partner(self, prefill: Sequence[Node], decode: Sequence[Node]) -> tuple[list[Node], str]:
+        """Of prefill nodes, those whose KV one of these decode nodes can take; and why not, of another one."""
+        if not self._pool.kinds.mixed:
+            return list(prefill), ""
+        kinds = {node.kv for node in decode}
+        why = {node.kv: min((unlike(node.kv, kind) or "" for kind in kinds), default="") for node in prefill}
+        return [node for node in prefill if not why[node.kv]], next(filter(None, why.values()), "")
+
+    def enter(self, node: Node, leg: Role, now: float, *, computes: bool, waits_for_us: bool) -> Passage:
+        """A leg goes to this node."""
+        first = self.standing(node, Role.PREFILL if computes else leg)
+        return Passage(first, self.standing(node, leg), now, waits_for_us=waits_for_us)
+
+    def patience_s(self, tokens: int) -> float:
+        """How long a leg that has so many tokens to wait for may say nothing before it is taken to be lost."""
+        return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
+
+    def began(self, passage: Passage) -> None:
+        """The leg's first frame came."""
+        self._slowest_s = max(passage.first_s or 0.0, self._slowest_s * _FADING)
+
+    def rest(self, node: Node, leg: Role, seconds: float | None, now: float) -> None:
+        """The node has no room, and says for how long."""
+        self.standing(node, leg).breaker.rest(min(_REST_CAP_S, 1.0 if seconds is None else max(0.1, seconds)), now)
+        self._troubled.add(node)
+
+    def failed(self, passage: Passage, node: Node, why: str, now: float) -> None:
+        """The leg broke by the node's own fault."""
+        if passage.failed(why, now):
+            _log.warning("%s gets no legs for a while, the last one broke: %s", node.url, why)
+            self._troubled.add(node)
+
+    def kv_came(self, peer: Node, node: Node) -> None:
+        """The decode node has the prefill node's KV."""
+        self.faults.worked(_name(peer), _name(node))
+
+    def kv_failed(self, peer: Node, node: Node, cause: str, now: float) -> None:
+        """The decode node says that the prefill node's KV did not come."""
+        _log.warning("%s says that the KV of %s did not come: %s", node.url, peer.url, cause)
+        self.faults.failed(_name(peer), _name(node), cause, now)
+
+    def met(self, peer: Node, node: Node, *, failed: bool, now: float) -> None:
+        """They were asked to hand a block over (router/nodes/warm_up.py), and will be again if it failed."""
+        if failed:
+            self.faults.failed(_name(peer), _name(node), "TransferError", now, _UNTIL_THEY_MEET_AGAIN_S)
+        else:
+            self.faults.worked(_name(peer), _name(node))
+
+    def look(self, now: float) -> None:
+        """Take out what is far worse than the others; cheap if it was done a moment ago."""
+        if now - self._looked_at < EVERY_S:
+            return
+        self._looked_at = now
+        for leg in (Role.PREFILL, Role.DECODE):
+            known = {node.url: node for node in self._pool.nodes if leg in node.standing and node.up}
+            by_url = {url: node.standing[leg] for url, node in known.items()}
+            out = {url for url, standing in by_url.items() if not standing.breaker.lets_through(now)}
+            samples = {url: standing.samples for url, standing in by_url.items()}
+            for url, why in outliers(samples, out, now).items():
+                _log.warning("%s is taken out of %s legs for a while: %s", url, leg, why)
+                by_url[url].breaker.eject(now, why)
+                by_url[url].samples = Samples()
+                self._troubled.add(known[url])
+                self.ejections[url, leg] = self.ejections.get((url, leg), 0) + 1
+
+
+def _name(node: Node) -> str:
+    """A restarted process is another node to its peers."""
+    return node.generation or node.url

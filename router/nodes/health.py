@@ -1,0 +1,71 @@
+"""The health loop: asks every node for its health, each on its own beat, and tells the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from router.legs.legs import Legs
+from router.nodes.node import HealthReport, Node
+from router.nodes.pool import Pool
+from router.prefix.kv_events import KvEvents
+
+__all__ = ["watching"]
+
+
+@asynccontextmanager
+async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) -> AsyncIterator[None]:
+    """Check all nodes for the length of the block, from when they join until they are gone, and follow their KV events.
+
+    A slow one does not delay the others.
+    """
+    watches: dict[Node, asyncio.Task[None]] = {}
+
+    def joined(node: Node) -> None:
+        watches[node] = asyncio.create_task(_watch(node, pool, legs, events, interval_s))
+
+    def left(node: Node) -> None:
+        watches.pop(node).cancel()
+        legs.forget(node)
+        events.leave(node.url)
+
+    unfollow = pool.follow(joined, left)
+    try:
+        yield
+    finally:
+        unfollow()
+        for task in watches.values():
+            task.cancel()
+        await asyncio.gather(*watches.values(), return_exceptions=True)
+
+
+async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents, interval_s: float) -> None:
+    while True:
+        await _check(node, pool, legs, events)
+        await asyncio.sleep(interval_s)
+
+
+async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
+    started = time.monotonic()
+    try:
+        report = await legs.health(node)
+    except TimeoutError:
+        pool.miss(node, "it did not answer its health check in time", time.monotonic())
+    except aiohttp.ClientConnectorError as why:
+        if isinstance(why.os_error, ConnectionRefusedError):
+            # The machine is there, nobody listens: a draining node goes on with its legs, a dead one has lost them.
+            pool.unready(node, "it refuses connections", time.monotonic())
+        else:
+            pool.miss(node, f"its health check failed: {why}", time.monotonic())
+    except (aiohttp.ClientError, OSError) as why:
+        pool.miss(node, f"its health check failed: {why}", time.monotonic())
+    else:
+        if isinstance(report, HealthReport):
+            pool.report(node, report, started, time.monotonic())
+            events.heard(node.url, report.generation, report.kv_events)
+        else:
+            pool.unready(node, report, time.monotonic())

@@ -1,0 +1,33 @@
+"""What the end of a leg tells of the speed of its node. Pure."""
+
+from __future__ import annotations
+
+from router.nodes.node import Lease, Node
+from wire.frames import Frame
+
+__all__ = ["learn"]
+
+# Of a shorter answer, what was not a step weighs too much.
+_LEAST_STEPS = 4
+
+
+def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None:
+    """The frame of a leg that holds its node's timing. `generated`: tokens that the leg has told of, 0 if of several
+    choices. `peer`: the prefill node whose KV it was given, if it is a decode leg."""
+    timing, rates = frame.timing, lease.node.rates
+    if timing is None:
+        return
+    prompt, _, cached = frame.usage or (0, 0, 0)
+    if frame.params is not None:
+        prompt, cached = len(frame.params.prompt_token_ids or ()) or frame.params.num_tokens, frame.params.cached_tokens
+    if "queue" in timing:
+        rates.waited(lease.expected_queue_ms, timing["queue"])
+        shared = lease.company > 0 or lease.node.requests > 1
+        rates.prefilled(prompt - cached, timing.get("prefill", 0.0), shared=shared)
+    elif "exposed" in timing and "prefill" not in timing and peer is not None:
+        rates.fetched(peer.url, prompt, timing["exposed"])
+        peer.rates.fetched("", prompt, timing["exposed"])
+    if frame.usage is not None:
+        rates.generated(frame.usage[1])
+    if "decode" in timing and generated > _LEAST_STEPS:
+        rates.stepped((lease.company + lease.node.requests) / 2, timing["decode"] / (generated - 1))

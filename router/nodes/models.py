@@ -1,0 +1,79 @@
+"""The names that requests may ask for: models, adapters, and aliases of both. Nodes of one model are a group.
+
+An alias is resolved at the door, so the nodes see the name that they serve and the answer's `model` is the one that has
+answered (as vLLM does with several --served-model-name).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from router.nodes.node import NodeKind
+from router.nodes.pool import Pool
+from wire.config import Role
+from wire.errors import NoNode, NotFound
+
+__all__ = ["Models"]
+
+_Card = dict[str, str | int]
+
+
+class Models:
+    """What the nodes of a pool serve, and the aliases for it. `created` is the Unix second that cards tell."""
+
+    def __init__(self, pool: Pool, aliases: Mapping[str, str], created: int) -> None:
+        self._pool = pool
+        self._aliases = dict(aliases)
+        self._created = created
+
+    def named(self, name: str) -> str:
+        """The model or adapter that a request means. Raises NotFound, naming what is served, or NoNode."""
+        meant = self._aliases.get(name, name)
+        if self._pool.base_of(meant):
+            return meant
+        served = self.names()
+        if not served:
+            raise NoNode("no node has reported its model yet; try again, or look at the router's /health")
+        if name in self._aliases:
+            raise NoNode(f"{name!r} stands for {meant!r}, and no node has reported it; look at the router's /health")
+        raise NotFound(
+            f"model {name!r} is not served here; served: {', '.join(map(repr, served))}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def names(self) -> list[str]:
+        """All of them: models, adapters, then aliases of what is served."""
+        return [str(card["id"]) for card in self.cards()]
+
+    def cards(self) -> list[_Card]:
+        """OpenAI's model objects: models; adapters, each with its model as `parent`; aliases, each with its `root`."""
+        known = self._pool.models()
+        cards: dict[str, _Card] = {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "kvrelay",
+                "max_model_len": longest,
+            }
+            for name, longest in sorted(known.items())
+        }
+        for name, parent in sorted(self._pool.adapters().items()):
+            if name not in cards:
+                cards[name] = cards[parent] | {"id": name, "parent": parent}
+        for alias, meant in sorted(self._aliases.items()):
+            if meant in cards:
+                cards[alias] = cards[meant] | {"id": alias, "root": meant}
+        return list(cards.values())
+
+    def ready(self) -> dict[str, bool]:
+        """Of each model: whether a request for it could walk through both of its legs now."""
+        return {name: bool(self._pool.node_kinds(name)) for name in sorted(self._pool.models())}
+
+    def alone(self) -> bool:
+        """Whether there is a decode node that would answer requests without any prefill node."""
+        return any(
+            node.kv is not None and node.kv.computes_prompts
+            for node in self._pool.up(Role.DECODE, kind=NodeKind.KVRELAY)
+        )

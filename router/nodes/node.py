@@ -1,0 +1,185 @@
+"""One node as the router knows it: what it says of itself, its load, and the places on it that legs have.
+
+Keeps its own sums up to date, so that a choice among many nodes copies nothing. Opens no connection, reads no clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from router.nodes.credit import Credit, Reservation, blocks_of
+from router.nodes.standing import Standing
+from router.policies.policy import NodeView
+from router.prefix.index import Prefix
+from wire.config import Role
+from wire.kv_events import KvEventsReport
+from wire.outputs import Load
+from wire.transfer import KvFacts
+
+__all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "Node", "NodeKind"]
+
+DRAINING = "draining"
+"""What a node says that takes nothing new and ends what it has."""
+NEW = "not checked yet"
+"""Why a node takes no legs before its first health check."""
+# What others have on a node is reckoned as what they usually have there, and only a part of what the newest report says
+# beyond: it is old when it is used, and routers that all believe it run to the same node together. With more than a
+# quarter, eight routers whose news is 0.5 s old place worse than if they knew of nobody but themselves, with none much
+# worse than they could with fresh news (python -m benchmarks.simulate --scale).
+_NEWS_BELIEVED = 0.1
+_NEW_IN_USUAL = 0.05
+
+
+class NodeKind(enum.StrEnum):
+    """Whose node it is, and by which contract it hands over: only nodes of one kind can be a pair."""
+
+    KVRELAY = "kvrelay"
+    VLLM = "vllm"
+    VLLM_P2P_NCCL = "vllm-p2p-nccl"
+
+
+class HealthReport(msgspec.Struct, frozen=True):
+    """The 200 answer of a node's GET /health, or what was found out of one that answers with less."""
+
+    role: Role
+    model: str
+    status: str = "ok"
+    max_model_len: int = 0
+    engine_id: str = ""
+    generation: str = ""
+    load: Load = Load()
+    adapters: list[str] = []
+    kv: KvFacts | None = None
+    kv_events: KvEventsReport | None = None
+    kind: NodeKind = NodeKind.KVRELAY
+    held_blocks: int = 0
+    leg_stream: int = 0
+    """The version of the leg stream (wire/leg_stream.py) that it speaks; 0: none."""
+    pod_uid: str = ""
+    """Of the Kubernetes pod that it runs in, if it was told."""
+
+    @property
+    def draining(self) -> bool:
+        """It takes nothing new and ends what it has: a 503 with a report."""
+        return self.status == DRAINING
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One leg's place on a node. `tokens` are those that the node must compute before it can answer."""
+
+    node: Node
+    tokens: int
+    kv_tokens: int = 0
+    """Of KV that the node is likely to need for it in all."""
+    room: Reservation = field(default_factory=Reservation)
+    sent: tuple[Prefix, int] | None = None
+    """What the prefix index was told of it, while it runs."""
+    company: int = 0
+    """Requests that were there before it."""
+    expected_queue_ms: float = 0.0
+    """How long it was expected to wait for its turn."""
+    cached_tokens: int = 0
+    """Of the prompt, which the node was believed to have when it was chosen."""
+    cut: Callable[[], None] | None = None
+    """Called when the node is lost while the leg runs."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Node(NodeView):
+    """One node as the router knows it. `foreign_*` is what others are reckoned to have there: not our own legs."""
+
+    role: Role
+    kind: NodeKind = NodeKind.KVRELAY
+    p2p_address: str = ""
+    """Of a vLLM node with a P2pNcclConnector: host and port of its ZMQ socket, as it has told."""
+    up: bool = False
+    since: float = 0.0
+    reason: str = NEW
+    wanted: bool = True
+    """Some source names it. One that is not wanted any more only ends the legs that it has."""
+    model: str = ""
+    adapters: frozenset[str] = frozenset()
+    adapters_at: float = float("-inf")
+    """When an adapter was last loaded or unloaded here through this router: older reports do not know of it."""
+    max_model_len: int = 0
+    engine_id: str = ""
+    generation: str = ""
+    drain_asked: bool = False
+    """An operator drains it through this router: until it is asked to end that, or another process stands there."""
+    held_blocks: int = 0
+    """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
+    misses: int = 0
+    blamed_at: float = float("-inf")
+    load: Load = field(default_factory=Load)
+    foreign_requests: int = 0
+    foreign_tokens: int = 0
+    usual_requests: float | None = None
+    usual_tokens: float = 0.0
+    """What others have had there of late; no requests: nothing was reported yet."""
+    leases: set[Lease] = field(default_factory=set)
+    own_tokens: int = 0
+    """Sum over the leases."""
+    credit: Credit = field(default_factory=Credit)
+    kv: KvFacts | None = None
+    standing: dict[Role, Standing] = field(default_factory=dict)
+    """By kind of leg; kept by router/nodes/doors.py."""
+
+    def serves(self, base: str, name: str) -> bool:
+        """Whether requests for `name`, the model `base` or an adapter of it, can run here."""
+        return self.model == base and (name == base or name in self.adapters)
+
+    def note_load(self, load: Load) -> None:
+        """Take over a reported load. What we sent ourselves is in it and is not counted twice."""
+        self.load = load
+        requests = load.running + load.waiting - len(self.leases)
+        tokens = load.waiting_tokens - self.own_tokens
+        if self.usual_requests is None:
+            self.usual_requests, self.usual_tokens = requests, tokens
+        usual_requests = self.usual_requests + _NEW_IN_USUAL * (requests - self.usual_requests)
+        usual_tokens = self.usual_tokens + _NEW_IN_USUAL * (tokens - self.usual_tokens)
+        self.usual_requests, self.usual_tokens = usual_requests, usual_tokens
+        self.foreign_requests = max(0, round(usual_requests + _NEWS_BELIEVED * (requests - usual_requests)))
+        self.foreign_tokens = max(0, round(usual_tokens + _NEWS_BELIEVED * (tokens - usual_tokens)))
+        self.context_tokens = load.context_tokens
+        self.credit.reported()
+        self._sum_up()
+
+    def take(self, lease: Lease) -> None:
+        """Count a leg of ours, from now on."""
+        self.leases.add(lease)
+        self.own_tokens += lease.tokens
+        if self.load.block_tokens:
+            lease.room = self.credit.reserve(blocks_of(lease.kv_tokens, self.load.block_tokens))
+        self._sum_up()
+
+    def give_back(self, lease: Lease) -> None:
+        """It has ended."""
+        if lease in self.leases:
+            self.leases.discard(lease)
+            self.own_tokens -= lease.tokens
+            self.credit.give_back(lease.room)
+            self._sum_up()
+
+    def answered(self, lease: Lease, kv_tokens: int) -> None:
+        """The leg tells of its first token: nothing is to be computed, and the node has KV of so many tokens for it."""
+        self.own_tokens -= lease.tokens
+        lease.tokens = 0
+        self.grown(lease, kv_tokens)
+        self._sum_up()
+
+    def grown(self, lease: Lease, kv_tokens: int) -> None:
+        """The leg has KV of so many tokens by now."""
+        if self.load.block_tokens:
+            self.credit.holds(lease.room, blocks_of(kv_tokens, self.load.block_tokens))
+
+    def _sum_up(self) -> None:
+        """Our own legs, exact, plus what others were seen to have there."""
+        self.requests = len(self.leases) + self.foreign_requests
+        self.tokens = self.own_tokens + self.foreign_tokens
+        if self.load.block_tokens:
+            self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_tokens

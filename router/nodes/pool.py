@@ -1,0 +1,433 @@
+"""The known nodes: role, health, load, and which legs run on each. Opens no connection and reads no clock.
+
+A node takes legs only while it is up. A blamed failure takes it down until a health check that was *started* later
+succeeds. Three health checks missed in a row, or a new generation, also cut the legs that still wait for it: a stopped
+process never closes its connections.
+
+Nodes come and go at run time (router/membership/members.py says which are to be there). One that no source names any
+more takes no new legs and is watched until its last one has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import msgspec
+
+from router.membership.members import Change, Members, NodeSpec, Source
+from router.nodes.credit import likely_kv_tokens
+from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
+from router.nodes.pairing import Kinds
+from router.nodes.rates import NodeRates
+from router.policies.by_name import POLICIES
+from router.policies.policy import Ask
+from router.prefix.index import Prefix, PrefixIndex
+from wire.config import Role
+from wire.errors import NoNode
+from wire.outputs import Load
+
+__all__ = ["LOST_AFTER_MISSES", "Pool"]
+
+LOST_AFTER_MISSES = 3
+
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class Pool:
+    """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        rng: random.Random,
+        policies: Mapping[Role, str] = MappingProxyType({}),
+    ) -> None:
+        """`prefill` and `decode` are the static list of nodes, `policies` their names by role: cost where none is.
+
+        Raises RequestError for an address that is none.
+        """
+        self.nodes: list[Node] = []
+        """A new list with every change, so that who goes through one may wait meanwhile."""
+        self.leaving: list[Node] = []
+        """Nodes that nobody wants any more, with legs that have not ended."""
+        self.members = Members()
+        self.prefixes = PrefixIndex()
+        self._by_url: dict[str, Node] = {}
+        self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
+        self._rng = rng
+        self.policies = {role: policies.get(role, "cost") for role in (Role.PREFILL, Role.DECODE)}
+        self.choices: Counter[tuple[Role, bool]] = Counter()
+        """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
+        self._turns = 0
+        self._ups: dict[tuple[Role, str, NodeKind | None], list[Node]] = {}
+        self._bases: dict[str, str] = {}
+        self.kinds = Kinds()
+        self._foreign = False  # a node of another kind than ours was seen
+        self._fleets: dict[tuple[Role, str], NodeRates] = {}
+        lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
+        self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
+
+    def follow(self, joined: Callable[[Node], None], left: Callable[[Node], None]) -> Callable[[], None]:
+        """Call `joined` for every node that is there or will be, `left` when one is gone with its last leg.
+
+        Until the function is called that is returned.
+        """
+        follower = (joined, left)
+        self._followers.append(follower)
+        for node in (*self.nodes, *self.leaving):
+            joined(node)
+        return lambda: self._followers.remove(follower)
+
+    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
+        """These are the nodes that a source sees now, and no others. `gone`: addresses whose process has ended.
+
+        Nodes that no source names any more take no new legs; those that they have end by themselves, or are cut if the
+        process has ended, or when it is seen to be lost.
+        """
+        self._change(self.members.tell(source, specs), now)
+        for url in gone:
+            self._process_ended(url, now)
+
+    def add(self, spec: NodeSpec, source: Source, now: float) -> None:
+        """A source sees this node, too. Twice is as once."""
+        self._change(self.members.add(source, spec), now)
+
+    def remove(self, url: str, sources: Collection[Source], now: float, *, gone: bool = False) -> None:
+        """These sources see this node no more. `gone`: its process has ended."""
+        self._change(self.members.remove(sources, url), now)
+        if gone:
+            self._process_ended(url, now)
+
+    def find(self, url: str) -> Node | None:
+        """The wanted node at this address."""
+        return self._by_url.get(url.rstrip("/"))
+
+    def _change(self, change: Change, now: float) -> None:
+        self._changed()
+        for url in change.left:
+            node = self._by_url.pop(url)
+            self.nodes = [each for each in self.nodes if each is not node]
+            self.leaving = [*self.leaving, node]
+            node.wanted = False
+            _log.info("%s node %s is removed with %d legs under way", node.role, url, len(node.leases))
+            self._take_down(node, "it was removed", now)
+            self._end_if_idle(node)
+        for spec in change.joined:
+            self._join(spec, now)
+        for spec in change.replaced:
+            self._replaced(spec, now)
+
+    def _join(self, spec: NodeSpec, now: float) -> None:
+        back = next((each for each in self.leaving if each.url == spec.url and each.role is spec.role), None)
+        if back is not None:
+            self.leaving = [each for each in self.leaving if each is not back]
+            back.wanted, back.reason, back.blamed_at = True, NEW, now
+            self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
+            return
+        node = Node(spec.url, role=spec.role, model=spec.model)
+        self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
+        for joined, _ in self._followers:
+            joined(node)
+
+    def _replaced(self, spec: NodeSpec, now: float) -> None:
+        """A source says that another process stands at this address."""
+        node = self.find(spec.url)
+        if node is None or node.generation == spec.generation:
+            return  # its health has told already
+        if not node.generation:
+            self._cut(node)
+        # Else its next health report tells: legs of the process that answers now must not be cut.
+        self.blame(node, "it was replaced", now)
+
+    def _process_ended(self, url: str, now: float) -> None:
+        for node in (*self.nodes, *self.leaving):
+            if node.url == url.rstrip("/"):
+                self.blame(node, "its process has ended", now)
+                self._cut(node)
+
+    def _end_if_idle(self, node: Node) -> None:
+        if node in self.leaving and not node.leases:
+            self.leaving = [each for each in self.leaving if each is not node]
+            self.prefixes.forget(node.url)
+            for _, left in self._followers:
+                left(node)
+
+    def up(
+        self, role: Role, exclude: Collection[Node] = (), model: str = "", kind: NodeKind | None = None
+    ) -> list[Node]:
+        """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served.
+
+        Of any kind if none is named. The list is not the caller's to change.
+        """
+        key = (role, model, kind)
+        up = self._ups.get(key)
+        if up is None:
+            base = self.base_of(model)
+            up = [
+                node for node in self.nodes if node.role == role and node.up and (not model or node.serves(base, model))
+            ]
+            if self._foreign and kind:
+                up = [node for node in up if node.kind is kind]
+            if up:
+                self._ups[key] = up
+        return [node for node in up if node not in exclude] if exclude else up
+
+    def node_kinds(self, model: str = "") -> list[NodeKind]:
+        """Those of which nodes of both roles are up for this model or adapter."""
+        there = [{node.kind for node in self.up(role, model=model)} for role in (Role.PREFILL, Role.DECODE)]
+        return [kind for kind in NodeKind if all(kind in of_role for of_role in there)]
+
+    def kind_for(self, ask: Ask) -> NodeKind:
+        """Of which kind the nodes are to be that a request goes to: that of the one which the policy would choose."""
+        kinds = self.node_kinds(ask.model) if self._foreign else ()
+        if len(kinds) < 2:
+            return kinds[0] if kinds else NodeKind.KVRELAY
+        nodes = [node for node in self.up(ask.role, model=ask.model) if node.kind in kinds]
+        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng).kind
+
+    def base_of(self, name: str) -> str:
+        """The model that a name stands for: itself, or that of an adapter; empty if no node has reported either.
+
+        An adapter's name that nodes of several models have means one of them only, so that both legs agree.
+        """
+        base = self._bases.get(name)
+        if base is None:
+            if not name or any(node.model == name for node in self.nodes):
+                base = name
+            else:
+                base = min((node.model for node in self._holders() if name in node.adapters), default="")
+            if base:  # else clients could name as many as they like
+                self._bases[name] = base
+        return base
+
+    def _changed(self) -> None:
+        """Which nodes take which legs may be otherwise now."""
+        self._ups.clear()
+        self._bases.clear()
+
+    def require_ready(self, model: str = "") -> None:
+        """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
+        for role in (Role.PREFILL, Role.DECODE):
+            if not self.up(role, model=model):
+                raise self.no_node(role, model)
+        if self._foreign and not self.node_kinds(model):
+            raise self.no_node(Role.DECODE, model)
+
+    def models(self) -> dict[str, int]:
+        """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take."""
+        known: dict[str, int] = {}
+        for node in self.nodes:
+            if node.model:
+                known[node.model] = min(node.max_model_len, known.get(node.model, node.max_model_len))
+        return known
+
+    def adapters(self) -> dict[str, str]:
+        """Names of adapters that a node has, and the model that each is for."""
+        return {name: self.base_of(name) for node in self._holders() for name in node.adapters}
+
+    def _holders(self) -> list[Node]:
+        """Whose word on adapters counts: that of nodes that are down only if none is up."""
+        return [node for node in self.nodes if node.up] or self.nodes
+
+    @contextmanager
+    def lease(
+        self,
+        ask: Ask,
+        exclude: Collection[Node] = (),
+        kind: NodeKind = NodeKind.KVRELAY,
+        among: Sequence[Node] | None = None,
+    ) -> Iterator[Lease]:
+        """A place on the node that the policy chooses, of all of a kind or `among` these, for the length of the block.
+
+        Raises NoNode."""
+        nodes = self.up(ask.role, exclude, ask.model, kind) if among is None else among
+        if not nodes:
+            raise self.no_node(ask.role, ask.model)
+        lease = self.hold(ask, nodes)
+        try:
+            yield lease
+        finally:
+            self.give_back(lease)
+
+    def hold(self, ask: Ask, nodes: Sequence[Node]) -> Lease:
+        """A place on one of these, until it is given back."""
+        node, ask = self.choose(ask, nodes)
+        self._turns += 1
+        node.turn = self._turns
+        lease = Lease(
+            node,
+            ask.uncached(node),
+            likely_kv_tokens(ask, node),
+            cached_tokens=ask.cached.get(node.url, 0),
+            company=node.requests,
+            expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests),
+        )
+        self.choices[ask.role, lease.cached_tokens > 0] += 1
+        node.take(lease)
+        if isinstance(ask.prefix, Prefix):
+            lease.sent = ask.prefix, self.prefixes.send(ask.prefix, node.url)
+        return lease
+
+    def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
+        """The one of these that the policy chooses, and what it was told."""
+        if isinstance(ask.prefix, Prefix) and not ask.informed:
+            ask = self._with_cached(ask, ask.prefix)
+        return POLICIES[self.policies[ask.role]](ask, nodes, self._rng), ask
+
+    def give_back(self, lease: Lease) -> None:
+        """The leg has ended; twice is as once."""
+        if lease.sent is not None:
+            sent, lease.sent = lease.sent, None
+            self.prefixes.end(*sent)
+        lease.node.give_back(lease)
+        if not lease.node.wanted:
+            self._end_if_idle(lease.node)
+
+    def _with_cached(self, ask: Ask, prefix: Prefix) -> Ask:
+        """With what the prefix index knows of its prompt; also how long that is, if it is all to be computed."""
+        cached = self.prefixes.lookup(prefix)
+        tokens = cached.prompt_tokens if ask.role is Role.PREFILL else ask.tokens
+        return msgspec.structs.replace(ask, cached=cached, informed=True, tokens=tokens)
+
+    def blame(self, node: Node, why: str, now: float) -> None:
+        """A leg broke on this node: no more legs until a health check started after `now` succeeds."""
+        node.blamed_at = now
+        self._take_down(node, why, now)
+
+    def report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
+        """A health check that was started at `started` succeeded."""
+        if node.generation and report.generation != node.generation:
+            self._cut(node)
+            self.prefixes.forget(node.url)
+            node.drain_asked = False
+        node.misses = 0
+        known = (node.kind, node.model, node.adapters, node.up)
+        node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
+        self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
+        node.held_blocks = report.held_blocks
+        node.note_load(report.load)
+        why = self._misfit(node, report)
+        if why is not None:
+            self._take_down(node, why, now)
+        elif started >= node.blamed_at:
+            fleet = self._fleet(node.role, report.model)
+            if node.rates.fleet is not fleet:
+                node.rates = NodeRates(fleet)
+            node.rates.age(now)
+            node.model, node.max_model_len = report.model, report.max_model_len
+            if report.kv != node.kv:
+                node.kv = report.kv
+                self.kinds.meet(report.model, report.kv)
+            if started >= node.adapters_at:
+                node.adapters = frozenset(report.adapters)
+            if not node.up:
+                node.up, node.since, node.reason = True, now, ""
+                _log.info("%s node %s is up", node.role, node.url)
+        if known != (node.kind, node.model, node.adapters, node.up):
+            self._changed()
+
+    def _fleet(self, role: Role, model: str) -> NodeRates:
+        """What the nodes of a role and model have in common."""
+        fleet = self._fleets.get((role, model))
+        if fleet is None:
+            fleet = self._fleets[role, model] = NodeRates()
+            if role is Role.DECODE:  # which seldom compute prompts
+                fleet.prefills_like(self._fleet(Role.PREFILL, model))
+        return fleet
+
+    def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
+        """The node has just said that it has loaded or unloaded an adapter."""
+        node.adapters = node.adapters | {name} if loaded else node.adapters - {name}
+        node.adapters_at = now
+        self._changed()
+
+    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
+        """The node at this address has told of itself, unasked."""
+        node = self.find(url)
+        if node is not None:
+            node.note_load(load)
+            if draining:
+                self.drains(node, now)
+
+    def note_p2p_address(self, url: str, address: str) -> None:
+        """Where the ZMQ socket of a vLLM node's P2pNcclConnector is."""
+        node = self.find(url)
+        if node is not None:
+            node.p2p_address = address
+
+    def drains(self, node: Node, now: float) -> None:
+        """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
+        node.blamed_at = now
+        self._take_down(node, "it is draining", now)
+
+    def drain(self, node: Node, now: float) -> None:
+        """An operator wants it to take no new legs; those that it has go on."""
+        node.drain_asked = True
+        self.drains(node, now)
+
+    def undrain(self, node: Node, now: float) -> None:
+        """It takes legs again when its next health check says that it does."""
+        node.drain_asked, node.blamed_at = False, now
+
+    def unready(self, node: Node, why: str, now: float) -> None:
+        """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
+        node.misses = 0
+        self._take_down(node, why, now)
+
+    def miss(self, node: Node, why: str, now: float) -> None:
+        """The node did not answer its health check at all."""
+        node.misses += 1
+        self._take_down(node, why, now)
+        if node.misses >= LOST_AFTER_MISSES:
+            self._cut(node)
+
+    def _misfit(self, node: Node, report: HealthReport) -> str | None:
+        if not node.wanted:
+            return "it was removed"
+        if report.draining or node.drain_asked:
+            return "it is draining"
+        if report.role != node.role:
+            return (
+                f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
+            )
+        pod = self.members.spec(Source.KUBERNETES, node.url)
+        if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
+            return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"
+        if pod is not None and pod.model and report.model != pod.model:
+            return f"its pod is labelled with the model {pod.model!r} and it serves {report.model!r}; correct the label"
+        return None
+
+    def _take_down(self, node: Node, why: str, now: float) -> None:
+        if node.up or not node.reason:
+            _log.warning("%s node %s is kept out: %s", node.role, node.url, why)
+        elif node.reason != why:
+            _log.debug("%s node %s is still kept out: %s", node.role, node.url, why)
+        if node.up:
+            node.up, node.since = False, now
+            self._changed()
+        node.reason = why
+
+    def _cut(self, node: Node) -> None:
+        for lease in list(node.leases):
+            cut, lease.cut = lease.cut, None  # once: a leg that is ending already cannot be cut again
+            if cut is not None:
+                cut()
+
+    def no_node(self, role: Role, model: str = "") -> NoNode:
+        """Why no leg of this role can be sent."""
+        if self.up(role, model=model):
+            found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
+            return NoNode(f"no {role} node that is up is of a prefill node's kind ({', '.join(found)})")
+        if model and self.up(role):
+            return NoNode(
+                f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"
+            )
+        listed = sum(node.role == role for node in self.nodes)
+        return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")

@@ -1,0 +1,104 @@
+"""What the router thinks of one node for one kind of leg: its breaker, what its last legs were like, and one leg's way
+through it. Pure: `now` is an argument.
+
+Legs of prefill and of decoding count apart, also where one node does both: a decode leg that computes its prompt itself
+counts as the first kind until its first token, and as the second from then on.
+"""
+
+from __future__ import annotations
+
+import random
+
+from router.nodes.breaker import Breaker
+from router.nodes.outliers import Sample, Samples
+
+__all__ = ["Passage", "Standing"]
+
+_GAP_FRAMES = 8
+"""A gap between tokens is a mean over so many, or nothing."""
+_GAP_EVERY = 128
+"""A long answer is told of as it goes."""
+
+
+class Standing:
+    """Of one node and kind of leg."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.breaker = Breaker(rng)
+        self.samples = Samples()
+
+
+class Passage:
+    """One leg on a node, as its standings see it. `close` in any case; only the first end counts."""
+
+    def __init__(self, standing: Standing, then: Standing, now: float, *, waits_for_us: bool = True) -> None:
+        """`standing` counts until the first token, `then` from there on. `waits_for_us`: how long the first frame takes
+        says something of the node; else it waits for another one."""
+        self.first_s: float | None = None
+        """How long the first frame took."""
+        self.heard_at = now
+        """When the last frame came."""
+        self._standing, self._then = standing, then
+        self._probe = standing.breaker.begin(now)
+        self._began = now
+        self._tells = waits_for_us
+        self._answered = self._closed = False
+        self._gap_since: float | None = None
+        self._gap_frames = 0
+
+    def heard(self, now: float, *, tokens: bool) -> bool:
+        """Frames came, with tokens or without; whether they are the leg's first tokens."""
+        self.heard_at = now
+        if self.first_s is None:
+            self.first_s = now - self._began
+            if self._tells:
+                self._standing.samples.legs.append(Sample(now, first_s=self.first_s))
+        if not tokens:
+            return False
+        if self._gap_since is None:
+            self._gap_since, self._gap_frames = now, 0
+        else:
+            self._gap_frames += 1
+            if self._gap_frames >= _GAP_EVERY:
+                self._tell_gap(now)
+        if self._answered:
+            return False
+        self._answered = True
+        self._standing.breaker.succeeded(now, probe=self._probe)
+        self._probe = False
+        return True
+
+    def held_up(self) -> None:
+        """The client has no room: the gaps of now are not the node's."""
+        self._gap_since = None
+
+    def failed(self, why: str, now: float) -> bool:
+        """The leg broke by the node's own fault; whether that has opened its breaker."""
+        if self._closed:
+            return False
+        self._closed = True
+        whose = self._then if self._answered else self._standing
+        whose.samples.legs.append(Sample(now, failed=True))
+        return whose.breaker.failed(now, why, probe=self._probe)
+
+    def ended(self, now: float) -> None:
+        """The leg has ended well."""
+        if not self._closed:
+            self._closed = True
+            if not self._answered:
+                self._standing.breaker.succeeded(now, probe=self._probe)
+            if self._gap_since is not None and self._gap_frames >= _GAP_FRAMES:
+                self._tell_gap(now)
+            else:
+                self._then.samples.legs.append(Sample(now))
+
+    def close(self) -> None:
+        """If nothing was said of how it ended, nothing is known of the node: a refusal, or a client that went away."""
+        if not self._closed:
+            self._closed = True
+            self._standing.breaker.dropped(probe=self._probe)
+
+    def _tell_gap(self, now: float) -> None:
+        assert self._gap_since is not None
+        self._then.samples.legs.append(Sample(now, gap_s=(self.heard_at - self._gap_since) / self._gap_frames))
+        self._gap_since, self._gap_frames = now, 0

@@ -1,0 +1,219 @@
+"""How much of a prompt each node has in its prefix cache, before anybody has tokenized it. Pure.
+
+Of a node that tells KV events it is what the events say: the text leads to the keys of blocks
+(router/prefix/text_tree.py), as nodes have called them when they were sent such texts, and these to the nodes that hold
+them (router/prefix/held_blocks.py). Legs that are under way count too: what they compute is there for whoever comes
+next. Of a node whose events are not to be had, or not in order, it is what this router has sent there.
+
+Texts are kept as 64-bit hashes of their chunks, by a secret of this process; they cannot be read back.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from router.prefix.held_blocks import HeldBlocks
+from router.prefix.text_tree import CHUNK_BYTES, Step, TextTree
+from wire.outputs import PromptBlocks
+
+__all__ = ["Cached", "Prefix", "PrefixIndex"]
+
+MAX_TEXT_BYTES = 512 << 10
+"""Of a prompt that are looked at: 128,000 tokens, in 2 ms. What is behind counts as new."""
+# What is forgotten of nodes that are gone is cleared when there are so many of them.
+_GONE_TOGETHER = 64
+_CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
+_TOKENS_PER_BYTE = 0.25  # English text, until prompts were seen
+_LEARNING_RATE = 0.05
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """By what the index knows a prompt. `chunks` begin with a number for all that decides its tokens beside the text.
+
+    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_tokens` each."""
+
+    chunks: array[int]
+    text_bytes: int
+    keys: array[int] | None = None
+    tokens: int = 0
+    block_tokens: int = 0
+
+    @classmethod
+    def of(cls, context: int, text: bytes) -> Prefix:
+        """`context`: a hash of the fields beside the text that decide its tokens."""
+        looked_at = text[:MAX_TEXT_BYTES]
+        return cls(array("q", [context, *map(hash, _CHUNKS(looked_at))]), len(text))
+
+    def known(self, blocks: PromptBlocks, tokens: int) -> Prefix:
+        """The same prompt, of which a node has said what its blocks are called."""
+        halves = array("Q")
+        halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
+        return msgspec.structs.replace(self, keys=halves[::2], tokens=tokens, block_tokens=blocks.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Cached(Mapping[str, int]):
+    """Tokens of one prompt that each node is believed to have, by URL. Nodes that nobody asks for cost nothing."""
+
+    prompt_tokens: int
+    """Of the whole prompt; an estimate until it is tokenized."""
+    _numbers: Mapping[str, int]
+    _steps: tuple[list[Step], ...]
+
+    def __getitem__(self, url: str) -> int:
+        tokens = self._tokens(self._numbers[url])
+        if not tokens:
+            raise KeyError(url)
+        return tokens
+
+    def get(self, url: str, default: int = 0) -> int:  # type: ignore[override]
+        """As of any mapping; the way that is fast."""
+        number = self._numbers.get(url)
+        return default if number is None else self._tokens(number) or default
+
+    def __iter__(self) -> Iterator[str]:
+        return (url for url, number in self._numbers.items() if self._tokens(number))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return any(self._steps)
+
+    def _tokens(self, number: int) -> int:
+        deepest = 0
+        for steps in self._steps:
+            for depth, marks in reversed(steps):
+                if marks >> number & 1:
+                    deepest = max(deepest, depth)
+                    break
+        return min(deepest, self.prompt_tokens)
+
+
+def _in_tokens(steps: list[Step], chunk_tokens: float, marks: int) -> list[Step]:
+    """For these nodes only. The first chunk has no bytes."""
+    return [(int((depth - 1) * chunk_tokens), marks & those) for depth, those in steps if depth > 1 and marks & those]
+
+
+class PrefixIndex:
+    """Of all nodes, by URL; those it has not heard of have nothing."""
+
+    def __init__(self, texts: TextTree | None = None, blocks: HeldBlocks | None = None) -> None:
+        self.texts = texts or TextTree()
+        self.blocks = blocks or HeldBlocks()
+        self._numbers: dict[str, int] = {}
+        self._next = 0
+        self._free: list[int] = []
+        self._gone = 0
+        self._clearing = 0
+        self._known = 0
+        self._trusted = 0
+        self._block_tokens = 0
+        self._tokens_per_byte = _TOKENS_PER_BYTE
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def lookup(self, prefix: Prefix) -> Cached:
+        """What each node has of a prompt."""
+        path = self.texts.path(prefix.chunks)
+        keys, block_tokens, tokens = prefix.keys, prefix.block_tokens, prefix.tokens
+        per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte
+        if keys is None:
+            keys, depth = self.texts.known_keys(path)
+            block_tokens = self._block_tokens
+            unknown_bytes = prefix.text_bytes - max(0, depth - 1) * CHUNK_BYTES
+            tokens = len(keys) * block_tokens + int(max(0, unknown_bytes) * per_byte)
+        held = self.blocks.steps(keys, self._trusted) if self._trusted else []
+        sent, going = self.texts.steps(path)
+        chunk_tokens = CHUNK_BYTES * per_byte
+        return Cached(
+            tokens,
+            self._numbers,
+            (
+                [(count * block_tokens, marks) for count, marks in held],
+                _in_tokens(sent, chunk_tokens, self._known & ~self._trusted),
+                _in_tokens(going, chunk_tokens, self._trusted),
+            ),
+        )
+
+    def send(self, prefix: Prefix, url: str) -> int:
+        """A leg with this prompt runs on a node from now on; for `end`."""
+        number = self._number(url)
+        self.texts.send(prefix.chunks, number)
+        return number
+
+    def end(self, prefix: Prefix, number: int) -> None:
+        """It has ended."""
+        self.texts.end(prefix.chunks, number)
+
+    def learn(self, prefix: Prefix) -> None:
+        """What a node has said of a prompt (Prefix.known)."""
+        if prefix.keys is None or not prefix.tokens or not prefix.text_bytes:
+            return
+        self._block_tokens = prefix.block_tokens
+        per_byte = prefix.tokens / prefix.text_bytes
+        self._tokens_per_byte += _LEARNING_RATE * (per_byte - self._tokens_per_byte)
+        if prefix.text_bytes <= MAX_TEXT_BYTES:
+            keys = prefix.keys
+        else:
+            keys = prefix.keys[: int(MAX_TEXT_BYTES * per_byte) // prefix.block_tokens]
+        self.texts.learn(prefix.chunks, keys, CHUNK_BYTES * per_byte / prefix.block_tokens)
+
+    # --- KV events -----------------------------------------------------------------------------------------------
+
+    def stored(self, url: str, keys: Iterable[int]) -> None:
+        """A node holds these blocks."""
+        self.blocks.stored(1 << self._number(url), keys)
+
+    def removed(self, url: str, keys: Iterable[int]) -> None:
+        """It holds these no more."""
+        self.blocks.removed(1 << self._number(url), keys)
+
+    def trust(self, url: str) -> None:
+        """All that was told of this node is true from now on."""
+        self._trusted |= 1 << self._number(url)
+
+    def doubt(self, url: str) -> None:
+        """What was told of it may be old: what was sent there counts, until it is trusted again."""
+        self._trusted &= ~(1 << self._number(url))
+
+    def trusts(self, url: str) -> bool:
+        """Whether this node's events are believed."""
+        return url in self._numbers and bool(self._trusted >> self._numbers[url] & 1)
+
+    def forget(self, url: str) -> None:
+        """A node has nothing (it was restarted), or is gone."""
+        number = self._numbers.pop(url, None)
+        if number is not None:
+            self._known &= ~(1 << number)
+            self._trusted &= self._known
+            self._gone |= 1 << number
+            self._recycle()
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _number(self, url: str) -> int:
+        number = self._numbers.get(url)
+        if number is None:
+            if not self._free:
+                self._free.append(self._next)
+                self._next += 1
+            number = self._numbers[url] = self._free.pop()
+            self._known |= 1 << number
+        return number
+
+    def _recycle(self) -> None:
+        """Numbers of nodes that are gone are given again once nothing is left of them; else integers grew for ever."""
+        if self.blocks.sweeping:
+            return
+        self._free += [number for number in range(self._next) if self._clearing >> number & 1]
+        self._clearing = 0
+        if self._gone.bit_count() >= _GONE_TOGETHER:
+            self._clearing, self._gone = self._gone, 0
+            self.blocks.forget(self._clearing)
+            self.texts.forget(self._clearing)

@@ -1,0 +1,247 @@
+"""Listens to the nodes' KV events and tells the prefix index: a ZMQ socket per node, on the router's event loop.
+
+PUB/SUB may lose anything at any time. A missing number is asked for again; that nothing is missing at the end is seen
+from the health report, which says what number comes next. While a node's events are not to be had, the index goes by
+what was sent there. Nothing here delays a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from router.prefix.event_stream import EventStream
+from router.prefix.index import PrefixIndex
+from router.prefix.metrics import PrefixMetrics
+from wire.errors import NodeFailed
+from wire.kv_events import (
+    END,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEventsReport,
+    is_snapshot,
+    keys_of,
+    number_of,
+    packed_number,
+    read_batch,
+)
+
+__all__ = ["KvEvents"]
+
+REPLAY_DEADLINE_S = 10.0
+RETRY_S = 2.0
+"""Between two replays that failed."""
+_MAX_MESSAGE_BYTES = 64 << 20
+# Batches that are taken before requests have their turn again.
+_AT_ONCE = 32
+_WAITING_BATCHES = 4_096
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class KvEvents:
+    """All nodes that are listened to, by URL. Call it on the event loop; `close` it."""
+
+    def __init__(self, index: PrefixIndex, metrics: PrefixMetrics) -> None:
+        self._index = index
+        self._metrics = metrics
+        self._sources: dict[str, _Source] = {}
+        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
+
+    def heard(self, url: str, generation: str, report: KvEventsReport | None) -> None:
+        """A node's health report came. From the first one on its events are listened to, as long as it tells any."""
+        if report is None:
+            self.leave(url)
+            return
+        host = urlsplit(url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        self.follow(url, generation, f"tcp://{host}:{report.port}", f"tcp://{host}:{report.replay_port}", rebuilds=True)
+        self._sources[url].should_have(report.next_number)
+
+    def follow(self, url: str, generation: str, events: str, replays: str, *, rebuilds: bool) -> None:
+        """Listen to a node at these ZMQ endpoints; no `replays` if it has none.
+
+        `rebuilds`: its replays never end with less than all that it holds (vLLM's do)."""
+        source = self._sources.get(url)
+        if source is not None and source.told_at != (generation, events, replays):
+            self.leave(url)
+            source = None
+        if source is None:
+            stream = EventStream(rebuilds=rebuilds)
+            self._sources[url] = _Source(url, (generation, events, replays), stream, self._index, self._metrics)
+
+    def leave(self, url: str) -> None:
+        """The node is gone, or another process now: what was known of it is forgotten."""
+        source = self._sources.pop(url, None)
+        if source is not None:
+            source.close()
+            self._index.forget(url)
+
+    async def close(self) -> None:
+        """Listen to nobody any more."""
+        ended = [source.close() for source in self._sources.values()]
+        self._sources.clear()
+        await asyncio.gather(*[task for task in ended if task is not None], return_exceptions=True)
+
+
+class _Source:
+    """One node's events: its socket, and the replay that is under way."""
+
+    def __init__(
+        self, url: str, told_at: tuple[str, str, str], stream: EventStream, index: PrefixIndex, metrics: PrefixMetrics
+    ) -> None:
+        self.told_at = told_at
+        self._url = url
+        self._generation, events, self._replays = told_at
+        self._stream = stream
+        self._index = index
+        self._metrics = metrics
+        self._expected = 0
+        self._retry_at = 0.0
+        self._failure = ""
+        self._replay: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        for option, value in _OPTIONS:
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(events)
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._read()
+        self._catch_up()
+
+    def close(self) -> asyncio.Task[None] | None:
+        """End it; the task that has yet to end, if there is one."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+        if self._replay is not None:
+            self._replay.cancel()
+        return self._replay
+
+    def should_have(self, next_number: int) -> None:
+        """The node has told all batches before this one; those of the report before must have come by now."""
+        self._read()
+        if self._stream.next_number < self._expected:
+            self._catch_up()
+        self._expected = next_number
+
+    def _read(self) -> None:
+        # zmq's descriptor tells once, however much has come: all of it must be read, or the rest be remembered.
+        for _ in range(_AT_ONCE):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(frames[1:])
+        else:
+            self._loop.call_soon(self._read)
+        if self._stream.gap:
+            self._catch_up()
+
+    def _take(self, frames: Sequence[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise NodeFailed(f"KV events come in 3 frames, got {len(frames) + 1}")
+            number, batch = number_of(frames[0]), read_batch(frames[1])
+        except NodeFailed as why:
+            _log.warning("node %s: %s", self._url, why.message)
+            return
+        if batch.generation and batch.generation != self._generation:
+            return  # another process listens there now; the next health report says so
+        self._apply(self._stream.heard(number, batch))
+
+    def _apply(self, batches: Sequence[EventBatch]) -> None:
+        for batch in batches:
+            blocks = 0
+            if is_snapshot(batch):
+                self._metrics.snapshots.inc()
+            for event in batch.events:
+                match event:
+                    case AllBlocksCleared():
+                        self._forget()
+                    case BlockStored() if _counts(event):
+                        self._index.stored(self._url, keys_of(event.block_hashes))
+                        blocks += len(event.block_hashes)
+                    case BlockRemoved() if _counts(event):
+                        self._index.removed(self._url, keys_of(event.block_hashes))
+                        blocks += len(event.block_hashes)
+            self._metrics.batches.inc()
+            self._metrics.event_blocks.inc(blocks)
+
+    def _forget(self) -> None:
+        trusted = self._index.trusts(self._url)
+        self._index.forget(self._url)
+        if trusted:
+            self._index.trust(self._url)
+
+    def _catch_up(self) -> None:
+        """Begin a replay, unless one is under way or has just failed."""
+        if self._replay is None and time.monotonic() >= self._retry_at:
+            if self._stream.complete:
+                self._metrics.gaps.inc()
+            self._replay = asyncio.create_task(self._replayed())
+
+    async def _replayed(self) -> None:
+        try:
+            async with asyncio.timeout(REPLAY_DEADLINE_S):
+                if self._replays:
+                    await self._ask()
+            batches, lost = self._stream.replayed()
+            if lost:
+                self._forget()
+            self._apply(batches)
+            why = "batches are missing after the replay" if self._stream.gap else ""
+        except TimeoutError:
+            why = f"no replay within {REPLAY_DEADLINE_S:g} s"
+        except (zmq.ZMQError, NodeFailed) as error:
+            why = f"the replay failed: {error}"
+        self._replay = None
+        self._metrics.replays.labels("failed" if why else "ok").inc()
+        again, self._failure = why == self._failure, why
+        if why:
+            level = logging.DEBUG if again else logging.WARNING
+            _log.log(level, "node %s: KV events: %s; choosing by what was sent there", self._url, why)
+            self._retry_at = time.monotonic() + RETRY_S
+            self._index.doubt(self._url)
+        else:
+            self._index.trust(self._url)
+
+    async def _ask(self) -> None:
+        """Take all batches from the first missing one on."""
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        try:
+            for option, value in _OPTIONS:
+                socket.setsockopt(option, value)
+            socket.connect(self._replays)
+            await socket.send_multipart((b"", packed_number(self._stream.next_number)))
+            while True:
+                _, *frames = await socket.recv_multipart()
+                if frames and frames[0] == END:
+                    return
+                self._take(frames)
+        finally:
+            socket.close()
+
+
+_OPTIONS = (
+    (zmq.LINGER, 0),
+    (zmq.IPV6, 1),
+    (zmq.RCVHWM, _WAITING_BATCHES),
+    (zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES),
+)
+
+
+def _counts(event: BlockStored | BlockRemoved) -> bool:
+    """Whether it is about KV on the device that all layers can read: that is what a prompt's beginning is found by."""
+    return event.group_idx in (None, 0) and event.medium in (None, "GPU")

@@ -1,0 +1,403 @@
+"""The walk of one request: prefill leg, hand-over, decode leg; what to do when one breaks; giving back what it took.
+
+The decode leg begins with the prefill leg's ticket, before the prompt is computed: its node makes room, and reads what
+is computed while the rest is. The first token comes through whichever leg has it first. A prompt that is better
+computed where its answer is, or can be nowhere else, has a decode leg alone.
+
+How a leg can end. A 4xx goes to the client and blames nobody; a 429 is a node without room: it rests, and another takes
+the leg, from the same ticket. A process that is lost (router/legs/legs.py) is down until it answers a health check. All
+else is told to the node's breaker (router/nodes/doors.py). What broke is tried on other nodes: what a lost process had
+always, all else as long as the retry budget allows, or the client has a part of the answer.
+
+Knows frames and nodes, not HTTP servers: bytes for the client go to a Reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from router.chores import ended
+from router.legs.leg_watch import LegWatch
+from router.legs.legs import LegFailed, Refused
+from router.nodes.measured import learn
+from router.nodes.node import Lease, Node, NodeKind
+from router.policies.policy import Ask
+from router.reply import Reply
+from router.timeline import Timeline
+from router.walk.asks import decode_ask, prefill_ask, prompt_tokens
+from router.walk.binding import ROOM_DEADLINE_S, Wish
+from router.walk.blame import broke, is_full, kv_did_not_come
+from router.walk.job import Job, decode_body, prefill_body, prefix_of
+from router.walk.means import Means
+from router.walk.progress import Diverged, Place, Progress
+from router.walk.tries import Tries
+from wire.config import Role
+from wire.errors import DeadlineExceeded, KvNotLoaded, NodeFailed, NoNode, Unavailable
+from wire.frames import Frame, FrameKind
+from wire.transfer import KvTransferParams
+
+__all__ = ["Walk"]
+
+_log = logging.getLogger("kvrelay.router")
+
+
+class Walk:
+    """One request on its way through two nodes. `run` once."""
+
+    def __init__(
+        self, job: Job, headers: Mapping[str, str], timeline: Timeline, means: Means, reply: Reply | None = None
+    ) -> None:
+        self.job = job
+        self.reply = reply or Reply()
+        self.progress = Progress(job)
+        self._prefix = prefix_of(job)
+        self.timeline = timeline
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when a node has a leg of it."""
+        self.prefill_node: Node | None = None
+        self.decode_node: Node | None = None
+        self._headers = headers
+        self._means = means
+        self._pool, self._doors, self._metrics = means.pool, means.doors, means.metrics
+        self.counts: tuple[int, int, int] = (0, 0, 0)
+        """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
+        self._prefill_cut = False
+        self._first: list[Node] = []  # the prefill node that was chosen already
+        self._told: Ask | None = None  # and what is known of the prompt
+        self._handed = False
+        self._kv_left = False  # the decode node computes what the prefill node holds
+        self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
+        self._prefilling: asyncio.Task[bool] | None = None
+        self._decoding: asyncio.Task[None] | None = None
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Known once the prompt was handed over."""
+        handover = self.progress.handover
+        return len(handover.prompt_token_ids) if handover and handover.prompt_token_ids else None
+
+    @property
+    def output_tokens(self) -> int:
+        """So far, of all choices."""
+        return self.progress.output_tokens
+
+    @property
+    def nodes(self) -> tuple[str, str]:
+        """Where its last legs ran."""
+        prefill, decode = (node.url if node else "-" for node in (self.prefill_node, self.decode_node))
+        return prefill, decode
+
+    async def run(self) -> None:
+        """Answer the request into `reply`. Raises KvrelayError when it cannot; the KV is given back in any case."""
+        means = self._means
+        try:
+            async with asyncio.timeout(means.deadline_s - (time.monotonic() - self.timeline.arrived)):
+                means.retries.asked(time.monotonic())
+                await self._walk()
+        except TimeoutError as why:
+            raise DeadlineExceeded(
+                f"the request did not finish within {means.deadline_s:g} s; "
+                "ask for fewer tokens, or raise request_deadline_s"
+            ) from why
+        finally:
+            try:
+                await ended([task for task in (self._prefilling, self._decoding) if task is not None])
+            finally:
+                self._give_back()
+
+    async def _walk(self) -> None:
+        """Both legs, the second beside the first as soon as there is a ticket."""
+        if self._goes_local():
+            await self._decode()
+            return
+        self._prefilling = asyncio.create_task(self._prefill())
+        try:
+            goes_on = await self._prefilling
+        except asyncio.CancelledError:
+            # By the decode leg, when it has told all that there is; or the walk itself is cancelled.
+            me = asyncio.current_task()
+            if self._decoding is None or not self._decoding.done() or (me is not None and me.cancelling()):
+                raise
+            goes_on = True
+        early = self._decoding
+        if not goes_on:
+            return
+        if early is None or (early.done() and isinstance(early.exception(), NodeFailed | Unavailable)):
+            await self._decode()  # with the hand-over: that may find nodes which the ticket has not found
+        else:
+            await early
+
+    def _goes_local(self) -> bool:
+        """Whether the whole request goes to one decode node. Raises NoNode if it can go nowhere at all."""
+        pool, doors, model = self._pool, self._doors, self.job.model
+        ask, now = prefill_ask(self.job, self._prefix), time.monotonic()
+        decode = pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)
+        if not decode:
+            raise pool.no_node(Role.DECODE, model)
+        try:
+            prefill = doors.takers(ask, (), now)
+        except NoNode as why:
+            self._go_local("no_prefill_node", why)
+            return True
+        paired, unlike = doors.with_partner(prefill, decode)
+        if not paired:
+            self._go_local("incompatible", KvNotLoaded.because("Incompatible", unlike))
+            return True
+        return self._is_better_local(ask, paired)
+
+    def _is_better_local(self, ask: Ask, prefill: Sequence[Node]) -> bool:
+        """Whether the measured costs say that a decode node computes the prompt. If not, it has its prefill node."""
+        if not self._means.conditional:
+            return False
+        source, self._told = self._pool.choose(ask, prefill)
+        self._first = [source]
+        decision = self._means.binding.decide(self._told, source)
+        if decision is None or not decision.local:
+            return False
+        self._metrics.local_prefills.labels(decision.reason.value).inc()
+        self.timeline.local = True
+        return True
+
+    def _go_local(self, reason: str, otherwise: NoNode | KvNotLoaded | NodeFailed) -> None:
+        """The prompt is computed on a decode node; raises `otherwise` if none may."""
+        try:
+            self._means.binding.computing(
+                decode_ask(self.job, self._prefix, self.progress, self.progress.decode_params(), None)
+            )
+        except NoNode:
+            raise otherwise from None
+        self._metrics.local_prefills.labels(reason).inc()
+        self.timeline.local = True
+
+    async def _decode_early(self) -> None:
+        """The decode leg that begins with the ticket. What it has told or was refused needs no more prefill."""
+        assert self._prefilling is not None
+        try:
+            await self._decode()
+        except Refused:
+            self._prefilling.cancel()
+            raise
+        self._prefilling.cancel()
+
+    async def _prefill(self) -> bool:
+        """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
+        no prefill node is left."""
+        body = prefill_body(self.job)
+        ask, tries = self._told or prefill_ask(self.job, self._prefix), Tries(self._means)
+        failure: LegFailed | Refused
+        while True:
+            nodes, self._first = self._first, []
+            if not nodes:
+                nodes = self._doors.takers(ask, tries.nodes(), time.monotonic())
+                nodes, _ = self._doors.with_partner(
+                    nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
+                )
+            with self._pool.lease(ask, among=nodes) as lease:
+                self.prefill_node, self.timeline.prefilled = lease.node, None
+                self.on_placed(Role.PREFILL)
+                self.timeline.sent = self.timeline.sent or time.monotonic()
+                try:
+                    ended = await self._leg(lease, body, Place(), None)
+                    if ended is FrameKind.HANDOVER:
+                        self.timeline.handed_over = time.monotonic()
+                    return ended is FrameKind.HANDOVER
+                except asyncio.CancelledError:
+                    self._prefill_cut = True
+                    raise
+                except LegFailed as why:
+                    failure = why
+                except Refused as why:
+                    if not is_full(self._means, lease, why):
+                        raise
+                    failure = why
+            tries.failed(lease.node, failure, told=False)
+            if self._decoding is not None or not self.progress.start_over():
+                # Its decode node computes the prompt itself, if it must.
+                self._metrics.failovers.labels("prefill").inc()
+                return True
+            if self._goes_local_instead(ask, tries, failure):
+                return True
+
+    async def _decode(self) -> None:
+        """Decode legs, each from where the answer stands, until one ends it."""
+        tries = Tries(self._means)
+        if self._bound_by is None:
+            self._bound_by = time.monotonic() + ROOM_DEADLINE_S
+        while True:
+            params = self.progress.decode_params()
+            wish, known = self._wish(params, tries.nodes), self.progress.output_tokens
+            lease, fetches = await self._means.binding.place(wish)
+            try:
+                self.decode_node = lease.node
+                if self.timeline.sent is None:
+                    self.timeline.sent = time.monotonic()
+                    self.on_placed(Role.PREFILL)  # what would have been computed there
+                self.on_placed(Role.DECODE)
+                params = self._bound(params, fetches)
+                await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
+                return
+            except Diverged as why:
+                # Nobody's fault; the next leg begins behind what the client has.
+                _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
+                continue
+            except LegFailed as why:
+                tries.failed(lease.node, why, told=self.progress.output_tokens > known)
+                failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
+            except Refused as why:
+                if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
+                    raise
+                continue  # it rests, so it is not asked again at once
+            finally:
+                self._means.binding.give_back(lease)
+            if not (tries.another(wish.ask, wish.patient) and tries.may_go_on(failure, begun=self.progress.forwarded)):
+                raise tries.failure(Role.DECODE, failure) from failure
+            self._metrics.failovers.labels("decode").inc()
+
+    def _wish(self, params: KvTransferParams, tried: Callable[[], list[Node]]) -> Wish:
+        assert self._bound_by is not None
+        fetches = params.remote_engine_id is not None
+        peer = self.prefill_node if fetches else None
+        return Wish(
+            decode_ask(self.job, self._prefix, self.progress, params, peer),
+            tried,
+            peer,
+            params.remote_request_id if fetches else None,
+            is_new=not (fetches or self.progress.output_tokens or self.progress.ticket or self.progress.handover),
+            begun=lambda: self.progress.forwarded,
+            outlasts=lambda: self.progress.output_tokens > 0,
+            until=self._bound_by,
+        )
+
+    def _bound(self, params: KvTransferParams, fetches: bool) -> KvTransferParams:
+        """What the decode leg is told, which its node may have to compute though there is KV."""
+        if params.remote_engine_id is None:
+            return params
+        if fetches:
+            if not self._handed:
+                self._handed = True
+                self._metrics.disaggregated.add(1)
+            return params
+        if not self._kv_left:
+            self._kv_left = True
+            self._metrics.local_prefills.labels("incompatible").inc()
+        return self.progress.without_kv()
+
+    async def _leg(self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None) -> FrameKind:
+        """One leg on one node, its frames passed on; of a decode leg `params`. Raises LegFailed, Refused, Diverged."""
+        decoding, node = place.decoding, lease.node
+        peer = self.prefill_node if params is not None and params.remote_engine_id is not None else None
+        role = Role.DECODE if decoding else Role.PREFILL
+        computes = decoding and peer is None
+        passage = self._doors.enter(node, role, time.monotonic(), computes=computes, waits_for_us=not decoding)
+        kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
+        kv_failed, begin = False, place.at.get(0, 0)
+
+        timeline, reply, at, reserves = self.timeline, self.reply, place.at, node.load.block_tokens > 0
+
+        def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
+            # For every token of every answer: each call in here is 1 % of what the router costs.
+            nonlocal kv_failed
+            now, told = time.monotonic(), False
+            for frame in frames:
+                ids, payload = frame.token_ids, frame.payload
+                if frame.kind is not FrameKind.TOKENS:
+                    payload = self._take_end(frame, place, begin, lease, peer, now)
+                if frame.kv_error and peer is not None:
+                    kv_failed = True
+                    kv_did_not_come(self._means, peer, node, frame.kv_error)
+                if self.progress.take(frame, place):
+                    if ids:
+                        timeline.tokens(now)
+                    reply.put(payload)
+                if ids:
+                    told = True
+                    if not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
+                        timeline.told(at[0], now, decoding)
+                if frame.kind is FrameKind.TICKET and not decoding:
+                    self._take_ticket(frame, lease)
+            if passage.heard(now, tokens=told):
+                self._doors.began(passage)
+                node.answered(lease, kv_tokens)
+                if peer is not None and not kv_failed:
+                    self._doors.kv_came(peer, node)
+            if told and decoding and reserves:
+                node.grown(lease, kv_tokens + sum(at.values()))
+            room = reply.room()
+            if room is not None:
+                passage.held_up()
+            return room
+
+        patience_s = self._doors.patience_s(lease.tokens)
+        with LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
+            try:
+                ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
+                if decoding and ended is FrameKind.HANDOVER:
+                    raise LegFailed("the node handed a decode leg over")
+                passage.ended(time.monotonic())
+                return ended
+            except LegFailed as why:
+                failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s") if watch.silent else why
+                broke(self._means, self.job.id, lease, role, passage, failure)
+                raise failure from why.__cause__
+            except Refused as why:
+                if why.kv_error and peer is not None:
+                    kv_did_not_come(self._means, peer, node, why.kv_error)
+                raise
+            finally:
+                passage.close()
+                self._doors.look(time.monotonic())
+
+    def _take_end(self, frame: Frame, place: Place, begin: int, lease: Lease, peer: Node | None, now: float) -> bytes:
+        """What a frame tells that ends a leg, beside its tokens; its bytes for the client."""
+        if frame.timing is not None:
+            self.timeline.inside(frame.timing, place.decoding)
+            generated = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
+            learn(lease, frame, 0 if len(place.at) > 1 else generated, peer)
+        self.counts = frame.usage or self.counts
+        stamped = frame.kind is FrameKind.END and self.job.wants_stages
+        return self.timeline.stamped(frame.payload, now) if stamped else frame.payload
+
+    def _take_ticket(self, frame: Frame, lease: Lease) -> None:
+        """A prefill node has tokenized the prompt, and looked it up in its prefix cache: the decode leg may begin."""
+        if frame.params is not None:
+            self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
+            if frame.blocks is not None:
+                self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
+                self._pool.prefixes.learn(self._prefix)
+        if self._decoding is None:
+            self._decoding = asyncio.create_task(self._decode_early())
+
+    def _may_give_up(self, decoding: bool) -> bool:
+        """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""
+        if self.reply.full or (decoding and self._prefilling is not None and not self._prefilling.done()):
+            return False
+        return self._means.retries.take(time.monotonic())
+
+    def _goes_local_instead(self, ask: Ask, tries: Tries, why: LegFailed | Refused) -> bool:
+        """After a prefill leg that broke: whether a decode node computes the prompt, and not another prefill node.
+
+        Raises what the client is told when there is nowhere left to go, or too much is tried again already."""
+        another, failure = tries.another(ask), tries.failure(ask.role, why)
+        if isinstance(why, LegFailed) and not tries.may_go_on(why, begun=self.progress.forwarded):
+            raise failure from why
+        if not another:
+            if isinstance(failure, Refused):
+                raise failure
+            self._go_local("no_prefill_node", failure)
+        if isinstance(why, LegFailed):
+            self._metrics.failovers.labels("prefill").inc()
+        return not another
+
+    def _give_back(self) -> None:
+        """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""
+        node, handover = self.prefill_node, self.progress.handover or self.progress.ticket
+        if node is None or (self.progress.settled and not self._kv_left):
+            return
+        if handover is not None and handover.remote_request_id is not None:
+            self._means.release(node, [handover.remote_request_id])
+        elif self._prefill_cut:
+            # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
+            self._means.release(node, [self.job.node_id, self.job.response_id])

@@ -1,0 +1,87 @@
+"""A request with several prompts: a walk for each, with nodes of its own, and one answer of them all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from openai_api.join import joined_body, joined_end
+from router.chores import ended
+from router.reply import Reply
+from router.timeline import Timeline
+from router.walk.handoff import Walk
+from router.walk.job import Job
+from wire.config import Role
+
+__all__ = ["JoinedWalk"]
+
+
+class JoinedWalk:
+    """`run` once. The first walk that fails ends the others, and each gives back what it took."""
+
+    def __init__(
+        self, job: Job, parts: Sequence[Job], arrived: float, walk: Callable[[Job, Timeline, Reply], Walk]
+    ) -> None:
+        """`walk` makes the walk of one part."""
+        self.job = job
+        self.reply = Reply()
+        # Events are joined as they come, bodies when they are there.
+        self._walks = [walk(part, Timeline(arrived), self.reply if job.stream else Reply()) for part in parts]
+        self._unplaced = {role: set(self._walks) for role in (Role.PREFILL, Role.DECODE)}
+        for each in self._walks:
+            each.on_placed = partial(self._placed, each)
+        self.on_placed: Callable[[Role], None] = lambda _: None
+        """Told when nodes have a leg of each part."""
+
+    def _placed(self, walk: Walk, role: Role) -> None:
+        left = self._unplaced[role]
+        if walk in left:
+            left.discard(walk)
+            if not left:
+                self.on_placed(role)
+
+    @property
+    def timeline(self) -> Timeline:
+        """That of the walk which ended last, or is not over."""
+        return max((walk.timeline for walk in self._walks), key=lambda each: each.last_token or each.arrived)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Of all prompts; None until all are known."""
+        counts = [walk.prompt_tokens for walk in self._walks]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def output_tokens(self) -> int:
+        """So far, of all prompts."""
+        return sum(walk.output_tokens for walk in self._walks)
+
+    @property
+    def nodes(self) -> tuple[str, str]:
+        """Of all walks."""
+        prefill, decode = ({walk.nodes[leg] for walk in self._walks} for leg in (0, 1))
+        return ",".join(sorted(prefill)), ",".join(sorted(decode))
+
+    async def run(self) -> None:
+        """Answer the request into `reply`. Raises KvrelayError when one of its prompts cannot be answered."""
+        tasks = [asyncio.create_task(walk.run()) for walk in self._walks]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await ended(tasks)
+        self.reply.put(self._end())
+
+    def _end(self) -> bytes:
+        if self.job.stream:
+            end = joined_end(
+                [walk.counts for walk in self._walks],
+                include_usage=self.job.include_usage,
+                response_id=self.job.response_id,
+                created=self.job.created,
+                model=self.job.model,
+            )
+        else:
+            end = joined_body([walk.reply.kept() for walk in self._walks])
+        return self.timeline.stamped(end, time.monotonic()) if self.job.wants_stages else end

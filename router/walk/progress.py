@@ -1,0 +1,199 @@
+"""How far an answer is, seen from its frames, and what the next leg must be told. Pure.
+
+The rule that it keeps, for each choice: no token is lost or doubled. What the client has seen is never computed again
+with another outcome; what it has not seen may be. Two legs may tell of the same token: the decode leg that has begun
+with the ticket tells of all, the prefill leg of the first. Whoever comes first is passed on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from router.walk.job import Job
+from wire.frames import Frame, FrameKind
+from wire.outputs import Finish, TokenLogprobs
+from wire.transfer import ChoiceSoFar, KvTransferParams
+
+__all__ = ["Diverged", "Place", "Progress"]
+
+
+class Diverged(Exception):
+    """A decode leg tells of other tokens than the client has seen."""
+
+
+@dataclass(slots=True)
+class Place:
+    """How far one leg is: tokens of each choice up to its next frame."""
+
+    at: dict[int, int] = field(default_factory=dict)
+    decoding: bool = False
+
+    @classmethod
+    def behind(cls, params: KvTransferParams) -> Place:
+        """Of a decode leg that is told these."""
+        known = params.so_far(1 + len(params.other_choices))
+        return cls({choice: len(each.generated) for choice, each in enumerate(known)}, decoding=True)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What is known of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sent_text: int | None = None
+    finish: Finish | None = None
+
+    def so_far(self) -> ChoiceSoFar:
+        return ChoiceSoFar(
+            generated=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            sent_text=self.sent_text,
+            finish=self.finish,
+        )
+
+
+class Progress:
+    """The state of one answer across all of its legs."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.ticket: KvTransferParams | None = None
+        self.handover: KvTransferParams | None = None
+        self.forwarded = False
+        """The client was given bytes."""
+        self.settled = False
+        """A decode leg has shown that it needs the prefill node's KV no more."""
+        self.ended = False
+        self._choices: dict[int, _Choice] = {0: _Choice()}
+        self._diverged = False
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(choice.token_ids) for choice in self._choices.values())
+
+    def take(self, frame: Frame, place: Place) -> bool:
+        """Count a frame of the leg at `place`; whether its payload is news to the client.
+
+        Raises Diverged if a decode leg tells of other tokens than those that are known.
+        """
+        ids, kind = frame.token_ids, frame.kind
+        begin = place.at.get(frame.choice, 0)
+        place.at[frame.choice] = begin + len(ids)
+        if kind is FrameKind.TICKET:
+            self.ticket = frame.params
+            return False
+        if kind is FrameKind.HANDOVER and frame.params is not None:
+            self._take_handover(frame.params)
+            self.forwarded |= bool(frame.payload)
+            return True
+        over = kind is FrameKind.END
+        if not (over or kind is FrameKind.TOKENS) or self.ended:
+            return False
+        if place.decoding and (over or ids):
+            self.settled = True
+        choice = self._choices.get(frame.choice)
+        if choice is None:
+            choice = self._choices[frame.choice] = _Choice()
+        says = bool(ids) or frame.finish is not None
+        if begin < len(choice.token_ids) or (says and choice.finish is not None):
+            # In 16 bits a prompt that is computed twice may have two first tokens. The client's counts.
+            if place.decoding and (over or not _is_known(frame, begin, choice)):
+                self._diverged = True
+                raise Diverged(
+                    f"token {begin} of choice {frame.choice} of the answer is another one than the client has"
+                )
+            return False
+        choice.token_ids += ids
+        if frame.logprobs:
+            choice.logprobs += frame.logprobs
+        if frame.finish is not None and choice.finish is None:
+            choice.finish = frame.finish
+        if says or frame.payload:
+            choice.sent_text = frame.sent_text
+        self.ended = over
+        if frame.payload:
+            self.forwarded = True
+        return True
+
+    def _take_handover(self, params: KvTransferParams) -> None:
+        if params.prompt_token_ids is None and self.ticket is not None:
+            # Its ticket has told them.
+            params = msgspec.structs.replace(params, prompt_token_ids=self.ticket.prompt_token_ids)
+        first, told = self._choices[0], params.so_far(1)[0]
+        known = first.token_ids[: len(told.generated)]
+        if known and known != told.generated[: len(known)]:
+            self._diverged = True  # a decode leg has told of another first token, and the client may have it
+            return
+        self.handover = params
+        # A decode leg that has begun with the ticket may be further already.
+        if len(first.token_ids) <= len(told.generated):
+            self._choices[0] = _Choice(list(told.generated), list(told.logprobs), told.sent_text, told.finish)
+
+    def start_over(self) -> bool:
+        """Forget a broken prefill leg; False if the client has already seen a part of it."""
+        if self.forwarded:
+            return False
+        self._choices, self.handover, self.ticket = {0: _Choice()}, None, None
+        return True
+
+    def decode_params(self) -> KvTransferParams:
+        """What the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far."""
+        first = self._choices[0]
+        if not any(choice.token_ids for at, choice in self._choices.items() if at):
+            if self.handover is not None and len(first.token_ids) == len(self.handover.generated):
+                return self.handover
+            if self.handover is None and self.ticket is not None and not self._diverged and len(first.token_ids) <= 1:
+                return self.ticket  # it will tell of the first token again
+        return self.without_kv()
+
+    def tokens_to_compute(self, params: KvTransferParams) -> int:
+        """Tokens that a decode node must compute for `params` before it can go on: none where KV is handed over."""
+        if params.remote_engine_id is not None:
+            return 0
+        prompt = self._job.prompt_tokens if params.prompt_token_ids is None else len(params.prompt_token_ids)
+        return prompt + len(params.generated) + sum(len(choice.generated) for choice in params.other_choices)
+
+    def without_kv(self) -> KvTransferParams:
+        """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""
+        base = (
+            self.handover
+            or self.ticket
+            or KvTransferParams(
+                do_remote_prefill=True,
+                client_max_tokens=self._job.max_tokens,
+                created=self._job.created,
+                seed=self._job.seed,
+                part=self._job.part,
+                first_index=self._job.first_index,
+            )
+        )
+        first, nothing = self._choices[0].so_far(), _Choice()
+        others = range(1, max(self._choices) + 1)
+        return msgspec.structs.replace(
+            base,
+            remote_engine_id=None,
+            remote_block_ids=None,
+            remote_request_id=None,
+            remote_host=None,
+            remote_port=None,
+            generation=None,
+            num_tokens=0,
+            growing=False,
+            generated=first.generated,
+            generated_logprobs=first.logprobs,
+            sent_text=first.sent_text,
+            finish=first.finish,
+            other_choices=[self._choices.get(choice, nothing).so_far() for choice in others],
+        )
+
+
+def _is_known(frame: Frame, begin: int, choice: _Choice) -> bool:
+    """Whether a frame that begins at token `begin` tells what is known already."""
+    end = begin + len(frame.token_ids)
+    if frame.finish is not None and (frame.finish is not choice.finish or end != len(choice.token_ids)):
+        return False
+    return choice.token_ids[begin:end] == frame.token_ids

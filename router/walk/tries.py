@@ -1,0 +1,75 @@
+"""On which nodes one leg was tried, and whether it may be tried on another. Owns no connection."""
+
+from __future__ import annotations
+
+import time
+
+from router.legs.legs import LegFailed, Refused
+from router.nodes.node import Node, NodeKind
+from router.policies.policy import Ask
+from router.walk.means import Means
+from wire.config import Role
+from wire.errors import NodeFailed, NoNode, Overloaded
+
+__all__ = ["Tries"]
+
+
+class Tries:
+    """Of the legs of one kind of one walk."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._generations: dict[Node, str] = {}  # of the nodes that broke or had no room: which process that was
+        self._in_vain = 0
+
+    def nodes(self) -> list[Node]:
+        """Those that are not asked again. Where another process stands by now, nothing was tried yet."""
+        return [node for node, generation in self._generations.items() if node.generation == generation]
+
+    def failed(self, node: Node, why: LegFailed | Refused, *, told: bool) -> None:
+        """A leg broke there, or found no room. `told`: of something new before; then the next one is a first try.
+
+        A node that was lost or drains is down until it answers a health check, and may be asked again then."""
+        if told:
+            self._generations.clear()
+            self._in_vain = 0
+        if isinstance(why, LegFailed):
+            self._in_vain += not why.draining
+        if isinstance(why, Refused) or not (why.lost or why.draining):
+            self._generations[node] = node.generation
+
+    def another(self, ask: Ask, patient: bool = False) -> bool:
+        """Whether there is another node, now or soon; also if there is none, to who waits for one."""
+        try:
+            nodes = self._means.doors.takers(ask, self.nodes(), time.monotonic())
+        except Overloaded:
+            return ask.role is Role.DECODE  # it will wait for them
+        except NoNode:
+            return patient
+        if ask.role is Role.DECODE:
+            return True
+        return bool(
+            self._means.doors.with_partner(
+                nodes, self._means.pool.up(Role.DECODE, model=ask.model, kind=NodeKind.KVRELAY)
+            )[0]
+        )
+
+    def may_go_on(self, why: LegFailed, *, begun: bool) -> bool:
+        """Whether a leg may be tried again, for which the retry budget is asked where it must be.
+
+        `begun`: the client has a part of the answer. What a lost process had to do must be done elsewhere, too."""
+        if self._in_vain >= self._means.attempts:
+            return False
+        if why.lost or why.draining or begun or self._means.retries.take(time.monotonic()):
+            return True
+        self._means.metrics.retries_refused.inc()
+        return False
+
+    def failure(self, role: Role, why: LegFailed | Refused) -> NodeFailed | Refused:
+        """What the client is told when there is nowhere left to go."""
+        if isinstance(why, Refused):
+            return why
+        tried = self._in_vain
+        failure = NodeFailed(f"no {role} node could serve the request ({tried} tried); the last one: {why.message}")
+        failure.status, failure.retry_after_s = why.status, why.retry_after_s
+        return failure

@@ -1,0 +1,308 @@
+"""What the worker processes of one port have in common, in their parent: who is in the cluster, the limits of keys,
+stored responses, the sum of all metrics. Serves no client, asks no node and starts no process (kvrelay/workers.py).
+
+All state is in memory and changed by one event loop, so each question is answered by what was said before it. What a
+worker says is in order; a response is therefore looked for again behind everything that its worker has said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from openai_api.response_store import ResponseStore
+from router.admission.rate_limits import KeyLimits, Taken
+from router.membership.heartbeats import hearing
+from router.membership.kubernetes_watch import discovering
+from router.membership.members import Members, NodeSpec, Source
+from router.vllm.pings import hearing_pings
+from router.workers.link import Link
+from router.workers.messages import (
+    Added,
+    Address,
+    Begin,
+    Begun,
+    Done,
+    Drained,
+    Exposition,
+    Family,
+    Forget,
+    Forgotten,
+    FromParent,
+    FromWorker,
+    GiveBack,
+    Heard,
+    Keep,
+    Legs,
+    LegsOf,
+    Listening,
+    Met,
+    Names,
+    Recall,
+    Recalled,
+    Removed,
+    Sampled,
+    Samples,
+    Scrape,
+    Sync,
+    Take,
+    Told,
+    Took,
+)
+from router.workers.metric_sums import collected, lasting, summed, text_of
+from wire.config import Role, RouterConfig
+from wire.errors import NotFound, Unavailable
+from wire.outputs import Load
+
+__all__ = ["Parent", "share_of"]
+
+_ASK_S = 2.0
+"""Of one worker; it must be less than a worker waits for its parent."""
+_SAMPLE_S = 10.0
+"""A worker that is killed takes the counts of at most so long with it."""
+
+_log = logging.getLogger("kvrelay.router")
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """One worker process."""
+
+    index: int
+    link: Link | None = None
+    listening: bool = False
+    held: dict[int, Taken] = field(default_factory=dict)
+    """What its requests hold of the limits, by the number of the message that asked for it."""
+    families: list[Family] = field(default_factory=list)
+    """Its metrics when they were last asked for."""
+
+
+def share_of(config: RouterConfig, port: int) -> RouterConfig:
+    """The configuration of one worker: what may wait and be open is divided, and only the parent hears nodes."""
+
+    def divided(count: int) -> int:
+        return math.ceil(count / config.workers)
+
+    return replace(
+        config,
+        port=port,
+        max_queue=divided(config.max_queue),
+        max_connections=divided(config.max_connections),
+        keys=tuple(replace(key, max_queue=divided(key.max_queue)) for key in config.keys),
+        heartbeat_port=0,
+        p2p_nccl_port=0,
+        kubernetes_selector="",
+        kubernetes_namespace="",
+    )
+
+
+class Parent:
+    """See the module. A Listener: what sources tell it, all workers hear, also those that begin later."""
+
+    def __init__(self, config: RouterConfig, port: int) -> None:
+        self._config, self._share = config, share_of(config, port)
+        self._members = Members()
+        self._drained: dict[str, Drained] = {}
+        self._addresses: dict[str, str] = {}
+        self._limits, self._responses = KeyLimits(), ResponseStore()
+        self._peers: dict[int, _Peer] = {}
+        self._ended: list[Family] = []
+        self.changed = asyncio.Event()
+        """Set whenever a worker listens or has ended."""
+        self._registry = registry = CollectorRegistry()
+        Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(self.listening)
+        self.restarts = Counter("kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry)
+        for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+            for url in urls:
+                self._members.add(Source.STATIC, NodeSpec(url, role))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Hear nodes and look after the workers for the length of the block. Raises RequestError."""
+        config = self._config
+        async with (
+            hearing(self, config.host, config.heartbeat_port, config.node_api_key),
+            hearing_pings(self, config.host, config.p2p_nccl_port),
+            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self._registry),
+        ):
+            sampling = asyncio.create_task(self._sample_for_ever())
+            try:
+                yield
+            finally:
+                sampling.cancel()
+                await asyncio.gather(sampling, return_exceptions=True)
+
+    def listening(self) -> int:
+        """How many workers take connections."""
+        return sum(peer.listening for peer in self._peers.values())
+
+    def serves(self, index: int) -> bool:
+        """Whether this worker takes connections."""
+        return index in self._peers and self._peers[index].listening
+
+    async def join(self, index: int, end: socket.socket) -> None:
+        """A worker has been started; this is our end of its pair."""
+        peer = _Peer(index)
+        peer.link = await Link.over(
+            end, FromWorker, lambda message, number: self._hear(peer, message, number), lambda: self._left(peer)
+        )
+        self._peers[index] = peer
+        names = [Names(source, self._members.told(source)) for source in Source]
+        peer.link.tell(
+            Begin(self._share, index, self._config.workers, names, list(self._drained.values()), self._addresses)
+        )
+
+    # What sources say.
+
+    def tell(self, source: Source, specs: Iterable[NodeSpec], now: float, gone: Collection[str] = ()) -> None:
+        """See Listener."""
+        names = Names(source, list(specs))
+        self._forget(self._members.tell(source, names.specs).left)
+        self._say(Told(names, list(gone)))
+
+    def heard(self, url: str, load: Load, now: float, *, draining: bool) -> None:
+        """See Listener."""
+        self._say(Heard(url, load, draining))
+
+    def note_p2p_address(self, url: str, address: str) -> None:
+        """See Listener."""
+        self._addresses[url] = address
+        self._say(Address(url, address))
+
+    # What workers say.
+
+    def _hear(self, peer: _Peer, message: Any, number: int) -> Any:
+        match message:
+            case Take():
+                return self._take(peer, message, number)
+            case GiveBack():
+                taken = peer.held.pop(message.number, None)
+                if taken is not None:
+                    self._limits.give_back(taken, message.used, time.monotonic())
+            case Keep():
+                self._responses.put(message.response_id, message.stored)
+            case Recall():
+                return self._recall(peer, message.response_id)
+            case Forget():
+                return self._delete(peer, message.response_id)
+            case Scrape():
+                return self._exposition()
+            case Legs():
+                return self._legs(peer)
+            case Added() | Removed() | Drained():
+                return self._change(message)
+            case Met():
+                self._say(message)
+            case Listening():
+                peer.listening = True
+                self._count()
+        return None
+
+    def _take(self, peer: _Peer, asked: Take, number: int) -> Took:
+        told = self._limits.take(asked.key, asked.quota, asked.tokens, time.monotonic())
+        if not isinstance(told, Taken):
+            return Took(None, told)
+        peer.held[number] = told
+        return Took(told, None)
+
+    async def _recall(self, peer: _Peer, response_id: str) -> Recalled:
+        for look_behind in (True, False):
+            with suppress(NotFound):
+                return Recalled(self._responses.get(response_id))
+            if look_behind:
+                await self._ask_all(Sync(), Done, but=peer)
+        return Recalled(None)
+
+    async def _delete(self, peer: _Peer, response_id: str) -> Forgotten:
+        there = (await self._recall(peer, response_id)).stored is not None
+        with suppress(NotFound):
+            self._responses.delete(response_id)
+        return Forgotten(there)
+
+    async def _change(self, change: Added | Removed | Drained) -> Done:
+        match change:
+            case Added():
+                self._members.add(Source.ADMIN, change.spec)
+            case Removed():
+                self._forget(self._members.remove([Source.ADMIN, Source.STATIC], change.url).left)
+            case Drained(begin=True):
+                self._drained[change.url] = change
+            case Drained():
+                self._drained.pop(change.url, None)
+        for peer in self._peers.values():
+            if not peer.listening and peer.link is not None:
+                peer.link.tell(change)
+        await self._ask_all(change, Done)
+        return Done()
+
+    async def _legs(self, peer: _Peer) -> LegsOf:
+        legs: dict[str, int] = {}
+        for _, told in await self._ask_all(Legs(), LegsOf, but=peer):
+            for url, count in told.legs.items():
+                legs[url] = legs.get(url, 0) + count
+        return LegsOf(legs)
+
+    async def _exposition(self) -> Exposition:
+        await self._sample()
+        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self._registry)])
+        return Exposition(text_of(families))
+
+    async def _sample(self) -> None:
+        for peer, told in await self._ask_all(Samples(), Sampled):
+            if self._peers.get(peer.index) is peer:
+                peer.families = told.families
+
+    async def _sample_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_SAMPLE_S)
+            await self._sample()
+
+    async def _ask_all(self, message: FromParent, kind: Any, but: _Peer | None = None) -> list[tuple[_Peer, Any]]:
+        """The answers of those that answer. A worker that does not has it before it anyway, or has ended."""
+
+        async def one(peer: _Peer, link: Link) -> tuple[_Peer, Any] | None:
+            try:
+                return peer, await link.ask(message, kind, _ASK_S)
+            except Unavailable as why:
+                _log.warning("worker %d: %s", peer.index, why.message)
+            return None
+
+        links = [(peer, peer.link) for peer in self._peers.values() if peer is not but and peer.listening]
+        told = await asyncio.gather(*(one(peer, link) for peer, link in links if link is not None))
+        return [each for each in told if each is not None]
+
+    def _say(self, message: FromParent) -> None:
+        for peer in self._peers.values():
+            if peer.link is not None:
+                peer.link.tell(message)
+
+    def _forget(self, left: Iterable[str]) -> None:
+        for url in left:
+            self._drained.pop(url, None)
+            self._addresses.pop(url, None)
+
+    def _left(self, peer: _Peer) -> None:
+        """A worker has ended, or cannot be heard: what it held is free, what it counted stays."""
+        if self._peers.get(peer.index) is peer:
+            del self._peers[peer.index]
+        peer.listening = False
+        now = time.monotonic()
+        for taken in peer.held.values():
+            self._limits.give_back(taken, taken.tokens, now)  # nobody knows better
+        peer.held.clear()
+        self._ended = summed([self._ended, lasting(peer.families)])
+        peer.families = []
+        self._count()
+
+    def _count(self) -> None:
+        self._say(Begun(self.listening()))
+        self.changed.set()
