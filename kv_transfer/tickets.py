@@ -15,7 +15,7 @@ import hmac
 
 import msgspec
 
-from wire.config import is_loopback
+from wire.config_checks import is_loopback
 from wire.transfer import KvTransferParams
 
 __all__ = ["LIFE_S", "refusal", "signed"]

@@ -24,9 +24,10 @@ from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
-from wire.config import NodeConfig, RanksConfig, Role, RouterConfig, TransferConfig
+from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from wire.errors import ConfigError, KvrelayError
 from wire.key_config import KeyConfig
+from wire.router_config import RouterConfig
 
 __all__ = ["main", "run"]
 

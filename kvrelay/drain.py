@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from rich.console import Console
 
-from wire.config import is_base_url
+from wire.config_checks import is_base_url
 from wire.errors import ConfigError, DeadlineExceeded, ErrorBody, KvrelayError
 
 __all__ = ["DrainFailed", "run"]

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from kvrelay.settings import flags_of
 from kvrelay.supervisor import ChildSpec
-from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferConfig
+from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from wire.errors import ConfigError
+from wire.router_config import RouterConfig
 
 __all__ = [
     "ADMIN_KEY",

@@ -25,7 +25,7 @@ from router.tls import check_certificate
 from router.workers.listening import shared_port
 from router.workers.parent import Parent
 from router.workers.worker import serve_worker
-from wire.config import RouterConfig
+from wire.router_config import RouterConfig
 
 __all__ = ["run_workers"]
 

@@ -24,7 +24,8 @@ from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.shared import Shared
 from router.state import node_of
-from wire.config import Role, is_loopback
+from wire.config import Role
+from wire.config_checks import is_loopback
 from wire.errors import NotFound, RequestError, Unauthorized
 
 __all__ = ["add_admin_routes"]

@@ -71,8 +71,9 @@ from router.walk.job import (
 from router.walk.joined_walk import JoinedWalk
 from router.walk.means import Means
 from router.walk.retries import RetryBudget
-from wire.config import Role, RouterConfig
+from wire.config import Role
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
+from wire.router_config import RouterConfig
 
 __all__ = ["Router", "create_app"]
 

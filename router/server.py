@@ -16,7 +16,7 @@ from router.client import ClientConnection
 from router.connections import connections
 from router.shared import Alone, Make
 from router.tls import check_certificate
-from wire.config import RouterConfig
+from wire.router_config import RouterConfig
 
 __all__ = ["DRAIN_S", "settle", "make_server", "run", "serve"]
 

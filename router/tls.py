@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ssl
 
-from wire.config import RouterConfig
 from wire.errors import ConfigError
+from wire.router_config import RouterConfig
 
 __all__ = ["check_certificate", "trusted"]
 

@@ -1,41 +1,30 @@
-"""Frozen, typed configuration. Checked once when made, never rewritten; what is measured later is a new value."""
+"""Frozen, typed configuration of engine, transfer and node. Checked once when made, never rewritten; what is measured
+later is a new value."""
 
 from __future__ import annotations
 
 import enum
-import ipaddress
 import json
-import re
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
+from wire.config_checks import is_address, is_loopback, positive, require
 from wire.errors import ConfigError
-from wire.key_config import KeyConfig
 
 __all__ = [
-    "MAX_URL_CHARS",
-    "POLICY_NAMES",
     "REASONING_PARSERS",
     "TOOL_CALL_PARSERS",
     "EngineConfig",
     "NodeConfig",
     "RanksConfig",
     "Role",
-    "RouterConfig",
     "TransferConfig",
-    "is_base_url",
-    "is_loopback",
 ]
 
-# How a router may choose nodes (router/policies/).
-POLICY_NAMES = ("cost", "least_queue", "power_of_two", "prefix", "random", "round_robin", "session")
 MIN_SECRET_CHARS = 16
 MAX_LORA_RANK = 512
-MAX_URL_CHARS = 512
 # Each proposal costs a row of a step, whether it comes true or not.
 MAX_SPECULATIVE_TOKENS = 32
 MAX_NGRAM = 16
-MAX_WORKERS = 256
 
 
 class Role(enum.StrEnum):
@@ -44,35 +33,6 @@ class Role(enum.StrEnum):
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)
-
-
-def _is_address(text: str) -> bool:
-    found = re.fullmatch(r"[^\s:]+:(\d+)", text)
-    return found is not None and 0 < int(found[1]) < 65536
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address leads to its own machine, whatever a name server says: localhost, 127.0.0.0/8 or ::1."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def is_base_url(url: str) -> bool:
-    """Whether a node may be asked there: http or https and a host, without query, user or password."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises for one that is no number
-    except ValueError:
-        return False
-    plain = not (parts.query or parts.fragment) and parts.username is None and url.isprintable() and " " not in url
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain and len(url) <= MAX_URL_CHARS
 
 
 def _named_adapter(text: str) -> tuple[str, str]:
@@ -84,14 +44,8 @@ def _named_adapter(text: str) -> tuple[str, str]:
         except (ValueError, KeyError, TypeError) as why:
             raise ConfigError(f"lora {text!r} must be JSON with name and path, or name=path") from why
         equals = "=" if isinstance(name, str) and isinstance(path, str) else ""
-    _require(bool(equals and name and path), f"lora {text!r} must be name=path of a folder in PEFT's layout")
+    require(bool(equals and name and path), f"lora {text!r} must be name=path of a folder in PEFT's layout")
     return name, path
-
-
-def _positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        _require(value > 0, f"{name} must be positive, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,80 +113,78 @@ class EngineConfig:
     of its machine."""
 
     def __post_init__(self) -> None:
-        _positive(self, "tensor_parallel", "max_lora_rank")
+        positive(self, "tensor_parallel", "max_lora_rank")
         self._check_adapters()
         in_fp8 = self.kv_cache_dtype == "fp8" or bool(self.quantization)
-        _require(
-            not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out"
-        )
-        _require(
+        require(not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out")
+        require(
             not (self.batch_invariant and (self.quantization or self.tensor_parallel > 1)),
             "batch_invariant does not go with quantization fp8 or tensor_parallel, whose sums depend on the batch; "
             "leave one of them out",
         )
-        _require(
+        require(
             self.tensor_parallel_local in range(self.tensor_parallel + 1),
             f"tensor_parallel_local must be between 0 and tensor_parallel ({self.tensor_parallel}), got "
             f"{self.tensor_parallel_local}",
         )
-        _require(
+        require(
             bool(self.tensor_parallel_address) or self.tensor_parallel_local in (0, self.tensor_parallel),
             "ranks on other hosts need tensor_parallel_address, the host:port of rank 0",
         )
-        _require(
-            not self.tensor_parallel_address or _is_address(self.tensor_parallel_address),
+        require(
+            not self.tensor_parallel_address or is_address(self.tensor_parallel_address),
             f"tensor_parallel_address must be host:port, got {self.tensor_parallel_address!r}",
         )
         for name in ("kv_cache_memory", "max_running"):
             value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative, got {value}; 0 takes the default")
-        _require(
+            require(value >= 0, f"{name} must not be negative, got {value}; 0 takes the default")
+        require(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}",
         )
-        _require(
+        require(
             self.kv_cache_dtype in ("auto", "fp8"), f"kv_cache_dtype {self.kv_cache_dtype!r} is not one of auto, fp8"
         )
-        _require(self.quantization in ("", "fp8"), f"quantization {self.quantization!r} is not fp8 or empty")
-        _require(
+        require(self.quantization in ("", "fp8"), f"quantization {self.quantization!r} is not fp8 or empty")
+        require(
             self.load_format in ("auto", "safetensors", "gguf", "dummy"),
             f"load_format {self.load_format!r} is not one of auto, safetensors, gguf, dummy",
         )
-        _require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r} is not one of auto, cpu, cuda")
-        _require(
+        require(self.device in ("auto", "cpu", "cuda"), f"device {self.device!r} is not one of auto, cpu, cuda")
+        require(
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16",
         )
-        _require(self.block_tokens in (0, 16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
-        _require(
+        require(self.block_tokens in (0, 16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
+        require(
             self.max_batched_tokens >= 0,
             f"max_batched_tokens must not be negative, got {self.max_batched_tokens}; 0 takes the device's default",
         )
-        _require(
+        require(
             self.max_model_len >= 0,
             f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
         )
-        _require(
+        require(
             0 <= self.speculative_tokens <= MAX_SPECULATIVE_TOKENS,
             f"speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.speculative_tokens}",
         )
-        _require(
+        require(
             1 <= self.ngram_min <= self.ngram_max <= MAX_NGRAM,
             f"ngram_min and ngram_max must be between 1 and {MAX_NGRAM}, the first not above the second, got "
             f"{self.ngram_min} and {self.ngram_max}",
         )
-        _require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
+        require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
 
     def _check_adapters(self) -> None:
         names = [name for name, _ in self.adapters]
         twice = sorted({name for name in names if names.count(name) > 1})
-        _require(not twice, f"lora names {', '.join(twice)} twice; give each adapter a name of its own")
-        _require(
+        require(not twice, f"lora names {', '.join(twice)} twice; give each adapter a name of its own")
+        require(
             self.max_lora_rank <= MAX_LORA_RANK,
             f"max_lora_rank must be at most {MAX_LORA_RANK}, got {self.max_lora_rank}",
         )
-        _require(self.max_loras >= 0, f"max_loras must not be negative, got {self.max_loras}; 0 takes what lora names")
-        _require(
+        require(self.max_loras >= 0, f"max_loras must not be negative, got {self.max_loras}; 0 takes what lora names")
+        require(
             not self.max_loras or len(names) <= self.max_loras,
             f"lora names {len(names)} adapters and max_loras is {self.max_loras}; raise it or leave it out",
         )
@@ -263,10 +215,10 @@ class RanksConfig:
 
     def __post_init__(self) -> None:
         size, local = self.engine.tensor_parallel, self.engine.tensor_parallel_local
-        _require(bool(self.engine.tensor_parallel_address), "name rank 0's host:port with tensor_parallel_address")
-        _require(local > 0, "say with tensor_parallel_local how many ranks run here")
-        _require(local < size, f"tensor_parallel_local {local} leaves no rank 0 elsewhere; give fewer than {size}")
-        _require(
+        require(bool(self.engine.tensor_parallel_address), "name rank 0's host:port with tensor_parallel_address")
+        require(local > 0, "say with tensor_parallel_local how many ranks run here")
+        require(local < size, f"tensor_parallel_local {local} leaves no rank 0 elsewhere; give fewer than {size}")
+        require(
             0 < self.first_rank <= size - local,
             f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into {size}, "
             f"got {self.first_rank}",
@@ -307,28 +259,28 @@ class TransferConfig:
     request with an error)."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.kv_connector in _CONNECTORS,
             f"kv_connector {self.kv_connector!r} is not one of {', '.join(_CONNECTORS)}",
         )
-        _require(
+        require(
             self.kv_load_failure_policy in _FAILURE_POLICIES,
             f"kv_load_failure_policy {self.kv_load_failure_policy!r} is not one of {', '.join(_FAILURE_POLICIES)}",
         )
         # Never the secret itself in an error: it would end in a log.
-        _require(
+        require(
             not self.cluster_secret or len(self.cluster_secret) >= MIN_SECRET_CHARS,
             f"cluster_secret must have at least {MIN_SECRET_CHARS} characters, got {len(self.cluster_secret)}; draw "
             "one at random, for example with `openssl rand -hex 32`",
         )
-        _require(
+        require(
             bool(self.cluster_secret) or is_loopback(self.kv_host),
             f"without cluster_secret kv_host must be a loopback address, got {self.kv_host!r}; set the same "
             "KVRELAY_CLUSTER_SECRET on all nodes",
         )
-        _require(0 <= self.kv_port < 65536, f"kv_port must be between 0 and 65535, got {self.kv_port}")
-        _positive(self, "lease_s", "heartbeat_s", "transfer_deadline_s", "transfer_floor_bytes_s")
-        _require(
+        require(0 <= self.kv_port < 65536, f"kv_port must be between 0 and 65535, got {self.kv_port}")
+        positive(self, "lease_s", "heartbeat_s", "transfer_deadline_s", "transfer_floor_bytes_s")
+        require(
             self.lease_s >= 3 * self.heartbeat_s,
             f"lease_s must be at least three heartbeats ({3 * self.heartbeat_s:g} s), got {self.lease_s:g}; "
             "one lost heartbeat must not lose a lease",
@@ -375,173 +327,32 @@ class NodeConfig:
     """Port of the KV events, at this node's host; the one after it answers who has lost some. 0 takes free ones."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
-        _require(
+        require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
+        require(
             0 <= self.kv_events_port < 65535,
             f"kv_events_port must be between 0 and 65534, got {self.kv_events_port}",
         )
-        _positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
         for router in self.router:
             scheme, _, address = router.partition("://")
             host, _, port = address.rpartition(":")
             valid = scheme == "tcp" and host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
-            _require(bool(valid), f"router must be tcp://HOST:PORT, got {router!r}")
-            _require(
+            require(bool(valid), f"router must be tcp://HOST:PORT, got {router!r}")
+            require(
                 bool(self.api_key) or is_loopback(host.strip("[]")),
                 f"router {router} is on another machine and hears only who signs with its node_api_key; set the same "
                 "KVRELAY_NODE_API_KEY on all",
             )
-        _require(
+        require(
             not self.router or self.role is not Role.AGGREGATED,
             "router is for prefill and decode nodes: a router has no use for a node alone",
         )
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             value = getattr(self, name)
-            _require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
+            require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
 
     @property
     def url(self) -> str:
         """Where others reach this node: its host, or kv_host if it listens on all addresses."""
         host = self.transfer.kv_host if self.host in ("0.0.0.0", "::") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """The OpenAI endpoint in front of the nodes."""
-
-    prefill: tuple[str, ...] = ()
-    """Base URLs of prefill nodes, for example http://127.0.0.1:8100."""
-    decode: tuple[str, ...] = ()
-    """Base URLs of decode nodes."""
-    heartbeat_port: int = 0
-    """Port on which nodes announce themselves (their --router), on the address of host and signed with node_api_key; 0
-    hears none."""
-    kubernetes_selector: str = ""
-    """Nodes are the pods with a label kvrelay/role (prefill or decode) that this label selector matches; empty asks no
-    API server."""
-    kubernetes_namespace: str = ""
-    """Namespace of these pods; empty takes the router's own."""
-    alias: tuple[str, ...] = ()
-    """A further name for a model or an adapter, name=model: clients may ask for either. Give it again for more."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = 8000
-    """Port to listen on."""
-    workers: int = 1
-    """Processes that serve the port; more than one share it, and a parent process keeps what they have in common."""
-    api_key: str = ""
-    """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
-    keys: tuple[KeyConfig, ...] = ()
-    """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
-    node_api_key: str = ""
-    """Sent to the nodes."""
-    admin_key: str = ""
-    """What /admin routes want as `Authorization: Bearer <admin_key>`; without one they answer this machine only."""
-    max_body_bytes: int = 16 << 20
-    """Longest request body."""
-    request_deadline_s: float = 600.0
-    """A request may take this long."""
-    connect_deadline_s: float = 2.0
-    """A connection to a node must stand within this time."""
-    health_interval_s: float = 0.5
-    """Time between two health checks of a node."""
-    health_deadline_s: float = 2.0
-    """A health check must be answered within this time."""
-    max_queue: int = 1000
-    """Requests that wait while all nodes are busy, for each model; more are refused with 429. Divided among workers."""
-    ttft_target_ms: float = 0.0
-    """Requests whose first token would come later than this are refused at once, with 429; 0 refuses none. Clients may
-    send their own as x-slo-ttft-ms."""
-    tpot_target_ms: float = 0.0
-    """Requests wait while one more would make a token take longer than this; 0 is no target. Clients may send a
-    stricter one as x-slo-tpot-ms."""
-    max_connections: int = 16384
-    """Connections of clients at once; more are refused with 503. Divided among workers."""
-    tls_cert: str = ""
-    """A PEM file with the router's certificate and its chain: it then serves https."""
-    tls_key: str = ""
-    """The PEM file with the certificate's private key, if that is a file of its own."""
-    tls_ca: str = ""
-    """A PEM file with the authorities to trust for https:// nodes; empty takes the system's."""
-    attempts: int = 3
-    """How many nodes a leg is tried on before the client gets an error."""
-    prefill_policy: str = "cost"
-    """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
-    decode_policy: str = "cost"
-    """How a decode node is chosen: one of the same."""
-    conditional_disaggregation: bool = True
-    """Compute a short prompt on its decode node where that is faster by the measured costs. Without it decode nodes
-    compute prompts only where no prefill node can."""
-    p2p_nccl_port: int = 0
-    """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
-    log_bodies: bool = False
-    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
-        _require(
-            0 <= self.p2p_nccl_port < 65536, f"p2p_nccl_port must be between 0 and 65535, got {self.p2p_nccl_port}"
-        )
-        _positive(
-            self,
-            "max_body_bytes",
-            "request_deadline_s",
-            "connect_deadline_s",
-            "health_interval_s",
-            "health_deadline_s",
-            "attempts",
-            "max_connections",
-            "workers",
-        )
-        _require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
-        self._check_entry()
-        for role in ("prefill", "decode"):
-            name = getattr(self, f"{role}_policy")
-            _require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
-        for url in (*self.prefill, *self.decode):
-            _require(
-                is_base_url(url), f"node address {url!r} must start with http:// or https://, and name a host and port"
-            )
-        _require(
-            0 <= self.heartbeat_port < 65536, f"heartbeat_port must be between 0 and 65535, got {self.heartbeat_port}"
-        )
-        _require(
-            not self.heartbeat_port or bool(self.node_api_key) or is_loopback(self.host),
-            f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the same "
-            "KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
-        )
-        _require(
-            not self.kubernetes_namespace or bool(self.kubernetes_selector),
-            f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which chooses its pods",
-        )
-        _require(
-            re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace) is not None,
-            f"kubernetes_namespace {self.kubernetes_namespace!r} is not a name that a namespace can have",
-        )
-        names = list(self.aliases)
-        _require(
-            len(names) == len(self.alias), f"alias gives a name twice: {', '.join(self.alias)}; give each name once"
-        )
-        chained = sorted(name for name in names if self.aliases[name] in names)
-        _require(not chained, f"alias {', '.join(chained)} stands for an alias; name the model itself")
-        both = sorted({url.rstrip("/") for url in self.prefill} & {url.rstrip("/") for url in self.decode})
-        _require(not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role")
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Names of `alias`, and what each stands for. Raises ConfigError for one that is not name=model."""
-        pairs = [text.partition("=") for text in self.alias]
-        for name, equals, model in pairs:
-            _require(bool(name and equals and model), f"alias {name + equals + model!r} must be name=model")
-        return {name: model for name, _, model in pairs}
-
-    def _check_entry(self) -> None:
-        for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative, got {value}")
-        _require(bool(self.tls_cert) or not self.tls_key, "tls_key needs tls_cert, the certificate that it belongs to")
-        for field_name in ("name", "sha256"):
-            values = [getattr(key, field_name) for key in self.keys]
-            twice = sorted({key.name for key in self.keys if values.count(getattr(key, field_name)) > 1})
-            _require(not twice, f"keys have the same {field_name}: {', '.join(twice)}; give each its own")

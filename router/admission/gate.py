@@ -20,8 +20,9 @@ from router.admission.rate_limits import Exceeded, Limits, Taken
 from router.admission.saturation import Nodes
 from router.nodes.pool import Pool
 from router.walk.job import Job, prefix_of
-from wire.config import Role, RouterConfig
+from wire.config import Role
 from wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
+from wire.router_config import RouterConfig
 
 __all__ = ["Gate", "Targets", "Turn"]
 

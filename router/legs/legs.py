@@ -20,10 +20,10 @@ from router.legs.leg_stream import LegStreams, TakeFrames
 from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
-from wire.config import RouterConfig
 from wire.errors import DeadlineExceeded, ErrorBody, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, FrameKind, FrameReader
 from wire.outputs import Load
+from wire.router_config import RouterConfig
 
 __all__ = ["LegFailed", "Legs", "Refused", "TakeFrames", "read_rest", "read_short"]
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from wire.config import MAX_URL_CHARS, Role, is_base_url
+from wire.config import Role
+from wire.config_checks import MAX_URL_CHARS, is_base_url
 from wire.errors import RequestError
 from wire.outputs import Load
 

@@ -14,8 +14,8 @@ from router.chores import Chores
 from router.legs.legs import LegFailed, Refused, read_rest, read_short
 from router.nodes.node import Lease, Node
 from router.vllm.bodies import error_in, told_error
-from wire.config import RouterConfig
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
+from wire.router_config import RouterConfig
 
 __all__ = ["NotReached", "PutEvents", "VllmLegs"]
 

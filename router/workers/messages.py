@@ -14,9 +14,9 @@ import msgspec
 from openai_api.response_store import Stored
 from router.admission.rate_limits import Exceeded, Quota, Taken
 from router.membership.members import NodeSpec, Source
-from wire.config import RouterConfig
 from wire.errors import KvrelayError
 from wire.outputs import Load
+from wire.router_config import RouterConfig
 
 __all__ = [
     "MAX_BYTES",

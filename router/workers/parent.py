@@ -59,9 +59,10 @@ from router.workers.messages import (
     Took,
 )
 from router.workers.metric_sums import collected, lasting, summed, text_of
-from wire.config import Role, RouterConfig
+from wire.config import Role
 from wire.errors import NotFound, Unavailable
 from wire.outputs import Load
+from wire.router_config import RouterConfig
 
 __all__ = ["Parent", "share_of"]
 

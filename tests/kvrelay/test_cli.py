@@ -11,8 +11,9 @@ import pytest
 
 from kvrelay import cli
 from router.admission.keys import hash_of
-from wire.config import NodeConfig, Role, RouterConfig
+from wire.config import NodeConfig, Role
 from wire.key_config import KeyConfig
+from wire.router_config import RouterConfig
 
 PEERS = ("--prefill", "http://a", "--decode", "http://b")
 

@@ -8,8 +8,9 @@ import pytest
 
 from kvrelay.plan import ClusterConfig
 from kvrelay.settings import build, convert, flags_of, merge, nearest, settings_of
-from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferConfig
+from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from wire.errors import ConfigError
+from wire.router_config import RouterConfig
 
 
 def test_every_field_of_nested_configs_is_a_setting() -> None:

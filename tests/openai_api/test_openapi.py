@@ -19,8 +19,9 @@ from openai_api.body import decode_chat
 from openai_api.openapi import document
 from openai_api.responses_request import decode_responses
 from router.app import create_app as create_router
-from wire.config import EngineConfig, NodeConfig, RouterConfig
+from wire.config import EngineConfig, NodeConfig
 from wire.errors import RequestError
+from wire.router_config import RouterConfig
 
 NOT_FOR_CLIENTS = ("/kv/", "/admin/", "/drain", "/undrain")
 """What the cluster itself asks, and who runs it; the document is of what clients may."""

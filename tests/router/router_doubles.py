@@ -17,11 +17,11 @@ from aiohttp import web
 from router.app import Router
 from router.server import make_server
 from tests.router.stream_doubles import Put, serve_stream
-from wire.config import RouterConfig
 from wire.errors import ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.leg_stream import LEGS_PATH, LEGS_VERSION
 from wire.outputs import Load
+from wire.router_config import RouterConfig
 from wire.transfer import Fingerprint, KvFacts, KvTransferParams
 
 MODEL = "tiny"

@@ -20,9 +20,9 @@ from router_doubles import Call, Cluster, cluster, decode, decode_ok, prefill, r
 import router.server as server_module
 from router.connections import connections
 from router.server import make_server
-from wire.config import RouterConfig
 from wire.errors import ConfigError
 from wire.frames import FRAMES_MEDIA_TYPE
+from wire.router_config import RouterConfig
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]}'

@@ -17,10 +17,11 @@ from router_doubles import cluster, decode, prefill, until
 from node.heartbeat import Announcer
 from router.membership.heartbeats import Announced, hearing
 from router.nodes.pool import Pool
-from wire.config import EngineConfig, NodeConfig, Role, RouterConfig, TransferConfig
+from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from wire.errors import ConfigError, KvrelayError, RequestError, Unauthorized
 from wire.heartbeat import LOST_AFTER_S, MAX_BYTES, MAX_SKEW_S, Heartbeat, NodeState, opened, sealed
 from wire.outputs import Load
+from wire.router_config import RouterConfig
 
 KEY = "the nodes' key"
 NOW = 1_700_000_000.0

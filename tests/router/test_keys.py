@@ -7,9 +7,9 @@ import pytest
 from kvrelay.settings import build, flags_of, merge, settings_of
 from router.admission.keys import ANYONE, Caller, Keyring, draw_key, hash_of
 from router.admission.rate_limits import Quota
-from wire.config import RouterConfig
 from wire.errors import ConfigError, Forbidden, NotFound, RequestError, Unauthorized
 from wire.key_config import KeyConfig
+from wire.router_config import RouterConfig
 
 ALICE, BOB = draw_key(), draw_key()
 KEYS = (

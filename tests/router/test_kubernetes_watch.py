@@ -23,8 +23,9 @@ from router_doubles import cluster, decode, prefill, until
 from router.membership.kubernetes_watch import Pace, discovering
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
-from wire.config import Role, RouterConfig
+from wire.config import Role
 from wire.errors import ConfigError
+from wire.router_config import RouterConfig
 
 P, D = "http://127.0.0.1:8100", "http://127.0.0.1:8200"
 NOT_LONGER_S = 5.0

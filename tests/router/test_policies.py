@@ -20,7 +20,8 @@ from router.policies.power_of_two import power_of_two
 from router.policies.prefix import prefix
 from router.policies.round_robin import round_robin
 from router.policies.session import session
-from wire.config import POLICY_NAMES, Role
+from wire.config import Role
+from wire.router_config import POLICY_NAMES
 
 ASK = Ask(Role.PREFILL)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from router_doubles import MODEL, Cluster, cluster, decode, prefill, until
 
-from wire.config import RouterConfig
 from wire.errors import ConfigError
+from wire.router_config import RouterConfig
 
 
 async def said(c: Cluster, path: str) -> Any:

@@ -40,10 +40,11 @@ from router.workers.messages import (
 )
 from router.workers.parent import Parent, share_of
 from router.workers.worker import Worker
-from wire.config import Role, RouterConfig
+from wire.config import Role
 from wire.errors import Unavailable
 from wire.key_config import KeyConfig
 from wire.outputs import Load
+from wire.router_config import RouterConfig
 
 SPEC = NodeSpec("http://p:1", Role.PREFILL)
 CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KeyConfig("a", "0" * 64, max_queue=5),))

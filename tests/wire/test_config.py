@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from wire.config import EngineConfig, NodeConfig, RanksConfig, RouterConfig, TransferConfig, is_loopback
+from wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
+from wire.config_checks import is_loopback
 from wire.errors import ConfigError
+from wire.router_config import RouterConfig
 
 
 @pytest.mark.parametrize(

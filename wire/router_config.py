@@ -1,0 +1,154 @@
+"""Frozen, typed configuration of the router. Checked once when made, never rewritten."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from wire.config_checks import is_base_url, is_loopback, positive, require
+from wire.key_config import KeyConfig
+
+__all__ = ["POLICY_NAMES", "RouterConfig"]
+
+# How a router may choose nodes (router/policies/).
+POLICY_NAMES = ("cost", "least_queue", "power_of_two", "prefix", "random", "round_robin", "session")
+MAX_WORKERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The OpenAI endpoint in front of the nodes."""
+
+    prefill: tuple[str, ...] = ()
+    """Base URLs of prefill nodes, for example http://127.0.0.1:8100."""
+    decode: tuple[str, ...] = ()
+    """Base URLs of decode nodes."""
+    heartbeat_port: int = 0
+    """Port on which nodes announce themselves (their --router), on the address of host and signed with node_api_key; 0
+    hears none."""
+    kubernetes_selector: str = ""
+    """Nodes are the pods with a label kvrelay/role (prefill or decode) that this label selector matches; empty asks no
+    API server."""
+    kubernetes_namespace: str = ""
+    """Namespace of these pods; empty takes the router's own."""
+    alias: tuple[str, ...] = ()
+    """A further name for a model or an adapter, name=model: clients may ask for either. Give it again for more."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on."""
+    workers: int = 1
+    """Processes that serve the port; more than one share it, and a parent process keeps what they have in common."""
+    api_key: str = ""
+    """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
+    keys: tuple[KeyConfig, ...] = ()
+    """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
+    node_api_key: str = ""
+    """Sent to the nodes."""
+    admin_key: str = ""
+    """What /admin routes want as `Authorization: Bearer <admin_key>`; without one they answer this machine only."""
+    max_body_bytes: int = 16 << 20
+    """Longest request body."""
+    request_deadline_s: float = 600.0
+    """A request may take this long."""
+    connect_deadline_s: float = 2.0
+    """A connection to a node must stand within this time."""
+    health_interval_s: float = 0.5
+    """Time between two health checks of a node."""
+    health_deadline_s: float = 2.0
+    """A health check must be answered within this time."""
+    max_queue: int = 1000
+    """Requests that wait while all nodes are busy, for each model; more are refused with 429. Divided among workers."""
+    ttft_target_ms: float = 0.0
+    """Requests whose first token would come later than this are refused at once, with 429; 0 refuses none. Clients may
+    send their own as x-slo-ttft-ms."""
+    tpot_target_ms: float = 0.0
+    """Requests wait while one more would make a token take longer than this; 0 is no target. Clients may send a
+    stricter one as x-slo-tpot-ms."""
+    max_connections: int = 16384
+    """Connections of clients at once; more are refused with 503. Divided among workers."""
+    tls_cert: str = ""
+    """A PEM file with the router's certificate and its chain: it then serves https."""
+    tls_key: str = ""
+    """The PEM file with the certificate's private key, if that is a file of its own."""
+    tls_ca: str = ""
+    """A PEM file with the authorities to trust for https:// nodes; empty takes the system's."""
+    attempts: int = 3
+    """How many nodes a leg is tried on before the client gets an error."""
+    prefill_policy: str = "cost"
+    """How a prefill node is chosen: cost, prefix, session, least_queue, power_of_two, round_robin or random."""
+    decode_policy: str = "cost"
+    """How a decode node is chosen: one of the same."""
+    conditional_disaggregation: bool = True
+    """Compute a short prompt on its decode node where that is faster by the measured costs. Without it decode nodes
+    compute prompts only where no prefill node can."""
+    p2p_nccl_port: int = 0
+    """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
+    log_bodies: bool = False
+    """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
+        require(0 <= self.p2p_nccl_port < 65536, f"p2p_nccl_port must be between 0 and 65535, got {self.p2p_nccl_port}")
+        positive(
+            self,
+            "max_body_bytes",
+            "request_deadline_s",
+            "connect_deadline_s",
+            "health_interval_s",
+            "health_deadline_s",
+            "attempts",
+            "max_connections",
+            "workers",
+        )
+        require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
+        self._check_entry()
+        for role in ("prefill", "decode"):
+            name = getattr(self, f"{role}_policy")
+            require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
+        for url in (*self.prefill, *self.decode):
+            require(
+                is_base_url(url), f"node address {url!r} must start with http:// or https://, and name a host and port"
+            )
+        require(
+            0 <= self.heartbeat_port < 65536, f"heartbeat_port must be between 0 and 65535, got {self.heartbeat_port}"
+        )
+        require(
+            not self.heartbeat_port or bool(self.node_api_key) or is_loopback(self.host),
+            f"heartbeat_port on {self.host} needs node_api_key, which nodes sign with; set the same "
+            "KVRELAY_NODE_API_KEY on all, or listen on 127.0.0.1",
+        )
+        require(
+            not self.kubernetes_namespace or bool(self.kubernetes_selector),
+            f"kubernetes_namespace {self.kubernetes_namespace!r} needs kubernetes_selector, which chooses its pods",
+        )
+        require(
+            re.fullmatch(r"([a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)?", self.kubernetes_namespace) is not None,
+            f"kubernetes_namespace {self.kubernetes_namespace!r} is not a name that a namespace can have",
+        )
+        names = list(self.aliases)
+        require(
+            len(names) == len(self.alias), f"alias gives a name twice: {', '.join(self.alias)}; give each name once"
+        )
+        chained = sorted(name for name in names if self.aliases[name] in names)
+        require(not chained, f"alias {', '.join(chained)} stands for an alias; name the model itself")
+        both = sorted({url.rstrip("/") for url in self.prefill} & {url.rstrip("/") for url in self.decode})
+        require(not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role")
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names of `alias`, and what each stands for. Raises ConfigError for one that is not name=model."""
+        pairs = [text.partition("=") for text in self.alias]
+        for name, equals, model in pairs:
+            require(bool(name and equals and model), f"alias {name + equals + model!r} must be name=model")
+        return {name: model for name, _, model in pairs}
+
+    def _check_entry(self) -> None:
+        for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name} must not be negative, got {value}")
+        require(bool(self.tls_cert) or not self.tls_key, "tls_key needs tls_cert, the certificate that it belongs to")
+        for field_name in ("name", "sha256"):
+            values = [getattr(key, field_name) for key in self.keys]
+            twice = sorted({key.name for key in self.keys if values.count(getattr(key, field_name)) > 1})
+            require(not twice, f"keys have the same {field_name}: {', '.join(twice)}; give each its own")
