@@ -69,6 +69,7 @@ from router.walk.job import (
     with_priority,
 )
 from router.walk.joined_walk import JoinedWalk
+from router.walk.locality import Locality
 from router.walk.means import Means
 from router.walk.retries import RetryBudget
 from wire.config import Role
@@ -112,17 +113,18 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Watch the nodes for the length of the block; afterwards finish what requests left to do."""
         self._legs = legs = Legs(self.config, self.chores)
+        binding = Binding(self.pool, self.doors, legs, self.chores, self.metrics)
         self._means = Means(
             self.pool,
             self.doors,
-            Binding(self.pool, self.doors, legs, self.chores, self.metrics),
+            binding,
+            Locality(self.pool, self.doors, binding, self.metrics, self.config.conditional_disaggregation),
             legs,
             self.chores,
             self.metrics,
             RetryBudget(),
             LegWatches(),
             self.config.attempts,
-            self.config.conditional_disaggregation,
             self.config.request_deadline_s,
         )
         events = KvEvents(self.pool.prefixes, self.metrics.prefix)

@@ -68,6 +68,11 @@ class Metrics:
         self.failovers = Counter(
             "kvrelay_failovers", "Legs continued on another node after theirs broke.", ["leg"], registry=registry
         )
+        self.rebuilt = Counter(
+            "kvrelay_router_rebuilt_kv",
+            "Answers that lost their decode node, and whose KV a prefill node was asked for again.",
+            registry=registry,
+        )
         self.releases = Counter(
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )

@@ -31,11 +31,12 @@ from router.walk.asks import decode_ask, prefill_ask, prompt_tokens
 from router.walk.binding import ROOM_DEADLINE_S, Wish
 from router.walk.blame import broke, is_full, kv_did_not_come
 from router.walk.job import Job, decode_body, prefill_body, prefix_of
+from router.walk.locality import Source
 from router.walk.means import Means
 from router.walk.progress import Diverged, Place, Progress
 from router.walk.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, KvNotLoaded, NodeFailed, NoNode, Unavailable
+from wire.errors import DeadlineExceeded, NodeFailed, Unavailable
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
@@ -65,12 +66,11 @@ class Walk:
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._prefill_cut = False
-        self._first: list[Node] = []  # the prefill node that was chosen already
-        self._told: Ask | None = None  # and what is known of the prompt
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
         self._prefilling: asyncio.Task[bool] | None = None
+        self._claimed = asyncio.Event()  # the prefill leg of a rebuilding has told where its KV is
         self._decoding: asyncio.Task[None] | None = None
 
     @property
@@ -110,10 +110,12 @@ class Walk:
 
     async def _walk(self) -> None:
         """Both legs, the second beside the first as soon as there is a ticket."""
-        if self._goes_local():
+        source = self._means.locality.source(prefill_ask(self.job, self._prefix), self._decode_ask())
+        if source is None:
+            self.timeline.local = True
             await self._decode()
             return
-        self._prefilling = asyncio.create_task(self._prefill())
+        self._prefilling = asyncio.create_task(self._prefill(source))
         try:
             goes_on = await self._prefilling
         except asyncio.CancelledError:
@@ -130,48 +132,6 @@ class Walk:
         else:
             await early
 
-    def _goes_local(self) -> bool:
-        """Whether the whole request goes to one decode node. Raises NoNode if it can go nowhere at all."""
-        pool, doors, model = self._pool, self._doors, self.job.model
-        ask, now = prefill_ask(self.job, self._prefix), time.monotonic()
-        decode = pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)
-        if not decode:
-            raise pool.no_node(Role.DECODE, model)
-        try:
-            prefill = doors.takers(ask, (), now)
-        except NoNode as why:
-            self._go_local("no_prefill_node", why)
-            return True
-        paired, unlike = doors.with_partner(prefill, decode)
-        if not paired:
-            self._go_local("incompatible", KvNotLoaded.because("Incompatible", unlike))
-            return True
-        return self._is_better_local(ask, paired)
-
-    def _is_better_local(self, ask: Ask, prefill: Sequence[Node]) -> bool:
-        """Whether the measured costs say that a decode node computes the prompt. If not, it has its prefill node."""
-        if not self._means.conditional:
-            return False
-        source, self._told = self._pool.choose(ask, prefill)
-        self._first = [source]
-        decision = self._means.binding.decide(self._told, source)
-        if decision is None or not decision.local:
-            return False
-        self._metrics.local_prefills.labels(decision.reason.value).inc()
-        self.timeline.local = True
-        return True
-
-    def _go_local(self, reason: str, otherwise: NoNode | KvNotLoaded | NodeFailed) -> None:
-        """The prompt is computed on a decode node; raises `otherwise` if none may."""
-        try:
-            self._means.binding.computing(
-                decode_ask(self.job, self._prefix, self.progress, self.progress.decode_params(), None)
-            )
-        except NoNode:
-            raise otherwise from None
-        self._metrics.local_prefills.labels(reason).inc()
-        self.timeline.local = True
-
     async def _decode_early(self) -> None:
         """The decode leg that begins with the ticket. What it has told or was refused needs no more prefill."""
         assert self._prefilling is not None
@@ -182,14 +142,14 @@ class Walk:
             raise
         self._prefilling.cancel()
 
-    async def _prefill(self) -> bool:
+    async def _prefill(self, source: Source) -> bool:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
         no prefill node is left."""
         body = prefill_body(self.job)
-        ask, tries = self._told or prefill_ask(self.job, self._prefix), Tries(self._means)
+        ask, tries = source.ask, Tries(self._means)
+        nodes: Sequence[Node] = [] if source.node is None else [source.node]
         failure: LegFailed | Refused
         while True:
-            nodes, self._first = self._first, []
             if not nodes:
                 nodes = self._doors.takers(ask, tries.nodes(), time.monotonic())
                 nodes, _ = self._doors.with_partner(
@@ -213,6 +173,7 @@ class Walk:
                     if not is_full(self._means, lease, why):
                         raise
                     failure = why
+            nodes = []
             tries.failed(lease.node, failure, told=False)
             if self._decoding is not None or not self.progress.start_over():
                 # Its decode node computes the prompt itself, if it must.
@@ -255,6 +216,45 @@ class Walk:
             if not (tries.another(wish.ask, wish.patient) and tries.may_go_on(failure, begun=self.progress.forwarded)):
                 raise tries.failure(Role.DECODE, failure) from failure
             self._metrics.failovers.labels("decode").inc()
+            await self._rebuilt()
+
+    async def _rebuilt(self) -> None:
+        """Have the prompt of an answer whose decode node is gone computed by a prefill node again, if that is cheaper
+        than to have the next decode node compute it. Best effort: if it fails, the decode node does."""
+        if not self._may_rebuild():
+            return
+        source = self._means.locality.again(prefill_ask(self.job, self._prefix))
+        if source is None:
+            return
+        self._metrics.rebuilt.inc()
+        self.progress.compute_again()
+        self._claimed.clear()
+        self._prefilling = asyncio.create_task(self._prefill_again(source))
+        self._prefilling.add_done_callback(lambda _: self._claimed.set())
+        await self._claimed.wait()
+
+    def _may_rebuild(self) -> bool:
+        """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
+        if self._prefilling is not None and not self._prefilling.done():
+            return False
+        if self._kv_left or (self.progress.held is not None and not self.progress.settled):
+            return False  # it is still there, under this request's id
+        params = self.progress.decode_params()
+        return params.remote_engine_id is None and params.prompt_logprobs is None and not self.job.prompt_only
+
+    async def _prefill_again(self, source: Node) -> bool:
+        with self._pool.lease(prefill_ask(self.job, self._prefix), among=[source]) as lease:
+            self.prefill_node = source
+            try:
+                await self._leg(lease, prefill_body(self.job), Place(again=True), None)
+            except asyncio.CancelledError:
+                self._prefill_cut = True
+                raise
+            except (LegFailed, Refused) as why:
+                if isinstance(why, Refused):
+                    is_full(self._means, lease, why)
+                _log.warning("id=%s: its prompt was not computed again on %s: %s", self.job.id, source.url, why)
+        return True
 
     def _wish(self, params: KvTransferParams, tried: Callable[[], list[Node]]) -> Wish:
         assert self._bound_by is not None
@@ -270,6 +270,10 @@ class Walk:
             outlasts=lambda: self.progress.output_tokens > 0,
             until=self._bound_by,
         )
+
+    def _decode_ask(self) -> Ask:
+        """Of a decode leg that computes the prompt itself."""
+        return decode_ask(self.job, self._prefix, self.progress, self.progress.decode_params(), None)
 
     def _bound(self, params: KvTransferParams, fetches: bool) -> KvTransferParams:
         """What the decode leg is told, which its node may have to compute though there is KV."""
@@ -317,7 +321,7 @@ class Walk:
                     if not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
                         timeline.told(at[0], now, decoding)
                 if frame.kind is FrameKind.TICKET and not decoding:
-                    self._take_ticket(frame, lease)
+                    self._take_ticket(frame, lease, place.again)
             if passage.heard(now, tokens=told):
                 self._doors.began(passage)
                 node.answered(lease, kv_tokens)
@@ -360,14 +364,15 @@ class Walk:
         stamped = frame.kind is FrameKind.END and self.job.wants_stages
         return self.timeline.stamped(frame.payload, now) if stamped else frame.payload
 
-    def _take_ticket(self, frame: Frame, lease: Lease) -> None:
+    def _take_ticket(self, frame: Frame, lease: Lease, again: bool) -> None:
         """A prefill node has tokenized the prompt, and looked it up in its prefix cache: the decode leg may begin."""
         if frame.params is not None:
             self._metrics.prefix.cached(lease.cached_tokens, frame.params.cached_tokens)
             if frame.blocks is not None:
                 self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
                 self._pool.prefixes.learn(self._prefix)
-        if self._decoding is None:
+        self._claimed.set()
+        if self._decoding is None and not again:
             self._decoding = asyncio.create_task(self._decode_early())
 
     def _may_give_up(self, decoding: bool) -> bool:
@@ -386,14 +391,15 @@ class Walk:
         if not another:
             if isinstance(failure, Refused):
                 raise failure
-            self._go_local("no_prefill_node", failure)
+            self._means.locality.local(self._decode_ask(), "no_prefill_node", failure)
+            self.timeline.local = True
         if isinstance(why, LegFailed):
             self._metrics.failovers.labels("prefill").inc()
         return not another
 
     def _give_back(self) -> None:
         """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""
-        node, handover = self.prefill_node, self.progress.handover or self.progress.ticket
+        node, handover = self.prefill_node, self.progress.held
         if node is None or (self.progress.settled and not self._kv_left):
             return
         if handover is not None and handover.remote_request_id is not None:

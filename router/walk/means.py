@@ -13,6 +13,7 @@ from router.nodes.doors import Doors
 from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.walk.binding import Binding
+from router.walk.locality import Locality
 from router.walk.retries import RetryBudget
 
 __all__ = ["Means"]
@@ -25,6 +26,7 @@ class Means:
     pool: Pool
     doors: Doors
     binding: Binding
+    locality: Locality
     legs: Legs
     chores: Chores
     metrics: Metrics
@@ -32,8 +34,6 @@ class Means:
     watches: LegWatches
     attempts: int
     """On how many nodes a leg is tried."""
-    conditional: bool
-    """Prompts may stay on their decode node because that is faster."""
     deadline_s: float
     """Of a request, from its arrival."""
 

@@ -18,6 +18,24 @@ from wire.transfer import ChoiceSoFar, KvTransferParams
 
 __all__ = ["Diverged", "Place", "Progress"]
 
+_CLAIM = (
+    "remote_engine_id",
+    "remote_block_ids",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "generation",
+    "lease_epoch",
+    "num_tokens",
+    "growing",
+    "expires_at",
+    "signature",
+    "adapter",
+    "adapter_digest",
+)
+"""What of a hand-over leads to the KV."""
+
 
 class Diverged(Exception):
     """A decode leg tells of other tokens than the client has seen."""
@@ -29,6 +47,8 @@ class Place:
 
     at: dict[int, int] = field(default_factory=dict)
     decoding: bool = False
+    again: bool = False
+    """A prefill leg of an answer of which the client has a part: its KV is wanted, not its token."""
 
     @classmethod
     def behind(cls, params: KvTransferParams) -> Place:
@@ -66,6 +86,8 @@ class Progress:
         """The client was given bytes."""
         self.settled = False
         """A decode leg has shown that it needs the prefill node's KV no more."""
+        self.claim: KvTransferParams | None = None
+        """KV of the prompt that was computed again, while nobody has fetched it."""
         self.ended = False
         self._choices: dict[int, _Choice] = {0: _Choice()}
         self._diverged = False
@@ -83,6 +105,9 @@ class Progress:
         ids, kind = frame.token_ids, frame.kind
         begin = place.at.get(frame.choice, 0)
         place.at[frame.choice] = begin + len(ids)
+        if place.again:
+            self.claim = frame.params or self.claim
+            return False
         if kind is FrameKind.TICKET:
             self.ticket = frame.params
             return False
@@ -94,7 +119,7 @@ class Progress:
         if not (over or kind is FrameKind.TOKENS) or self.ended:
             return False
         if place.decoding and (over or ids):
-            self.settled = True
+            self.settled, self.claim = True, None
         choice = self._choices.get(frame.choice)
         if choice is None:
             choice = self._choices[frame.choice] = _Choice()
@@ -140,9 +165,20 @@ class Progress:
         self._choices, self.handover, self.ticket = {0: _Choice()}, None, None
         return True
 
+    def compute_again(self) -> None:
+        """A prefill node computes the prompt once more, for a decode leg that goes on from all tokens so far."""
+        self.settled, self.claim = False, None
+
+    @property
+    def held(self) -> KvTransferParams | None:
+        """What a prefill node holds for this answer, or has held."""
+        return self.claim or self.handover or self.ticket
+
     def decode_params(self) -> KvTransferParams:
         """What the next decode leg starts from: the hand-over itself, or the ticket, or all tokens so far."""
-        first = self._choices[0]
+        first, claim = self._choices[0], self.claim
+        if claim is not None and claim.remote_engine_id is not None:
+            return msgspec.structs.replace(self.without_kv(), **{name: getattr(claim, name) for name in _CLAIM})
         if not any(choice.token_ids for at, choice in self._choices.items() if at):
             if self.handover is not None and len(first.token_ids) == len(self.handover.generated):
                 return self.handover
@@ -151,11 +187,13 @@ class Progress:
         return self.without_kv()
 
     def tokens_to_compute(self, params: KvTransferParams) -> int:
-        """Tokens that a decode node must compute for `params` before it can go on: none where KV is handed over."""
+        """Tokens that a decode node must compute for `params` before it can go on: none of a prompt that is handed
+        over, and of the answer those behind the first one."""
+        generated = len(params.generated) + sum(len(choice.generated) for choice in params.other_choices)
         if params.remote_engine_id is not None:
-            return 0
+            return max(0, generated - 1)
         prompt = self._job.prompt_tokens if params.prompt_token_ids is None else len(params.prompt_token_ids)
-        return prompt + len(params.generated) + sum(len(choice.generated) for choice in params.other_choices)
+        return prompt + generated
 
     def without_kv(self) -> KvTransferParams:
         """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""

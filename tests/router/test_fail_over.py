@@ -54,7 +54,7 @@ async def test_an_answer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch)
         d.health_status = 503
         await cut_after_token(call)
 
-    monkeypatch.setattr(router.handoff, "ROOM_DEADLINE_S", 0.3)
+    monkeypatch.setattr(router.walk.handoff, "ROOM_DEADLINE_S", 0.3)
     d = decode(die)
     async with cluster(prefill(), d) as c:
         text = await c.text({"stream": True})

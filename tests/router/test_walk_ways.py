@@ -312,7 +312,7 @@ async def test_when_all_prefill_nodes_rest_the_client_is_told_for_how_long() -> 
 
 
 async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.binding, "_RENEW_S", 0.05)
+    monkeypatch.setattr(router.walk.binding, "_RENEW_S", 0.05)
 
     async def full_once(call: Call) -> object:
         if len(d.calls) == 1:
@@ -511,7 +511,7 @@ async def test_retries_do_not_multiply_the_load_of_a_cluster_in_trouble() -> Non
 
 
 async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router.doors, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(router.nodes.doors, "_PATIENCE_S", 0.2)
     hung, good = prefill(hold), prefill(load=Load(running=9))
     async with cluster(hung, good, decode(), health_interval_s=0.05) as c:
         assert await c.text({"stream": True}) == STREAMED
@@ -523,7 +523,7 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: 
 async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router.doors, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(router.nodes.doors, "_PATIENCE_S", 0.1)
 
     async def slow_prompt(call: Call) -> None:
         early = handover(call, generated=[], generated_logprobs=[], sent_text=None, growing=True)
