@@ -141,7 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--workers", type=int, default=1, help="a row of ours with so many processes, too")
-    parser.add_argument("--only", default="", help="one router by name")
+    parser.add_argument("--only", default="", choices=[OURS, *PEERS], help="one router")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default=",".join(PACED), help="paced streams and their ms")
     parser.add_argument("--venvs", type=Path, default=Path(tempfile.gettempdir()) / "kvrelay-router-peers")
