@@ -11,11 +11,11 @@ import msgspec
 
 from wire.errors import RequestError
 
-__all__ = ["refuse_not_built"]
+__all__ = ["REFUSED", "refuse_not_built"]
 
 _LEAVE_OUT = "leave it out"
 
-_TABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "best_of with a temperature finds likely answers too"),
     "suffix": (("",), "the models served here write on from the end of a text; put all of it into the prompt"),
     "functions": (([],), "send tools, which replaced it"),
@@ -28,14 +28,14 @@ _TABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), _LEAVE_OUT),
 }
 
-_Asked = msgspec.defstruct("_Asked", [(name, Any, None) for name in _TABLE])
+_Asked = msgspec.defstruct("_Asked", [(name, Any, None) for name in REFUSED])
 _decoder = msgspec.json.Decoder(_Asked)
 
 
 def refuse_not_built(body: bytes) -> None:
     """Raise RequestError if a JSON request asks for something of the table."""
     asked = _decoder.decode(body)
-    for name, (harmless, instead) in _TABLE.items():
+    for name, (harmless, instead) in REFUSED.items():
         value = getattr(asked, name)
         if value is not None and not any(type(value) is type(same) and value == same for same in harmless):
             raise RequestError(f"{name} is not supported yet; {instead}", param=name, code="unsupported_parameter")
