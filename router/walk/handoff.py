@@ -71,7 +71,7 @@ class Walk:
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
         self._prefilling: asyncio.Task[bool] | None = None
-        self._claimed = asyncio.Event()  # the prefill leg of a rebuilding has told where its KV is
+        self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
         self._decoding: asyncio.Task[None] | None = None
 
     @property
@@ -229,10 +229,10 @@ class Walk:
             return
         self._metrics.rebuilt.inc()
         self.progress.compute_again()
-        self._claimed.clear()
+        claimed = self._claimed = asyncio.Event()
         self._prefilling = asyncio.create_task(self._prefill_again(source))
-        self._prefilling.add_done_callback(lambda _: self._claimed.set())
-        await self._claimed.wait()
+        self._prefilling.add_done_callback(lambda _: claimed.set())
+        await claimed.wait()
 
     def _may_rebuild(self) -> bool:
         """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
@@ -379,7 +379,8 @@ class Walk:
             if frame.blocks is not None:
                 self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
                 self._pool.prefixes.learn(self._prefix)
-        self._claimed.set()
+        if self._claimed is not None:
+            self._claimed.set()
         if self._decoding is None and not again:
             self._decoding = asyncio.create_task(self._decode_early())
 
