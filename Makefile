@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test lint reference docs clean
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -35,6 +35,12 @@ lint: setup  ## check style and types
 	@$(BIN)/ruff format --check . || { echo "make: these files are not formatted; run '$(BIN)/ruff format .'" >&2; exit 1; }
 	@echo "==> checking types (half a minute the first time)"
 	@$(BIN)/mypy || { echo "make: mypy found the type errors above" >&2; exit 1; }
+
+reference: setup  ## fill in what is generated in docs/
+	@$(BIN)/python -m scripts.reference
+
+docs: reference  ## build the documentation as a folder of files, build/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict && echo "==> build/docs/index.html"
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

