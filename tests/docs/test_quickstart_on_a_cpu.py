@@ -1,0 +1,113 @@
+"""docs/quickstart/cpu.md does what it says: its blocks are run in order, with another port and this interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from documents import DOCS, ROOT, Block, blocks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.model]
+
+START_DEADLINE_S = 300.0
+ASK_DEADLINE_S = 120.0
+
+Run = Callable[[str], str]
+
+
+def block(name: str) -> Block:
+    return next(each for each in blocks(DOCS / "quickstart" / "cpu.md") if (each.kind, each.name) == ("run", name))
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def as_script(text: str, url: str) -> str:
+    """A block for the shell, of this interpreter's `kvrelay` and the cluster at `url`."""
+    text = text.replace("http://127.0.0.1:8000", url)
+    for command, flags in (("up", "--port 0"), ("chat", f"--url {url}"), ("doctor", f"--router {url}")):
+        text = text.replace(f".venv/bin/kvrelay {command}", f"{sys.executable} -m kvrelay.cli {command} {flags}")
+    assert ".venv" not in text
+    return text
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The router of the cluster that the page starts."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    said = folder / "up.log"
+    script = as_script(block("start").text, "").strip()
+    with said.open("w") as out:
+        up = subprocess.Popen(
+            ["bash", "-c", re.sub(r"^(\w+=\S+) ", r"export \1; exec ", script)],
+            stdout=out,
+            stderr=out,
+            cwd=folder,
+            env=environment() | {"COLUMNS": "200"},
+        )
+    try:
+        end = time.monotonic() + START_DEADLINE_S
+        while not (found := re.search(r"ready\b.*?(http://127\.0\.0\.1:\d+)", said.read_text())):
+            assert up.poll() is None, said.read_text()
+            assert time.monotonic() < end, said.read_text()
+            time.sleep(0.1)
+        yield found[1]
+        assert "WARNING" not in said.read_text()
+    finally:
+        up.send_signal(signal.SIGTERM)
+        up.wait(60)
+
+
+@pytest.fixture
+def run(url: str, tmp_path: Path) -> Run:
+    """Run a block of the page: what it prints."""
+
+    def run_block(name: str) -> str:
+        found = block(name)
+        program = [sys.executable, "-c"] if found.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+        text = (
+            found.text.replace("http://127.0.0.1:8000", url)
+            if found.language == "python"
+            else as_script(found.text, url)
+        )
+        done = subprocess.run(
+            [*program, text], capture_output=True, text=True, timeout=ASK_DEADLINE_S, cwd=tmp_path, env=environment()
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run_block
+
+
+def test_curl_gets_a_stream(run: Run) -> None:
+    said = run("curl")
+    assert said.count('"content":"') >= 2
+    assert said.endswith("data: [DONE]\n\n")
+
+
+def test_the_client_of_openai_gets_an_answer(run: Run) -> None:
+    assert len(run("openai")) > 3
+
+
+def test_the_terminal_gets_an_answer(run: Run) -> None:
+    assert len(run("chat")) > 10
+
+
+def test_an_answer_tells_its_stages(run: Run) -> None:
+    stages = json.loads(run("stages"))["kvrelay"]
+    assert stages["total_ms"] > stages["decode_ms"] > 0
+    assert "transfer_ms" in stages
+
+
+def test_doctor_finds_that_blocks_arrive(run: Run) -> None:
+    assert "verified" in run("doctor")
