@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from openai_api.chat_fields import PASSED_ON
 from openai_api.not_built import REFUSED
 from openai_api.openapi import document
 from openai_api.stages import STAGES
@@ -31,7 +32,7 @@ def http_pieces() -> dict[str, str]:
     told = document("kvrelay", "")
     schemas: Schema = told["components"]["schemas"]
     routes = [
-        [code(f"{method.upper()} {path}"), said["description"], "yes" if said.get("security") else "", _body(said)]
+        [code(f"{method.upper()} {path}"), f"{said['summary']}.", "yes" if said.get("security") else "", _body(said)]
         for path, methods in told["paths"].items()
         for method, said in methods.items()
     ]
@@ -39,6 +40,7 @@ def http_pieces() -> dict[str, str]:
         "routes": table(["Route", "What it does", "Key", "Body"], routes),
         "bodies": "\n".join(_schema(name, schemas[name]) for name in sorted(schemas)),
         "stages": ", ".join(code(f"{name}_ms") for name in STAGES) + ".",
+        "passed-on": ", ".join(map(code, PASSED_ON)) + ".",
         "not-served": table(["Field", "Allowed", "Instead"], map(_refused, REFUSED)),
     }
 
