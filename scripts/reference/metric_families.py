@@ -6,6 +6,8 @@ of its collectors.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +15,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from node.metrics import NodeMetrics
 from router.app import Router
 from router.workers.parent import Parent
 from wire.engine_messages import EngineStats
@@ -43,12 +44,18 @@ class MetricFamily:
 
 def node_families() -> list[MetricFamily]:
     """Those of a node, with adapters allowed."""
+    if _told_elsewhere():
+        return _told("node")
+    from node.metrics import NodeMetrics
+
     metrics = NodeMetrics(lambda: EngineStats(Load()), model_name="model", role="decode", max_loras=1)
     return _of(metrics._registry)
 
 
 def router_families() -> list[MetricFamily]:
     """Those of a router; with several workers, of all together."""
+    if _told_elsewhere():
+        return _told("router")
     config = RouterConfig(("http://127.0.0.1:1",), ("http://127.0.0.1:2",))
     # Made while pods are followed only (router/membership/kubernetes_watch.py).
     listed = MetricFamily(
@@ -63,6 +70,16 @@ def router_families() -> list[MetricFamily]:
         for each in _of(Parent(config, 1)._registry)
     ]
     return [*of_one, listed, *of_many]
+
+
+def _told_elsewhere() -> bool:
+    """Whether the command line has a list of its own: then it is that."""
+    return importlib.util.find_spec("kvrelay.metrics_reference") is not None
+
+
+def _told(where: str) -> list[MetricFamily]:
+    told = importlib.import_module("kvrelay.metrics_reference").metrics_reference()
+    return [MetricFamily(each.name, each.kind, each.labels, each.about) for each in told if where in each.where]
 
 
 def _of(registry: CollectorRegistry) -> list[MetricFamily]:
