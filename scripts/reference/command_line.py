@@ -12,7 +12,7 @@ import typer
 
 from kvrelay.cli import app
 
-__all__ = ["Command", "Parameter", "commands"]
+__all__ = ["Command", "Parameter", "commands", "general_flags"]
 
 _KINDS: dict[Any, str] = {int: "INT", float: "NUMBER"}
 
@@ -49,6 +49,12 @@ def commands() -> tuple[Command, ...]:
     """All commands that --help lists, in its order."""
     root: Any = typer.main.get_command(app)
     return tuple(_command(each) for each in root.commands.values() if not each.hidden)
+
+
+def general_flags() -> set[str]:
+    """The flags of `kvrelay` itself, and those that every command has."""
+    root: Any = typer.main.get_command(app)
+    return {flag for each in root.params for flag in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
 
 
 def _command(found: Any) -> Command:

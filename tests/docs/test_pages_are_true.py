@@ -14,13 +14,13 @@ from fastapi.routing import APIRoute
 
 from kvrelay.settings import convert
 from router.app import create_app
-from scripts.reference.command_line import Command
+from scripts.reference.command_line import Command, general_flags
 from scripts.reference.command_line import commands as all_commands
 from scripts.reference.metric_families import node_families, router_families
 from wire.router_config import RouterConfig
 
 KNOWN: dict[str, Command] = {each.name: each for each in all_commands()}
-ALWAYS = {"--help", "-h"}
+ALWAYS = general_flags()
 ALL_FLAGS = {flag for each in KNOWN.values() for one in each.parameters for flag in one.flags} | ALWAYS
 OURS = [page for page in pages() if page.name != "migration.md"]
 """migration.md also has flags and routes of others."""
@@ -38,6 +38,8 @@ def check(command: list[str]) -> None:
     """Whether a command of ours is one, with these flags."""
     command = command[next((at for at, word in enumerate(command) if "=" not in word), len(command)) :]  # variables
     if command and command[0].split("/")[-1] == "kvrelay":
+        if command[1] in ALWAYS:
+            return
         known = KNOWN.get(command[1])
         assert known is not None, command
         flags = {flag for each in known.parameters for flag in each.flags} | ALWAYS
