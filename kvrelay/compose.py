@@ -47,9 +47,8 @@ _PROMETHEUS = "docker.io/prom/prometheus:v3.5.0"
 _GRAFANA = "docker.io/grafana/grafana:12.1.0"
 # Drained nodes end sooner; this is for the longest answer that a node lets end (drain 30 s) and its own way out.
 _STOP_S = 45
-# NCCL and UCX share memory of ranks and nodes there; a container's own default is 64 MiB.
+# At most: NCCL and UCX share memory of ranks and nodes there, and a container's own 64 MiB would not do.
 _SHM_SIZE = "8gb"
-_SHM_SIZE_CPU = "1gb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ def _namespaces(config: ComposeConfig) -> dict[str, Any]:
         "entrypoint": ["sh", "-c", waits],
         "command": [],
         "ipc": "shareable",
-        "shm_size": _SHM_SIZE if config.gpu_ids else _SHM_SIZE_CPU,
+        "shm_size": _SHM_SIZE,
         "healthcheck": {"disable": True},
         "network_mode": "none",
     } | _contained(stop_s=2)
