@@ -117,7 +117,7 @@ class ComposeConfig:
 def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
     """The compose file, as what YAML is made of. `cores`: of the host, for nodes on CPUs; 0 leaves each all."""
     names = config.roles
-    services: dict[str, Any] = {"namespaces": _namespaces(config)}
+    services: dict[str, Any] = {"namespaces": _namespaces(config)} if _shared(config) else {}
     before: dict[str, str] = {}  # the last node on each GPU
     for index, (role, name) in enumerate(names):
         share = config.shares[index] if config.shares else None
@@ -126,7 +126,7 @@ def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
         before |= dict.fromkeys(mine, name)
     services["router"] = _router(config, [f"http://{name}:{_PORT}" for _, name in names])
     services |= _monitoring()
-    volumes = {"cache": {}, "prometheus": {}, "grafana": {}}
+    volumes: dict[str, Any] = {name: {} for name in ("cache", "prometheus", "grafana")}
     return {"name": config.name, "services": services, "volumes": volumes}
 
 
@@ -154,6 +154,13 @@ def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mappin
     }
     drawn = (NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
     return {name: given.get(name) or (draw() if name in drawn else value) for name, value in values.items()}
+
+
+def _shared(config: ComposeConfig) -> dict[str, str]:
+    """The namespaces that nodes need in common, which only the direct connector does."""
+    if config.cluster.transfer.kv_connector not in ("auto", "direct"):
+        return {}
+    return dict.fromkeys(("pid", "ipc"), f"container:{config.name}-namespaces")
 
 
 def _contained(stop_s: int = _STOP_S) -> dict[str, Any]:
@@ -188,8 +195,9 @@ def _namespaces(config: ComposeConfig) -> dict[str, Any]:
 
 
 def _node(
-    config: ComposeConfig, role: Role, name: str, share: NodeGpus | None, cores: int, after: Sequence[str]
+    config: ComposeConfig, role: Role, name: str, share: NodeGpus | None, cores: int, earlier: Sequence[str]
 ) -> dict[str, Any]:
+    """`earlier`: nodes on the same GPU. They measure its free memory one after the other."""
     engine = replace(config.cluster.engine_of(role), device="cuda" if share else "cpu")
     if share:
         engine = sharing_memory(engine, share.sharers)
@@ -199,7 +207,8 @@ def _node(
     transfer = replace(config.cluster.transfer, kv_host=name, cluster_secret=f"${CLUSTER_SECRET}")
     node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)
     flags = flags_of(replace(node, host="0.0.0.0"), skip=_NOT_FLAGS if engine.model else _NOT_FLAGS | {"model"})
-    shared = f"container:{config.name}-namespaces"
+    shared = _shared(config)
+    after = ({"namespaces": "service_started"} if shared else {}) | dict.fromkeys(earlier, "service_healthy")
     environment = {
         NODE_API_KEY: _wanted(NODE_API_KEY),
         CLUSTER_SECRET: _wanted(CLUSTER_SECRET),
@@ -210,15 +219,14 @@ def _node(
         "image": f"${{KVRELAY_NODE_IMAGE:-kvrelay/{kind}:{IMAGE_TAG}}}",
         "command": [role.value, *(flag.replace("$", "$$") for flag in flags)],
         "environment": environment,
-        "pid": shared,
-        "ipc": shared,
-        "depends_on": {"namespaces": {"condition": "service_started"}}
-        # Nodes on one GPU measure its free memory one after the other.
-        | {earlier: {"condition": "service_healthy"} for earlier in after},
+        **shared,
+        "depends_on": {before: {"condition": condition} for before, condition in after.items()},
         # One name for all nodes of a role, too: Prometheus looks it up.
         "networks": {"default": {"aliases": [role.value]}},
         "volumes": [f"cache:{_CACHE}", *(f"{path}:{path}:ro".replace("$", "$$") for path in host_paths(config))],
     }
+    if not shared:
+        service["shm_size"] = _SHM_SIZE
     return service | (_on_gpus(config, environment, share) if share else {}) | _contained()
 
 

@@ -96,6 +96,7 @@ fi
 
 # --- the images: with this machine's pip configuration as a secret, and what it names mounted
 mounts=()
+declare -A told=() # the environment wins over files, and comes first
 printf '[global]\n' >pip.conf
 while IFS='=' read -r key value; do
     key=${key##*.} value=${value#\'} value=${value%\'}
@@ -103,10 +104,14 @@ while IFS='=' read -r key value; do
     cert | find-links | index-url | extra-index-url | timeout | default-timeout | trusted-host | no-index) ;;
     *) continue ;;
     esac
-    printf '%s = %s\n' "${key#default-}" "$value" >>pip.conf
+    key=${key#default-}
+    if [ -n "${told[$key]:-}" ]; then continue; fi
+    told[$key]=1
+    printf '%s = %s\n' "$key" "$value" >>pip.conf
     for word in $value; do
-        word=${word#file://}
-        if [[ $word == /* && -e $word ]]; then mounts+=(--volume "$(realpath "$word"):$word:ro"); fi
+        # An index of files leads to files beside it.
+        if [[ $word == file://* ]]; then word=$(dirname "${word#file://}"); fi
+        if [[ $word == /* && -e $word ]]; then mounts+=(--volume "$word:$word:ro"); fi
     done
 done < <("$python" -m pip config list)
 if [ -z "${TORCH_CPU_INDEX+given}" ]; then

@@ -21,8 +21,11 @@ _TOKENS = 48
 _QUESTIONS = [f"Tell me a story about {thing}." for thing in ("a router", "two nodes", "a lease", "a block")]
 
 
-async def _up(url: str, nodes: tuple[int, int]) -> float:
-    """Wait until the router sees that many prefill and decode nodes, and all pairs that can talk. Returns seconds."""
+async def _up(url: str, nodes: tuple[int, int], gone: str = "") -> dict[str, str]:
+    """Wait until the router sees that many prefill and decode nodes, and all pairs that can talk.
+
+    Returns the generation of each URL; `gone` is one that must not be among them any more.
+    """
     began = time.monotonic()
     async with aiohttp.ClientSession() as session:
         while True:
@@ -30,8 +33,10 @@ async def _up(url: str, nodes: tuple[int, int]) -> float:
                 async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
                     seen = await answer.json(content_type=None)
                 counts = (seen["prefill"]["up"], seen["decode"]["up"])
-                if answer.status == 200 and counts == nodes and seen["pairs"]["met"] == nodes[0] * nodes[1]:
-                    return time.monotonic() - began
+                generations = {node["url"]: node["generation"] for node in seen["nodes"]}
+                whole = answer.status == 200 and counts == nodes and seen["pairs"]["met"] == nodes[0] * nodes[1]
+                if whole and gone not in generations.values():
+                    return generations
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as why:
                 seen = repr(why)
             if time.monotonic() - began > _READY_DEADLINE_S:
@@ -76,7 +81,9 @@ def _kill(container: str) -> None:
 
 
 async def _run(url: str, nodes: tuple[int, int], kills: list[str]) -> None:
-    print(f"  {nodes[0]} prefill and {nodes[1]} decode nodes are up after {await _up(url, nodes):.1f} s", flush=True)
+    began = time.monotonic()
+    generations = await _up(url, nodes)
+    print(f"  {nodes[0]} prefill, {nodes[1]} decode nodes are up after {time.monotonic() - began:.1f} s", flush=True)
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     model = (await client.models.list()).data[0].id
     began = time.monotonic()
@@ -95,8 +102,8 @@ async def _run(url: str, nodes: tuple[int, int], kills: list[str]) -> None:
             if await streams != expected:
                 raise SystemExit(f"streams that ran while {container} was killed have other words")
             print(f"  {container} killed under {len(expected)} streams: all whole, with the same words", flush=True)
-        await asyncio.sleep(2)  # until the router has seen it, lest the old state be taken for the new one
-        await _up(url, nodes)
+        node = container.removeprefix("kvrelay_").removesuffix("_1")
+        generations = await _up(url, nodes, gone=generations[f"http://{node}:8000"])
         print(f"  {container} is back {time.monotonic() - killed:.1f} s after it was killed", flush=True)
         if await _all(client, model) != expected:
             raise SystemExit(f"streams after {container} came back have other words")

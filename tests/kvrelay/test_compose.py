@@ -17,7 +17,7 @@ from rich.console import Console
 from kvrelay.compose import ComposeConfig, compose_of, environment_of
 from kvrelay.compose_files import write
 from kvrelay.plan import ClusterConfig
-from wire.config import EngineConfig
+from wire.config import EngineConfig, TransferConfig
 from wire.errors import ConfigError
 
 QUIET = Console(quiet=True)
@@ -78,6 +78,14 @@ def test_ranks_take_as_many_gpus_as_they_are() -> None:
     assert made["decode-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
     with pytest.raises(ConfigError, match="tensor_parallel 4 needs 4 GPUs for each node, and this machine shows 1"):
         services(gpus="0", engine={"tensor_parallel": 4})
+
+
+def test_only_the_direct_connector_has_containers_share_namespaces() -> None:
+    made = services(transfer=TransferConfig("nixl"))
+    assert "namespaces" not in made
+    assert not {"pid", "ipc"} & set(made["decode-0"])
+    assert made["decode-0"]["shm_size"] == "8gb"
+    assert services(transfer=TransferConfig("direct"))["decode-0"]["pid"] == "container:kvrelay-namespaces"
 
 
 def test_cores_are_shared_out_on_cpus() -> None:
