@@ -1,20 +1,22 @@
-"""Tables of the metric families of nodes and routers."""
+"""Tables of the metric families of nodes and routers, as their registries declare them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from kvrelay.metrics_reference import metrics_reference
 from scripts.reference.markdown import code, table
-from scripts.reference.metric_families import MetricFamily, node_families, router_families
 
 __all__ = ["metric_pieces"]
 
 
 def metric_pieces() -> dict[str, str]:
     """One for each kind of process."""
-    return {"router-metrics": _table(router_families()), "node-metrics": _table(node_families())}
+    return {f"{where}-metrics": _table(where) for where in ("router", "node")}
 
 
-def _table(families: Iterable[MetricFamily]) -> str:
-    rows = [[code(each.name), each.type, ", ".join(map(code, each.labels)), each.about] for each in families]
-    return table(["Metric", "Type", "Labels", "Meaning"], sorted(rows))
+def _table(where: str) -> str:
+    rows = (
+        [code(each.name), each.kind, ", ".join(map(code, each.labels)), each.about]
+        for each in metrics_reference()
+        if where in each.where
+    )
+    return table(["Metric", "Type", "Labels", "Meaning"], rows)

@@ -9,11 +9,11 @@ import pytest
 from documents import DOCS
 from fastapi.routing import APIRoute
 
+from kvrelay.metrics_reference import metrics_reference
 from kvrelay.settings import settings_of
 from router.app import create_app
 from scripts.reference.command_line import commands
 from scripts.reference.error_pieces import REMEDIES, tree
-from scripts.reference.metric_families import node_families, router_families
 from scripts.reference.pages import current
 from scripts.reference.setting_pieces import CONFIGS
 from wire.router_config import RouterConfig
@@ -70,9 +70,9 @@ def test_every_error_has_a_row_and_a_remedy() -> None:
 
 def test_every_metric_is_there_with_words_and_labels() -> None:
     told = page("metrics")
-    for family in (*router_families(), *node_families()):
-        assert f"| `{family.name}` | {family.type} |" in told
-        assert family.about, family.name
+    for fact in metrics_reference():
+        assert f"| `{fact.name}` | {fact.kind} |" in told
+        assert fact.about, fact.name
 
 
 def test_every_route_of_the_router_is_in_the_page_of_http() -> None:

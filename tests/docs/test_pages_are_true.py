@@ -12,11 +12,11 @@ import yaml
 from documents import DOCS, ROOT, Block, blocks, commands, pages, words
 from fastapi.routing import APIRoute
 
+from kvrelay.metrics_reference import metrics_reference
 from kvrelay.settings import convert
 from router.app import create_app
 from scripts.reference.command_line import Command, general_flags
 from scripts.reference.command_line import commands as all_commands
-from scripts.reference.metric_families import node_families, router_families
 from wire.router_config import RouterConfig
 
 KNOWN: dict[str, Command] = {each.name: each for each in all_commands()}
@@ -71,7 +71,7 @@ def test_flags_in_sentences_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_metrics_in_sentences_exist(page: Path) -> None:
-    families = {each.name for each in (*router_families(), *node_families())}
+    families = {each.name for each in metrics_reference()}
     named = {found for word in words(page) for found in re.findall(r"^(?:kvrelay_|vllm:)[a-z_]+\b(?!\*)", word)}
     assert not named - families
 
