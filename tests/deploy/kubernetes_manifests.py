@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,15 @@ SCHEMAS = Path(__file__).parent / "schemas"
 VERSION = "1.37"
 DEADLINE_S = 120.0
 NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+
+POD_IP = "10.0.0.7"
+SECRETS = {
+    "KVRELAY_API_KEY": "k",
+    "KVRELAY_ADMIN_KEY": "a",
+    "KVRELAY_NODE_API_KEY": "n",
+    "KVRELAY_CLUSTER_SECRET": "a-secret-of-the-cluster",
+    "HF_TOKEN": "h",
+}
 
 Manifest = dict[str, Any]
 # It reads all definitions of an API version, 2 MB of JSON, again for each object.
@@ -143,3 +153,22 @@ def matches(selector: Manifest, labels: dict[str, str]) -> bool:
         if labels.get(rule["key"]) not in rule["values"]:
             return False
     return True
+
+
+def arguments(overlay: str, pod: PodOf, folder: Path, address: str = POD_IP) -> list[str]:
+    """A container's arguments as Kubernetes makes them for a pod with this address, its files in `folder`."""
+    names = {"POD_IP": address, "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.kvrelay"}
+    known = {variable["name"] for variable in pod.main["env"]} | {"LWS_LEADER_ADDRESS"}
+    args = [
+        re.sub(r"\$\((\w+)\)", lambda found: names[found[1]] if found[1] in known else "", arg)
+        for arg in pod.main["args"]
+    ]
+    volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+    for mount in pod.main["volumeMounts"]:
+        if "configMap" in volumes[mount["name"]]:
+            name = volumes[mount["name"]]["configMap"]["name"]
+            (files,) = [each["data"] for each in objects(overlay, "ConfigMap") if each["metadata"]["name"] == name]
+            for file, text in files.items():
+                (folder / file).write_text(text)
+            args = [arg.replace(f"={mount['mountPath']}/", f"={folder}/") for arg in args]
+    return args

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kubernetes_manifests import OVERLAYS, PodOf, objects, pods
+from kubernetes_manifests import OVERLAYS, POD_IP, SECRETS, PodOf, arguments, objects, pods
 from starlette.routing import Route
 
 import kvrelay.cli
@@ -25,89 +27,65 @@ from wire.engine_messages import EngineStats
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-POD_IP = "10.0.0.7"
-SECRETS = {
-    "KVRELAY_API_KEY": "k",
-    "KVRELAY_ADMIN_KEY": "a",
-    "KVRELAY_NODE_API_KEY": "n",
-    "KVRELAY_CLUSTER_SECRET": "a-secret-of-the-cluster",
-    "HF_TOKEN": "h",
-}
 KINDS = {"router": RouterConfig, "prefill": NodeConfig, "decode": NodeConfig, "rank": RanksConfig}
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the command line would run, as its config; nothing is run, looked up or listened on."""
-    configs: list[Any] = []
+@dataclass(frozen=True)
+class Started:
+    """What the real command line makes of a container: of its arguments, its files and its secrets."""
 
-    def run(config: Any) -> int:
-        configs.append(config)
+    pod: PodOf
+    config: Any
+    drain: tuple[Any, ...] = ()
+    """What its preStop hook asks for."""
+
+
+Configs = Callable[[str], list[Started]]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
+    """The containers of an overlay; nothing is run, looked up or listened on."""
+    asked: list[Any] = []
+
+    def run(*given: Any) -> int:
+        asked.append(given)
         return 0
 
-    for module, name in (
-        ("node.server", "run"),
-        ("router.server", "run"),
-        ("node.ranks", "run_ranks"),
-        ("kvrelay.cluster", "up"),
-    ):
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
-    monkeypatch.setattr(kvrelay.cli, "check_port", lambda host, port: None)
-    monkeypatch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
-    monkeypatch.setattr("paged_engine.rank_address.check_rank_0", lambda address: None)
-    monkeypatch.setattr("paged_engine.rank_address.interface_towards", lambda address: "eth0")
-    monkeypatch.setattr("router.membership.kubernetes_watch.server_of", lambda namespace: (None, "kvrelay"))
-    return configs
+    commands = ("node.server", "run"), ("router.server", "run"), ("node.ranks", "run_ranks"), ("kvrelay.cluster", "up")
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (*commands, ("kvrelay.drain", "run")):
+            patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
+        patch.setattr(kvrelay.cli, "check_port", lambda host, port: None)
+        patch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
+        patch.setattr("paged_engine.rank_address.check_rank_0", lambda address: None)
+        patch.setattr("paged_engine.rank_address.interface_towards", lambda address: "eth0")
+        patch.setattr("router.membership.kubernetes_watch.server_of", lambda namespace: (None, "kvrelay"))
 
+        def started(overlay: str, pod: PodOf) -> Started:
+            for name in SECRETS:
+                patch.delenv(name, raising=False)
+            for variable in pod.main["env"]:
+                if "secretKeyRef" in variable.get("valueFrom", {}):
+                    patch.setenv(variable["name"], SECRETS[variable["name"]])
+            assert "command" not in pod.main, "the image's entry point is kvrelay"
+            args = arguments(overlay, pod, tmp_path_factory.mktemp("pod"))
+            assert kvrelay.cli.run(args) == 0, args
+            (config,) = asked.pop()
+            program, *args = pod.main.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["none"])
+            if program != "kvrelay":
+                return Started(pod, config)
+            assert kvrelay.cli.run(args) == 0, args
+            return Started(pod, config, asked.pop())
 
-def arguments(overlay: str, pod: PodOf, folder: Path) -> list[str]:
-    """A container's arguments as Kubernetes makes them, its files in `folder`."""
-    names = {"POD_IP": POD_IP, "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.kvrelay"}
-    known = {variable["name"] for variable in pod.main["env"]} | {"LWS_LEADER_ADDRESS"}
-    args = [
-        re.sub(r"\$\((\w+)\)", lambda found: names[found[1]] if found[1] in known else "", arg)
-        for arg in pod.main["args"]
-    ]
-    volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-    for mount in pod.main["volumeMounts"]:
-        if "configMap" in volumes[mount["name"]]:
-            name = volumes[mount["name"]]["configMap"]["name"]
-            (files,) = [each["data"] for each in objects(overlay, "ConfigMap") if each["metadata"]["name"] == name]
-            for file, text in files.items():
-                (folder / file).write_text(text)
-            args = [arg.replace(f"={mount['mountPath']}/", f"={folder}/") for arg in args]
-    return args
-
-
-def set_environment(pod: PodOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SECRETS:
-        monkeypatch.delenv(name, raising=False)
-    for variable in pod.main["env"]:
-        if "secretKeyRef" in variable.get("valueFrom", {}):
-            monkeypatch.setenv(variable["name"], SECRETS[variable["name"]])
-
-
-def configs_of(
-    overlay: str, started: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[PodOf, Any]]:
-    """Each pod of an overlay with the config that the real command line makes of its arguments, files and secrets."""
-    found = []
-    for pod in pods(overlay):
-        set_environment(pod, monkeypatch)
-        assert "command" not in pod.main, "the image's entry point is kvrelay"
-        args = arguments(overlay, pod, folder)
-        assert kvrelay.cli.run(args) == 0, args
-        found.append((pod, started.pop()))
-    return found
+        yield functools.cache(lambda overlay: [started(overlay, pod) for pod in pods(overlay)])
 
 
 @every_overlay
-def test_the_command_line_takes_every_containers_arguments(
-    overlay: str, started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for pod, config in configs_of(overlay, started, tmp_path, monkeypatch):
+def test_the_command_line_takes_every_containers_arguments(overlay: str, configs: Configs) -> None:
+    for pod, config in ((each.pod, each.config) for each in configs(overlay)):
         command = pod.main["args"][0]
         if command == "up":
             assert (config.host, config.port) == ("0.0.0.0", pod.ports["http"])
@@ -129,10 +107,8 @@ def test_the_command_line_takes_every_containers_arguments(
 
 
 @every_overlay
-def test_gpus_shared_memory_and_memory_are_enough_for_the_config(
-    overlay: str, started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for pod, config in configs_of(overlay, started, tmp_path, monkeypatch):
+def test_gpus_shared_memory_and_memory_are_enough_for_the_config(overlay: str, configs: Configs) -> None:
+    for pod, config in ((each.pod, each.config) for each in configs(overlay)):
         if isinstance(config, RouterConfig):
             continue
         (shm,) = [volume["emptyDir"] for volume in pod.spec["volumes"] if volume["name"] == "shm"]
@@ -151,14 +127,11 @@ def size(quantity: str) -> int:
     return int(number) << {"Mi": 20, "Gi": 30}[unit]
 
 
-def test_the_ranks_of_a_group_are_all_ranks_once(
-    started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configs = configs_of("multi-node", started, tmp_path, monkeypatch)
+def test_the_ranks_of_a_group_are_all_ranks_once(configs: Configs) -> None:
     for group in objects("multi-node", "LeaderWorkerSet"):
         assert group["spec"]["leaderWorkerTemplate"]["size"] == 2, "then first_rank is a number"
-        mine = [(pod, config) for pod, config in configs if pod.owner["metadata"]["name"] == group["metadata"]["name"]]
-        (leader, node), (worker, rank) = mine
+        ours = [each for each in configs("multi-node") if each.pod.owner["metadata"] == group["metadata"]]
+        (leader, node), (worker, rank) = ((each.pod, each.config) for each in ours)
         assert (leader.component, worker.component) == ("node", "rank")
         local = node.engine.tensor_parallel_local
         assert list(range(rank.first_rank, rank.first_rank + rank.engine.tensor_parallel_local)) == list(
@@ -203,37 +176,25 @@ def test_probes_and_scrapes_ask_routes_that_there_are(overlay: str, served: dict
 
 
 @every_overlay
-def test_who_is_to_end_has_the_time_to_drain(
-    overlay: str, monkeypatch: pytest.MonkeyPatch, started: list[Any], tmp_path: Path
-) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def drain(*given: Any) -> int:
-        asked.append(given)
-        return 0
-
-    monkeypatch.setitem(sys.modules, "kvrelay.drain", SimpleNamespace(run=drain))  # type: ignore[arg-type]
-    for pod, config in configs_of(overlay, started, tmp_path, monkeypatch):
+def test_who_is_to_end_has_the_time_to_drain(overlay: str, configs: Configs) -> None:
+    for started in configs(overlay):
+        pod = started.pod
         if pod.component == "rank":
             (leader,) = [each for each in pods(overlay, "node") if each.owner == pod.owner]
             assert pod.spec["terminationGracePeriodSeconds"] == leader.spec["terminationGracePeriodSeconds"]
             continue
-        hook = pod.main["lifecycle"]["preStop"]
         if pod.component == "router":
-            before_s, after_s = hook["sleep"]["seconds"], getattr(config, "stop_deadline_s", DRAIN_S)
+            before_s = pod.main["lifecycle"]["preStop"]["sleep"]["seconds"]
+            after_s = getattr(started.config, "stop_deadline_s", DRAIN_S)
             assert after_s >= DRAIN_DEADLINE_S
         else:
-            program, *args = hook["exec"]["command"]
-            assert program == "kvrelay"
-            set_environment(pod, monkeypatch)
-            assert kvrelay.cli.run(args) == 0
-            url, router, _, node_api_key, before_s, _ = asked.pop()
+            url, router, _, node_api_key, before_s, _ = started.drain
             assert (url, router, node_api_key) == (f"http://127.0.0.1:{pod.ports['http']}", "", "n")
             after_s = DRAIN_DEADLINE_S
         assert pod.spec["terminationGracePeriodSeconds"] >= before_s + after_s + 10
 
 
-def test_scalers_ask_for_metrics_that_there_are(started: list[Any]) -> None:
+def test_scalers_ask_for_metrics_that_there_are() -> None:
     nodes = NodeMetrics(lambda: EngineStats(Load()), model_name="m", role="prefill").text().decode()
     router = router_app(RouterConfig(prefill=("http://p:1",), decode=("http://d:1",)), random.Random(1))
     told = {"router": router.state.router.metrics.text().decode(), "node": nodes}
