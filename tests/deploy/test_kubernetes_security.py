@@ -134,10 +134,13 @@ def test_each_talks_to_whom_it_must_and_to_nobody_else(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", ["cpu-demo", "monitoring", "autoscaling"])
-def test_metrics_are_for_the_namespace_of_prometheus(overlay: str) -> None:
+def test_metrics_and_traces_are_for_the_namespace_of_monitoring(overlay: str) -> None:
     network, prometheus = Network(overlay), ("monitoring", {NAME: "prometheus"})
     assert network.lets(prometheus, NODE, HTTP) is (overlay != "cpu-demo")
     assert network.lets(prometheus, ROUTER, HTTP)
+    for ours in (ROUTER, NODE):
+        assert network.lets(ours, ("monitoring", {NAME: "collector"}), 4318) is (overlay != "cpu-demo")
+        assert not network.lets(ours, ("other", {NAME: "collector"}), 4318)
     assert not network.lets(prometheus, NODE, EVENTS)
     assert not network.lets(("other", {NAME: "prometheus"}), NODE, HTTP)
 
