@@ -91,11 +91,23 @@ class Node:
         """The serving half. Raises EngineDead while the engine loads and after it ended."""
         if self.engine.ended.is_set() or self.failure is not None:
             raise EngineDead(self.failure or "the engine process of this node has ended")
-        if self.serving is not None and self.engine.silent_s() > SILENCE_LIMIT_S:
-            raise EngineDead(f"the engine process has said nothing for {self.engine.silent_s():.0f} s")
+        if self.serving is not None and (silent_s := self.engine.silent_s()) > SILENCE_LIMIT_S:
+            raise EngineDead(f"the engine process has said nothing for {silent_s:.0f} s")
+        if (stopped_s := self.engine.stats.kv_silent_s) > SILENCE_LIMIT_S:
+            raise EngineDead(
+                f"this node hands no KV over: a thread of its KV link has stood still for {stopped_s:.0f} s"
+            )
         if self.serving is None:
             raise EngineDead("the model is still being loaded; GET /health says when it is done")
         return self.serving
+
+    def alive(self) -> bool:
+        """Whether it serves, or may: false if only a new process can help. Loading and draining are no reason."""
+        try:
+            self.ready()
+        except EngineDead:
+            return self.serving is None and not self.engine.ended.is_set() and self.failure is None
+        return True
 
 
 def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -109,7 +121,10 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     key = partial(authorize, node.config.api_key)
     chat_with = partial(_complete, node, chat=True)
-    add_routes(app, Directly(node.ready, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)))
+    add_routes(
+        app,
+        Directly(node.ready, node.alive, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)),
+    )
 
     @app.post(_COMPLETIONS[1])
     async def completions(request: Request) -> Response:

@@ -43,4 +43,5 @@ def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, asked
         running_adapters=running_adapters,
         waiting_adapters=waiting_adapters,
         asked=asked,
+        kv_silent_s=transfers.silent_s,
     )

@@ -244,6 +244,10 @@ class Router:
         """Whether a request for any model can be served now."""
         return any(self.models.ready().values()) or self.models.alone()
 
+    def alive(self) -> bool:
+        """Always: what it cannot do without nodes, a new process could not either."""
+        return True
+
     async def tell_adapters(self, request: Request) -> Response:
         """Load or unload an adapter on all nodes. Raises KvrelayError."""
         assert self._legs is not None

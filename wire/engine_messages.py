@@ -251,6 +251,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     waiting_adapters: list[str] = []
     asked: int = 0
     """The number of the newest AskStats that these answer."""
+    kv_silent_s: float = 0.0
+    """Seconds since the slowest thread of the KV link was seen at work; one that waits for work is."""
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):
