@@ -106,11 +106,11 @@ ALERTS = (
     ),
     Alert(
         "KvrelayFetchesFail",
-        "sum by (instance, cause) (rate(kvrelay_fetches_failed_total[5m])) / on (instance) group_left "
+        "sum by (instance) (rate(kvrelay_fetches_failed_total[5m])) / "
         "sum by (instance) (rate(kvrelay_fetches_total[5m])) > 0.01",
         "5m",
         "warning",
-        "{{ $value | humanizePercentage }} of KV fetches fail on {{ $labels.instance }} ({{ $labels.cause }})",
+        "{{ $value | humanizePercentage }} of KV fetches fail on {{ $labels.instance }}",
     ),
     Alert(
         "KvrelayLeasesExpire",
