@@ -1,6 +1,6 @@
 """OpenTelemetry traces of a server: one span for each request, its stages as children, sent by OTLP over HTTP.
 
-Nothing of OpenTelemetry is imported unless an endpoint is configured. Spans are made of times that were taken anyway,
+OpenTelemetry is imported only if an endpoint is configured. Spans are made of times that were taken anyway,
 when the request has ended; at its beginning there is only the span that others are to name as their parent. Which
 traces are kept, the service's name and more facts of it follow OpenTelemetry's own variables (OTEL_TRACES_SAMPLER,
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS and so on). Knows no stage by name.
