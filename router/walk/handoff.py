@@ -78,7 +78,7 @@ class Walk:
     def prompt_tokens(self) -> int | None:
         """Known once the prompt was handed over."""
         handover = self.progress.handover
-        return len(handover.prompt_token_ids) if handover and handover.prompt_token_ids else None
+        return handover.prompt_tokens or None if handover else None
 
     @property
     def output_tokens(self) -> int:
@@ -301,7 +301,7 @@ class Walk:
         kv_failed, begin, grows_at = False, place.at.get(0, 0), 0
         held, block_tokens = kv_tokens + sum(place.at.values()), node.load.block_tokens if decoding else 0
 
-        timeline, reply, progress, at = self.timeline, self.reply, self.progress, place.at
+        timeline, reply, progress, at, part = self.timeline, self.reply, self.progress, place.at, self.job.part
 
         def take(frame: Frame) -> Awaitable[None] | None:
             # For every token of every answer: each call in here is 1 % of what the router costs.
@@ -318,7 +318,7 @@ class Walk:
                     if timeline.first_token is None:
                         timeline.first_token = now
                 if payload:
-                    reply.put(payload)
+                    (reply.put if not progress.ended or part else reply.put_last)(payload)
             if ids and not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
                 timeline.told(at[0], now, decoding)
             if ids and passage.plain and passage.gap_frames < GAP_EVERY:
