@@ -119,7 +119,8 @@ class Parent:
         self._ended: list[Family] = []
         self.changed = asyncio.Event()
         """Set whenever a worker listens or has ended."""
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
+        """What is measured here, beside what the workers measure."""
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(self.listening)
         self.restarts = Counter("kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry)
         for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
@@ -133,7 +134,7 @@ class Parent:
         async with (
             hearing(self, config.host, config.heartbeat_port, config.node_api_key),
             hearing_pings(self, config.host, config.p2p_nccl_port),
-            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self._registry),
+            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self.registry),
         ):
             sampling = asyncio.create_task(self._sample_for_ever())
             try:
@@ -254,7 +255,7 @@ class Parent:
 
     async def _exposition(self) -> Exposition:
         await self._sample()
-        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self._registry)])
+        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self.registry)])
         return Exposition(text_of(families))
 
     async def _sample(self) -> None:
