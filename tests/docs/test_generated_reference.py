@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 
 from kvrelay.metrics_reference import metrics_reference
 from kvrelay.settings import settings_of
+from openai_api.types import ChatRequest, CompletionRequest
 from router.app import create_app
 from scripts.reference.command_line import commands
 from scripts.reference.error_pieces import REMEDIES, tree
@@ -80,3 +81,15 @@ def test_every_route_of_the_router_is_in_the_page_of_http() -> None:
     routes = [route.path for route in create_app(RouterConfig()).routes if isinstance(route, APIRoute)]
     missing = {path for path in routes if re.sub(r"\{[^}]+\}", "{}", path) not in told}
     assert not missing
+
+
+def test_fields_that_the_page_of_http_explains_are_fields_of_requests() -> None:
+    section = page("http").partition("## Fields beyond OpenAI's\n")[2].partition("\n## ")[0]
+    named = {
+        name
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    assert len(named) > 30
+    assert not named - set(ChatRequest.__struct_fields__) - set(CompletionRequest.__struct_fields__)
