@@ -30,6 +30,8 @@ from router.admission.gate import Gate, Targets, Turn
 from router.admission.keys import Caller, Keyring
 from router.chores import Chores
 from router.client import arrived, headers_of
+from router.console.lookout import Lookout
+from router.console.routes import add_console_routes
 from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
 from router.hot_routes import HotRoutes
 from router.legs.leg_watch import LegWatches
@@ -108,6 +110,7 @@ class Router:
         self._means: Means | None = None
         self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
+        self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -271,6 +274,7 @@ class Router:
         timeline.ended = time.monotonic()
         stages_s = timeline.stages_s(timeline.ended)
         self.metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
+        self.lookout.ended(walk, path, status, turn.caller.name, "" if why is None else shown_error(why), stages_s)
         _log.info(
             "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
             walk.job.id,
@@ -347,6 +351,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     add_routes(app, router, router.shared.responses)
     read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.shared, router.legs, config.admin_key, read)
+    add_console_routes(app, config.admin_key, router.lookout.picture)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)
