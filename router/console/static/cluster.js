@@ -27,7 +27,7 @@ function tiles(picture) {
   const shown = [
     { name: "Requests", value: rate(picture.requests_per_s), unit: "/s", line: rates(series, "ended") },
     { name: "Output", value: rate(picture.output_tokens_per_s), unit: "tokens/s", line: rates(series, "output_tokens") },
-    { name: "Running", value: count(picture.running), unit: picture.running === 1 ? "stream" : "streams", note: `${sum(picture.nodes.map((node) => node.legs))} legs on nodes` },
+    { name: "Running", value: count(picture.running), unit: picture.running === 1 ? "request" : "requests", note: `${sum(picture.nodes.map((node) => node.legs))} streams of nodes` },
     { name: "Waiting", value: count(picture.waiting), unit: "in queue", note: `${picture.waiting_for_room} for KV room`, alarm: picture.waiting > 0 },
     { name: "First token", value: time(picture.ttft.p50_s), unit: "p50", note: `p99 ${time(picture.ttft.p99_s)}` },
     { name: "Failed", value: count(failed), unit: "in 5 min", note: `${sum(series.ended)} ended`, alarm: failed > 0 },
@@ -78,12 +78,14 @@ function flow(picture) {
 }
 
 function makeCard(node) {
-  const name = h("span.name", { title: node.url }, short(node.url));
+  const name = h("span.name", { title: node.url }, h("bdi", {}, short(node.url)));
   const badge = h("span.badge");
   const kv = bar(`KV in use on ${short(node.url)}`);
-  const facts = h("span.facts");
+  const legs = h("span.wide");
+  const load = h("span");
+  const facts = h("span.facts", {}, load, legs);
   const head = h("span.head", {}, h("span.dot", { "aria-hidden": "true" }), name, badge);
-  return Object.assign(h("li.node", {}, head, kv, facts), { badge, kv, facts });
+  return Object.assign(h("li.node", {}, head, kv, facts), { badge, kv, load, legs });
 }
 
 function showCard(element, node) {
@@ -92,7 +94,8 @@ function showCard(element, node) {
   say(element.badge, !node.up ? stateOf(node) : bad.length ? `breaker ${bad[0][1].state.replace("_", " ")}` : "");
   mark(element.badge, "title", node.up ? (bad[0]?.[1].reason ?? null) : node.reason);
   element.kv.show(kvShare(node));
-  say(element.facts, `${node.running} run · ${node.waiting} wait · ${node.legs} ours`);
+  say(element.load, `${node.running} run · ${node.waiting} wait`);
+  say(element.legs, ` · ${node.legs} ${node.legs === 1 ? "stream" : "streams"}`);
 }
 
 function wires(picture, sides, places, height) {
@@ -120,6 +123,8 @@ function wires(picture, sides, places, height) {
 
 function edges(picture) {
   const window = picture.edge_window_s;
+  const moved = sum(picture.edges.map((edge) => edge.bytes));
+  say(byId("moved"), moved ? `${bytes(moved / window)}/s` : "");
   const failed = picture.failed_pairs.map((pair) => ({ ...pair, failed: true }));
   const rows = [...failed, ...picture.edges];
   const body = byId("edges").tBodies[0];

@@ -70,6 +70,7 @@ const NONE = "–";
 export function time(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
   const ms = seconds * 1e3;
+  if (ms < 0.005) return "0 ms";
   if (ms < 1) return `${ms.toFixed(2)} ms`;
   if (ms < 100) return `${ms.toFixed(1)} ms`;
   if (ms < 1000) return `${ms.toFixed(0)} ms`;

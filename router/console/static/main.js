@@ -97,8 +97,8 @@ function askDrain(node) {
     return;
   }
   draining = node;
-  const streams = node.legs === 1 ? "1 stream ends" : `${node.legs} streams end`;
-  say(byId("drain-what"), `${node.role} node ${short(node.url)} will take nothing new; ${streams} there first. Undrain brings it back.`);
+  const left = { 0: "no stream is on it now", 1: "the stream on it goes on to its end" }[node.legs] || `the ${node.legs} streams on it go on to their end`;
+  say(byId("drain-what"), `The ${node.role} node ${short(node.url)} will take nothing new; ${left}. Undrain brings it back.`);
   byId("drain-dialog").showModal();
 }
 

@@ -55,7 +55,7 @@ function draw() {
   if (which === "slow") rows.sort((left, right) => (right.stages_s.total || 0) - (left.stages_s.total || 0));
   const held = known.size - shown.length;
   const text = `${Math.min(rows.length, MOST_ROWS)} of the last ${shown.length}`;
-  say(byId("requests-hint"), opened !== null && held > 0 ? `${text}; ${held} newer are held back while one is open` : text);
+  say(byId("requests-hint"), opened !== null && held > 0 ? `${text}; newer ones, held back while one is open: ${held}` : text);
   byId("log-empty").hidden = rows.length > 0;
   say(byId("log-empty"), shown.length ? "No request fits." : "No request has ended yet. Ask something under Chat.");
   const lines = rows.slice(0, MOST_ROWS).flatMap((request) => (keyOf(request) === opened ? [{ request }, { request, detail: true }] : [{ request }]));
@@ -72,7 +72,7 @@ function make({ request, detail }) {
   const button = h("button.id", { type: "button", title: request.id, "aria-expanded": "false" }, request.id);
   const bad = request.status >= 500 ? "bad" : request.status >= 400 ? "odd" : null;
   const row = h("tr", { onclick: () => toggle(request) },
-    h("td.num", {}, clock(request.ended)),
+    h("td.at", {}, clock(request.ended)),
     h("th", { scope: "row" }, button, h("span.why", {}, `${request.model || "–"} · ${request.key}`)),
     h("td.num", { "data-status": bad }, request.status === 499 ? "left" : String(request.status)),
     h("td.num", { title: "of the prompt, and generated" }, `${count(request.prompt_tokens)} → ${count(request.output_tokens)}`),
@@ -87,28 +87,44 @@ function toggle(request) {
   draw();
 }
 
-const TOLD = {
-  queue: "waiting for a node and for a seat on it",
-  prefill: "computing the prompt, first token included",
-  announce: "from the first token until the decode node knows that the KV is complete",
-  transfer: "fetch of the KV, most of it beside the prefill",
-  exposed: "of the fetch, what came after the news that the KV is complete",
-  decode_queue: "on the decode node: waiting for a seat, blocks and the next step",
-  first_step: "first decode step (a part of decode)",
-  decode: "all decode steps",
-  total: "arrival to end",
-};
+// What each of them is, where it begins behind which others, and its colour.
+const TOLD = [
+  ["queue", "queue", "waiting for a node and for a seat on it"],
+  ["prefill", "prefill", "computing the prompt, first token included"],
+  ["announce", "hand", "from the first token until the decode node knows that the KV is complete"],
+  ["transfer", "hand", "fetch of the KV, most of it beside the prefill"],
+  ["exposed", "hand", "of the fetch, what came after the news that the KV is complete"],
+  ["decode_queue", "hand", "on the decode node: waiting for a seat, blocks and the next step"],
+  ["first_step", "decode", "first decode step (a part of decode)"],
+  ["decode", "decode", "all decode steps"],
+  ["total", "other", "arrival to end"],
+];
+
+/** When each stage began, as far as the stages tell: those in turn one behind the other. */
+function begins(stages) {
+  const of = (name) => stages[name] || 0;
+  const at = { queue: 0, prefill: of("queue"), total: 0 };
+  at.announce = at.prefill + of("prefill");
+  at.exposed = at.announce + of("announce");
+  at.decode_queue = at.exposed + of("exposed");
+  at.transfer = Math.max(0, at.decode_queue - of("transfer"));
+  at.first_step = at.decode = at.decode_queue + of("decode_queue");
+  return at;
+}
 
 function details(request) {
   const total = request.stages_s.total || 1;
   const stages = h("table.figures.parts", {}, h("caption.unseen", {}, "Stages"));
   const body = stages.createTBody();
-  for (const [name, about] of Object.entries(TOLD)) {
+  const at = begins(request.stages_s);
+  for (const [name, kind, about] of TOLD) {
     if (!(name in request.stages_s)) continue;
     const took = request.stages_s[name];
-    const fill = h("span.fill");
-    fill.style.width = `${Math.min(100, (took / total) * 100)}%`;
-    body.append(h("tr", {}, h("th", { scope: "row" }, name.replace("_", " ")), h("td.num", {}, time(took)), h("td.wide", {}, h("span.track", {}, fill)), h("td.why", {}, about)));
+    const fill = h("span.span", { "data-stage": kind });
+    const from = Math.min(99, (at[name] / total) * 100);
+    fill.style.marginLeft = `${from}%`;
+    fill.style.width = `${Math.min(100 - from, (took / total) * 100)}%`;
+    body.append(h("tr", {}, h("th", { scope: "row" }, name.replace("_", " ")), h("td.num", {}, time(took)), h("td.wide", {}, fill), h("td.why", {}, about)));
   }
   const cached = request.cached_tokens ? `${count(request.cached_tokens)} of the prompt` : "none";
   const facts = [
