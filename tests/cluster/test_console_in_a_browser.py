@@ -75,7 +75,9 @@ def page_of(browser: Any, cluster: Cluster, view: str = "", **context: Any) -> I
         page.locator("#health[data-state=ok]").wait_for()
         yield page
         assert not wrong
-        assert {url.partition("/console")[0].partition("/v1")[0].partition("/admin")[0] for url in asked} == {cluster.url}
+        assert {url.partition("/console")[0].partition("/v1")[0].partition("/admin")[0] for url in asked} == {
+            cluster.url
+        }
 
 
 @contextmanager
@@ -88,7 +90,12 @@ def load(cluster: Cluster, clients: int) -> Iterator[None]:
         at = mine
         while not over.is_set():
             asked = {"role": "user", "content": QUESTIONS[at % len(QUESTIONS)] + " Please." * (at % 7)}
-            body = {"model": "SmolLM2-135M-Instruct", "messages": [asked], "max_tokens": 12 + 7 * (at % 5), "stream": True}
+            body = {
+                "model": "SmolLM2-135M-Instruct",
+                "messages": [asked],
+                "max_tokens": 12 + 7 * (at % 5),
+                "stream": True,
+            }
             httpx2.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
             at += clients
 
