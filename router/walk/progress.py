@@ -89,13 +89,10 @@ class Progress:
         self.claim: KvTransferParams | None = None
         """KV of the prompt that was computed again, while nobody has fetched it."""
         self.ended = False
+        self.output_tokens = 0
+        """Of all choices."""
         self._choices: dict[int, _Choice] = {0: _Choice()}
         self._diverged = False
-
-    @property
-    def output_tokens(self) -> int:
-        """Of all choices."""
-        return sum(len(choice.token_ids) for choice in self._choices.values())
 
     def take(self, frame: Frame, place: Place) -> bool:
         """Count a frame of the leg at `place`; whether its payload is news to the client.
@@ -133,6 +130,7 @@ class Progress:
                 )
             return False
         choice.token_ids += ids
+        self.output_tokens += len(ids)
         if frame.logprobs:
             choice.logprobs += frame.logprobs
         if frame.finish is not None and choice.finish is None:
@@ -145,9 +143,12 @@ class Progress:
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:
-        if params.prompt_token_ids is None and self.ticket is not None:
+        if params.prompt_tokens is None and self.ticket is not None:
             # Its ticket has told them.
-            params = msgspec.structs.replace(params, prompt_token_ids=self.ticket.prompt_token_ids)
+            told_there = self.ticket
+            params = msgspec.structs.replace(
+                params, prompt_token_ids=told_there.prompt_token_ids, packed_prompt=told_there.packed_prompt
+            )
         first, told = self._choices[0], params.so_far(1)[0]
         known = first.token_ids[: len(told.generated)]
         if known and known != told.generated[: len(known)]:
@@ -156,13 +157,14 @@ class Progress:
         self.handover = params
         # A decode leg that has begun with the ticket may be further already.
         if len(first.token_ids) <= len(told.generated):
+            self.output_tokens += len(told.generated) - len(first.token_ids)
             self._choices[0] = _Choice(list(told.generated), list(told.logprobs), told.sent_text, told.finish)
 
     def start_over(self) -> bool:
         """Forget a broken prefill leg; False if the client has already seen a part of it."""
         if self.forwarded:
             return False
-        self._choices, self.handover, self.ticket = {0: _Choice()}, None, None
+        self._choices, self.handover, self.ticket, self.output_tokens = {0: _Choice()}, None, None, 0
         return True
 
     def compute_again(self) -> None:
@@ -192,8 +194,8 @@ class Progress:
         generated = len(params.generated) + sum(len(choice.generated) for choice in params.other_choices)
         if params.remote_engine_id is not None:
             return max(0, generated - 1)
-        prompt = self._job.prompt_tokens if params.prompt_token_ids is None else len(params.prompt_token_ids)
-        return prompt + generated
+        prompt = params.prompt_tokens
+        return (self._job.prompt_tokens if prompt is None else prompt) + generated
 
     def without_kv(self) -> KvTransferParams:
         """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""
