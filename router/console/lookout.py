@@ -14,7 +14,7 @@ from openai_api.routes import version
 from openai_api.stages import MOVED
 from router.admission.gate import Gate
 from router.console.picture import BreakerSeen, FailedPair, NodeSeen, Picture, WorkerSeen, picture_of
-from router.console.recent import Edge, Ended, Recent
+from router.console.recent import Ended, Recent
 from router.metrics import Metrics
 from router.nodes.models import Models
 from router.nodes.node import Node
@@ -48,50 +48,54 @@ class Lookout:
         status: int,
         key: str,
         error: str,
-        stages_s: Mapping[str, float],
+        stages_s: dict[str, float],
     ) -> None:
-        """A request is over. `error` is what a log may say of it."""
-        timeline, tokens, job = walk.timeline, walk.output_tokens, walk.job
-        now = time.monotonic() if timeline.ended is None else timeline.ended
-        first, (prefill, decode) = timeline.first_token, walk.nodes
-        cached, moved = 0, 0
-        for part in walk.parts if isinstance(walk, JoinedWalk) else (walk,):
-            if not isinstance(part, VllmWalk):
+        """A request is over, and its timeline ended. `error` is what a log may say of it."""
+        timeline, job, (prefill, decode), recent = walk.timeline, walk.job, walk.nodes, self._recent
+        now, first, tokens = timeline.ended, timeline.first_token, walk.output_tokens
+        assert now is not None
+        ttft_s = None if first is None else first - timeline.arrived
+        inter_token_s = timeline.inter_token_s(tokens)
+        recent.ended(now, status, tokens, ttft_s, inter_token_s, stages_s["total"])
+        cached = moved = 0
+        if isinstance(walk, Walk):
+            cached, moved = walk.counts[2], self._moved(walk.timeline.decode_ms, prefill, decode)
+        elif isinstance(walk, JoinedWalk):
+            for part in walk.parts:
                 cached += part.counts[2]
-                moved += int(part.timeline.decode_ms.get(MOVED, 0))
-            self._note_edge(part, now)
-        request = Ended(
-            job.id,
-            path,
-            job.model,
-            key,
-            status,
-            error,
-            job.stream,
-            timeline.local,
-            time.time(),
-            None if first is None else first - timeline.arrived,
-            timeline.inter_token_s(tokens),
-            walk.prompt_tokens,
-            cached,
-            tokens,
-            prefill,
-            decode,
-            moved,
-            dict(stages_s),
+                moved += self._moved(part.timeline.decode_ms, *part.nodes)
+        elif tokens and prefill != "-" and decode != "-":
+            recent.moved(prefill, decode, 0, 0.0, 0.0)
+        recent.keep(
+            Ended(
+                job.id,
+                path,
+                job.model,
+                key,
+                status,
+                error,
+                job.stream,
+                timeline.local,
+                time.time(),
+                ttft_s,
+                inter_token_s,
+                walk.prompt_tokens,
+                cached,
+                tokens,
+                prefill,
+                decode,
+                moved,
+                stages_s,
+            )
         )
-        self._recent.ended(request, now)
 
-    def _note_edge(self, walk: Walk | VllmWalk, now: float) -> None:
-        (prefill, decode), told_ms = walk.nodes, walk.timeline.decode_ms
-        if "transfer" in told_ms:
-            moved = Edge(1, int(told_ms.get(MOVED, 0)), told_ms["transfer"] / 1e3, told_ms.get("exposed", 0.0) / 1e3)
-        elif isinstance(walk, VllmWalk) and walk.output_tokens:
-            moved = Edge(1)
-        else:
-            return
-        if "-" not in (prefill, decode):
-            self._recent.moved(prefill, decode, moved, now)
+    def _moved(self, told_ms: dict[str, float], prefill: str, decode: str) -> int:
+        """Note what a decode leg has fetched; its bytes."""
+        if "transfer" not in told_ms:
+            return 0
+        size = int(told_ms.get(MOVED, 0))
+        self._recent.moved(prefill, decode, size, told_ms["transfer"] / 1e3, told_ms.get("exposed", 0.0) / 1e3)
+        return size
 
     def seen(self, since: float) -> WorkerSeen:
         """What this process sees, with the requests that ended after this Unix time."""

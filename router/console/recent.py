@@ -22,9 +22,12 @@ KEPT_REQUESTS = 200
 MAX_EDGES = 1000
 """Pairs of nodes that are counted apart within a slot."""
 
+_log = math.log
 # Buckets grow by 5 %, so a quantile is off by 2.5 % at most.
 _SMALLEST_S = 1e-4
 _LOG_GROWTH = math.log(1.05)
+_BUCKETS_PER_E = 1 / _LOG_GROWTH
+_FIRST = math.log(_SMALLEST_S) * _BUCKETS_PER_E
 _MOST = 340  # 1,600 s
 
 
@@ -96,7 +99,8 @@ def bucket_of(seconds: float) -> int:
     """The number of its bucket."""
     if seconds <= _SMALLEST_S:
         return 0
-    return min(int(math.log(seconds / _SMALLEST_S) / _LOG_GROWTH), _MOST)
+    bucket = int(_log(seconds) * _BUCKETS_PER_E - _FIRST)
+    return bucket if bucket < _MOST else _MOST
 
 
 def quantile(counts: Iterable[dict[int, int]], shares: tuple[float, ...]) -> list[float] | None:
@@ -125,29 +129,49 @@ class Recent:
         self._requests: deque[Ended] = deque(maxlen=KEPT_REQUESTS)
         self._slots: deque[Slot] = deque(maxlen=SLOTS)
 
-    def ended(self, request: Ended, now: float) -> None:
-        """A request is over."""
-        self._requests.append(request)
-        slot = self._slot(now)
-        slot.ended += 1
-        slot.output_tokens += request.output_tokens
-        if request.status >= 500:
-            slot.failed += 1
-        if request.ttft_s is not None:
-            _count(slot.ttft, request.ttft_s)
-        if request.inter_token_s is not None:
-            _count(slot.inter_token, request.inter_token_s)
-        if request.status < 400:
-            _count(slot.total, request.stages_s.get("total", 0.0))
+        self.keep = self._requests.append
+        """A request that has ended."""
 
-    def moved(self, prefill: str, decode: str, edge: Edge, now: float) -> None:
-        """KV of a request went from one node to another."""
-        edges = self._slot(now).edges
-        known = edges.get((prefill, decode))
-        if known is not None:
-            known.add(edge)
-        elif len(edges) < MAX_EDGES:
-            edges[prefill, decode] = edge
+    def ended(
+        self,
+        now: float,
+        status: int,
+        output_tokens: int,
+        ttft_s: float | None,
+        inter_token_s: float | None,
+        total_s: float,
+    ) -> None:
+        """Count a request that has ended."""
+        slots, number = self._slots, now // SLOT_S
+        if not slots or slots[-1].number != number:
+            slots.append(Slot(int(number)))
+        slot = slots[-1]
+        slot.ended += 1
+        slot.output_tokens += output_tokens
+        if ttft_s is not None:
+            counts, bucket = slot.ttft, bucket_of(ttft_s)
+            counts[bucket] = counts.get(bucket, 0) + 1
+            if inter_token_s is not None:
+                counts, bucket = slot.inter_token, bucket_of(inter_token_s)
+                counts[bucket] = counts.get(bucket, 0) + 1
+        if status < 400:
+            counts, bucket = slot.total, bucket_of(total_s)
+            counts[bucket] = counts.get(bucket, 0) + 1
+        elif status >= 500:
+            slot.failed += 1
+
+    def moved(self, prefill: str, decode: str, size: int, transfer_s: float, exposed_s: float) -> None:
+        """KV of the request that has just ended went from one node to another."""
+        edges, pair = self._slots[-1].edges, (prefill, decode)
+        edge = edges.get(pair)
+        if edge is None:
+            if len(edges) == MAX_EDGES:
+                return
+            edge = edges[pair] = Edge()
+        edge.handovers += 1
+        edge.bytes += size
+        edge.transfer_s += transfer_s
+        edge.exposed_s += exposed_s
 
     def requests(self, since: float) -> list[Ended]:
         """Those that have ended after this Unix time, the newest last."""
@@ -157,14 +181,3 @@ class Recent:
         """Those of the last SLOTS in which something ended, the newest last."""
         first = int(now // SLOT_S) - SLOTS
         return [slot for slot in self._slots if slot.number > first]
-
-    def _slot(self, now: float) -> Slot:
-        number = int(now // SLOT_S)
-        if not self._slots or self._slots[-1].number != number:
-            self._slots.append(Slot(number))
-        return self._slots[-1]
-
-
-def _count(counts: dict[int, int], seconds: float) -> None:
-    bucket = bucket_of(seconds)
-    counts[bucket] = counts.get(bucket, 0) + 1
