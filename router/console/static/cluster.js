@@ -27,10 +27,10 @@ function tiles(picture) {
   const shown = [
     { name: "Requests", value: rate(picture.requests_per_s), unit: "/s", line: rates(series, "ended") },
     { name: "Output", value: rate(picture.output_tokens_per_s), unit: "tokens/s", line: rates(series, "output_tokens") },
-    { name: "Running", value: count(picture.running), unit: picture.running === 1 ? "request" : "requests", note: `${sum(picture.nodes.map((node) => node.legs))} streams of nodes` },
+    { name: "Running", value: count(picture.running), unit: picture.running === 1 ? "request" : "requests", note: `${sum(picture.nodes.map((node) => node.legs))} streams on nodes` },
     { name: "Waiting", value: count(picture.waiting), unit: "in queue", note: `${picture.waiting_for_room} for KV room`, alarm: picture.waiting > 0 },
     { name: "First token", value: time(picture.ttft.p50_s), unit: "p50", note: `p99 ${time(picture.ttft.p99_s)}` },
-    { name: "Failed", value: count(failed), unit: "in 5 min", note: `${sum(series.ended)} ended`, alarm: failed > 0 },
+    { name: "Failed", value: count(failed), unit: "in 5 min", note: `${count(sum(series.ended))} ended`, alarm: failed > 0 },
   ];
   keyed(byId("tiles"), shown, (tile) => tile.name, makeTile, (element, tile) => {
     say(element.value, tile.value);
@@ -107,7 +107,7 @@ function wires(picture, sides, places, height) {
   const pairs = few ? sides.prefill.flatMap((from) => sides.decode.map((to) => [from, to])) : [];
   for (const [from, to] of pairs) if (from.up && to.up) drawn.set(`${from.url} ${to.url}`, { from: from.url, to: to.url, kind: "idle", width: 1 });
   for (const edge of picture.edges) {
-    const width = 1.5 + Math.min(5, Math.log2(1 + edge.handovers) * 0.7);
+    const width = 1.25 + Math.min(3, Math.log2(1 + edge.handovers) * 0.35);
     drawn.set(`${edge.prefill} ${edge.decode}`, { from: edge.prefill, to: edge.decode, kind: "busy", width });
   }
   for (const pair of picture.failed_pairs) drawn.set(`${pair.prefill} ${pair.decode}`, { from: pair.prefill, to: pair.decode, kind: "failed", width: 1.5 });
@@ -164,7 +164,7 @@ function chart(id, values) {
 function counts(picture) {
   const of = (what) => sum(Object.values(picture.counts[what] || {}));
   const by = (what) => Object.entries(picture.counts[what] || {}).filter(([, times]) => times).map(([label, times]) => `${label} ${count(times)}`).join(", ");
-  const statuses = Object.entries(picture.counts.requests || {}).sort().map(([status, times]) => `${status}: ${count(times)}`).join("  ");
+  const statuses = Object.entries(picture.counts.requests || {}).sort().map(([status, times]) => `${status}: ${count(times)}`).join(" · ");
   const rows = [
     ["Answers by status", statuses || "none"],
     ["Handed over", count(of("disaggregated"))],
@@ -182,8 +182,11 @@ function nodes(picture, onDrain) {
   keyed(byId("nodes").tBodies[0], rows, (node) => node.url, (node) => makeRow(node, onDrain), (row, node) => {
     row.node = node;
     mark(row, "data-state", stateOf(node));
-    say(row.state, stateOf(node) + (several && node.up_in && node.up_in < picture.workers.length ? ` in ${node.up_in} of ${picture.workers.length}` : ""));
-    say(row.why, node.up ? `for ${age(node.for_s)}` : node.draining ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
+    const partly = several && node.up_in > 0 && node.up_in < picture.workers.length;
+    say(row.state, partly ? `up in ${node.up_in} of ${picture.workers.length}` : stateOf(node));
+    const bad = open(node);
+    const trouble = bad.map(([leg, breaker]) => `${leg} ${breaker.state.replace("_", " ")}`).join(", ");
+    say(row.why, node.up ? (trouble ? `breaker: ${trouble}` : `for ${age(node.for_s)}`) : node.draining ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
     mark(row.why, "title", node.reason || null);
     const [, , load, legs, depth, , held, breakers] = row.cells;
     say(load, `${node.running} / ${node.waiting}`);
@@ -192,8 +195,7 @@ function nodes(picture, onDrain) {
     row.kv.show(kvShare(node));
     mark(row.kv, "title", node.total_blocks ? `${node.free_blocks} of ${node.total_blocks} blocks of ${node.block_tokens} tokens are free` : null);
     say(held, count(node.held_blocks));
-    const bad = open(node);
-    say(breakers, bad.map(([leg, breaker]) => `${leg} ${breaker.state.replace("_", " ")}`).join(", ") || "closed");
+    say(breakers, trouble || "closed");
     mark(breakers, "data-open", bad.length ? "yes" : null);
     mark(breakers, "title", bad.map(([, breaker]) => breaker.reason).join("; ") || null);
     const drained = node.draining;
