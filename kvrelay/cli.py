@@ -365,6 +365,18 @@ def _drain(
     return run_drain(node, router, admin_key, node_api_key, wait, Console(highlight=False, soft_wrap=True))
 
 
+@app.command("top")
+def _top(
+    router: Annotated[str, typer.Option(help="The router to look at.")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
+) -> int:
+    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
+    from kvrelay.top import run as run_top
+
+    return run_top(router, admin_key, interval, Console(highlight=False))
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2 if what was typed is wrong, 1 if it failed, 130 after Ctrl-C."""
     try:

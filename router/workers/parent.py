@@ -45,6 +45,7 @@ from router.workers.messages import (
     Legs,
     LegsOf,
     Listening,
+    Look,
     Met,
     Names,
     Recall,
@@ -53,6 +54,7 @@ from router.workers.messages import (
     Sampled,
     Samples,
     Scrape,
+    Seen,
     Sync,
     Take,
     Told,
@@ -200,6 +202,8 @@ class Parent:
                 return self._exposition()
             case Legs():
                 return self._legs(peer)
+            case Look():
+                return self._look(peer, message)
             case Added() | Removed() | Drained():
                 return self._change(message)
             case Met():
@@ -252,6 +256,10 @@ class Parent:
             for url, count in told.legs.items():
                 legs[url] = legs.get(url, 0) + count
         return LegsOf(legs)
+
+    async def _look(self, peer: _Peer, asked: Look) -> Seen:
+        told = await self._ask_all(asked, Seen, but=peer)
+        return Seen([worker for _, seen in told for worker in seen.workers])
 
     async def _exposition(self) -> Exposition:
         await self._sample()
