@@ -10,6 +10,8 @@ import asyncio
 import enum
 import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from router.admission.admission import Admission, Refusal
@@ -104,7 +106,11 @@ class Gate:
         line = self._lines.setdefault(base, _Line(Admission(self._config.max_queue)))
         nodes = self._nodes(job.model)
         entrant = self._entrant(caller, job, targets, arrived, nodes)
-        taken = await self._take(caller, entrant, now)
+        tokens = entrant.tokens
+        if caller.quota.tokens_per_minute:
+            # A long answer may be thought of that never comes: alone it is no reason to refuse.
+            tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
+        taken = await self._take(caller, tokens, now)
         now = time.monotonic()
         turn = Turn(caller, entrant, line, taken)
         try:
@@ -147,6 +153,17 @@ class Gate:
             self._limits.give_back(turn.taken, None, now)
         self._pump(line, now)
 
+    @asynccontextmanager
+    async def question(self, caller: Caller) -> AsyncIterator[None]:
+        """A short question, which runs no leg and waits in no queue, for the length of the block.
+
+        To its key's limits it is a request of no tokens. Raises RateLimited, Unavailable."""
+        taken = await self._take(caller, 0, time.monotonic())
+        try:
+            yield
+        finally:
+            self._limits.give_back(taken, 0, time.monotonic())
+
     async def close(self) -> None:
         """Look no more."""
         if self._looking is not None:
@@ -177,11 +194,7 @@ class Gate:
         cached = self._pool.prefixes.lookup(prefix_of(job))
         return max((cached.get(node.url) for node in nodes.prefill), default=0)
 
-    async def _take(self, caller: Caller, entrant: Entrant, now: float) -> Taken:
-        tokens = entrant.tokens
-        if caller.quota.tokens_per_minute:
-            # A long answer may be thought of that never comes: alone it is no reason to refuse.
-            tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
+    async def _take(self, caller: Caller, tokens: int, now: float) -> Taken:
         taken = await self._limits.take(caller.name, caller.quota, tokens, now)
         if not isinstance(taken, Exceeded):
             return taken

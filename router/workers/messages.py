@@ -20,6 +20,7 @@ from wire.router_config import RouterConfig
 
 __all__ = [
     "MAX_BYTES",
+    "Adapter",
     "Added",
     "Address",
     "Answer",
@@ -156,6 +157,14 @@ class Drained(_Message, frozen=True):
     begin: bool
 
 
+class Adapter(_Message, frozen=True):
+    """A node has loaded an adapter, or unloaded it."""
+
+    url: str
+    name: str
+    loaded: bool
+
+
 # From a worker.
 
 
@@ -214,7 +223,20 @@ class Legs(_Message, frozen=True):
 
 
 FromWorker = (
-    Answer | Added | Removed | Drained | Listening | Take | GiveBack | Keep | Recall | Forget | Scrape | Met | Legs
+    Answer
+    | Added
+    | Removed
+    | Drained
+    | Adapter
+    | Listening
+    | Take
+    | GiveBack
+    | Keep
+    | Recall
+    | Forget
+    | Scrape
+    | Met
+    | Legs
 )
 
 
@@ -268,7 +290,9 @@ class Sync(_Message, frozen=True):
     """An answer to this comes behind all that was said before."""
 
 
-FromParent = Answer | Begin | Begun | Told | Added | Removed | Drained | Heard | Address | Samples | Sync | Met | Legs
+FromParent = (
+    Answer | Begin | Begun | Told | Added | Removed | Drained | Adapter | Heard | Address | Samples | Sync | Met | Legs
+)
 
 _encoder = msgspec.msgpack.Encoder()
 
