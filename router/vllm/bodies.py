@@ -44,9 +44,15 @@ _EVENT = b"data: "
 _ERROR_EVENTS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+    """If the node was started with --enable-prompt-tokens-details."""
 
 
 class _Answer(msgspec.Struct):
@@ -72,6 +78,8 @@ class Handover(msgspec.Struct, frozen=True):
 
     params: msgspec.Raw | None
     prompt_tokens: int
+    cached_tokens: int | None = None
+    """Of the prompt, in the node's prefix cache; None: it does not say."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -159,7 +167,9 @@ def handover_of(body: bytes) -> Handover:
     answer = _decoded(body)
     params = answer.kv_transfer_params
     held = bytes(params).strip()[:1] == b"{" and _holds(params)
-    return Handover(params if held else None, answer.usage.prompt_tokens if answer.usage else 0)
+    usage = answer.usage or _Usage()
+    details = usage.prompt_tokens_details or _Details()
+    return Handover(params if held else None, usage.prompt_tokens, details.cached_tokens)
 
 
 def _holds(params: msgspec.Raw) -> bool:
