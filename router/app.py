@@ -127,7 +127,7 @@ class Router:
             self.config.attempts,
             self.config.request_deadline_s,
         )
-        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix, self.config.vllm_event_ports)
         self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
             config = self.config

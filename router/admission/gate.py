@@ -20,6 +20,7 @@ from router.admission.keys import Caller
 from router.admission.metrics import AdmissionMetrics
 from router.admission.rate_limits import Exceeded, Limits, Taken
 from router.admission.saturation import Nodes
+from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
 from router.walk.job import Job, prefix_of
 from wire.config import Role
@@ -191,7 +192,10 @@ class Gate:
 
     def _cached(self, job: Job, nodes: Nodes) -> int:
         """Tokens of its prompt that the luckiest prefill node is believed to have."""
-        cached = self._pool.prefixes.lookup(prefix_of(job))
+        prefix = prefix_of(job)
+        if any(node.kind is not NodeKind.KVRELAY for node in self._pool.up(Role.PREFILL, model=job.model)):
+            prefix = prefix.for_contents()
+        cached = self._pool.prefixes.lookup(prefix)
         return max((cached.get(node.url) for node in nodes.prefill), default=0)
 
     async def _take(self, caller: Caller, tokens: int, now: float) -> Taken:

@@ -29,6 +29,7 @@ from router.metrics import Metrics
 from router.nodes.node import Lease, Node, NodeKind
 from router.nodes.pool import Pool
 from router.policies.policy import Ask
+from router.prefix.contents import keys_of_prompt
 from router.reply import Reply
 from router.timeline import Timeline
 from router.vllm.bodies import (
@@ -40,6 +41,7 @@ from router.vllm.bodies import (
     p2p_request_id,
     plain_answer,
     prefill_body,
+    salt_of,
     undivided_because,
 )
 from router.vllm.legs import NotReached, VllmLegs
@@ -79,9 +81,10 @@ class VllmWalk:
         self.output_tokens = 0
         """As the node counts them; of a stream its events, which are about one per token."""
         self._kind = kind
-        self._prefix = prefix_of(job)
+        self._prefix = prefix_of(job).for_contents()
         self._headers = headers
         self._pool = pool
+        self._index = pool.prefixes
         self._legs = legs
         self._metrics = metrics
         self._attempts = attempts
@@ -144,17 +147,19 @@ class VllmWalk:
 
         `decode`: the node that the KV is pushed to, for those that push; it is told nothing.
         """
-        body = prefill_body(self.job, named_by_id=decode is not None)
         while True:
             with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
                 node = lease.node
                 headers = self._named(lease, decode)
                 if forces_tools(self.job) and not self._legs.forces_tools(node):
                     return headers, None, "forced_tools"
+                with_ids = self._wants_ids(node)
+                body = prefill_body(self.job, named_by_id=decode is not None, with_ids=with_ids)
                 sent = time.monotonic()
                 self.timeline.sent = self.timeline.sent or sent
                 try:
-                    handover = handover_of(await self._legs.whole(lease, self.job.path, body, headers))
+                    answer = await self._legs.whole(lease, self.job.path, body, headers)
+                    handover = handover_of(answer, with_ids=with_ids)
                 except LegFailed as why:
                     failure = why
                 except NodeFailed as why:
@@ -162,6 +167,8 @@ class VllmWalk:
                 else:
                     self.timeline.handed_over = time.monotonic()
                     self._handed_over(lease, handover, self.timeline.handed_over - sent)
+                    if with_ids:
+                        self._learn(node, handover.token_ids)
                     if decode is not None or handover.params is not None:
                         self._source = node
                         return headers, handover.params, None
@@ -181,6 +188,29 @@ class VllmWalk:
             self._metrics.prefix.cached(cached, handover.cached_tokens)
             cached = handover.cached_tokens
         prefilled(lease, handover.prompt_tokens, cached, took_s)
+
+    def _wants_ids(self, node: Node) -> bool:
+        """Whether its blocks are called by their content, and those of this prompt are not known yet."""
+        contents = self._index.contents.get(node.url)
+        return contents is not None and contents.tells_prompts and not self._index.knows(self._prefix)
+
+    def _learn(self, node: Node, token_ids: list[int] | None) -> None:
+        """The node was asked for the tokens of the prompt: they name its blocks."""
+        contents, job = self._index.contents.get(node.url), self.job
+        if contents is None:
+            return
+        if token_ids is None:
+            _log.warning(
+                "node %s tells no tokens of prompts, so its KV events are of no use: take vLLM 0.10.2", node.url
+            )
+            contents.tells_prompts = False
+            if self._index.trusts(node.url):
+                self._index.trust(node.url, whole=False)
+        elif block_tokens := contents.block_tokens or node.load.block_tokens:
+            adapter = "" if job.model == node.model or job.model in contents.aliases else job.model
+            keys = keys_of_prompt(token_ids, block_tokens, adapter, salt_of(job))
+            self._prefix = self._prefix.called(keys, len(token_ids), block_tokens)
+            self._index.learn(self._prefix)
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else NodeFailed."""
