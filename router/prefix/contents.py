@@ -99,7 +99,7 @@ class BlockContents:
     def _named(self, event: BlockStored) -> Iterable[tuple[int, int]]:
         """Each block's name and key."""
         adapter, before, blocks = event.lora_name or "", None, _blocks(event.token_ids, event.block_size)
-        if len(event.token_ids) == event.block_size * len(event.block_hashes) == event.block_size * len(blocks):
+        if blocks and len(blocks) == len(event.block_hashes) and len(event.token_ids) == len(blocks) * event.block_size:
             if event.parent_block_hash is not None:
                 before = self._keys.get(key_of(event.parent_block_hash))
             elif adapter or event.lora_id is None:

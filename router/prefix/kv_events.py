@@ -4,8 +4,9 @@ PUB/SUB may lose anything at any time. A missing number is asked for again; that
 from the health report, which says what number comes next. While a node's events are not to be had, the index goes by
 what was sent there. Nothing here delays a request.
 
-A vLLM node does not say where its events are, nor which number comes next: the ports are configured, a loss is seen at
-the next batch, and where its replays reach back too little, what is told of it is not all that it holds.
+A vLLM node does not say where its events are, nor which number comes next: the ports are configured, a loss at the end
+is looked for once the node is quiet, and where its replays reach back too little, what is told of it is not all that it
+holds.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ __all__ = ["KvEvents"]
 REPLAY_DEADLINE_S = 10.0
 RETRY_S = 2.0
 """Between two replays that failed."""
+LOOK_AGAIN_S = 5.0
+"""Between two replays that a quiet vLLM node is asked for, in case its last batches were lost."""
 _MAX_MESSAGE_BYTES = 64 << 20
 # Batches that are taken before requests have their turn again.
 _AT_ONCE = 32
@@ -85,6 +88,7 @@ class KvEvents:
         else:
             self._follow(url, generation, *ports, vllm=True)
             self._index.contents[url].aliases = frozenset(aliases)
+            self._sources[url].look_again()
 
     def _follow(self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False) -> None:
         host = urlsplit(url).hostname or ""
@@ -138,6 +142,9 @@ class _Source:
         self._index = index
         self._metrics = metrics
         self._expected = 0
+        self._sure = False
+        """Nothing was missing when it was last looked for, and nothing has come since."""
+        self._look_at = 0.0
         self._retry_at = 0.0
         self._failure = ""
         self._replay: asyncio.Task[None] | None = None
@@ -167,6 +174,16 @@ class _Source:
         if self._stream.next_number < self._expected:
             self._catch_up()
         self._expected = next_number
+
+    def look_again(self) -> None:
+        """The node does not say which number comes next: ask whether batches are missing at the end, if none come."""
+        self._read()
+        number, now = self._stream.next_number, time.monotonic()
+        if number == self._expected and not self._sure and now >= self._look_at and self._replays:
+            self._look_at, self._sure = now + LOOK_AGAIN_S, True
+            self._catch_up(missing=False)
+        elif number != self._expected:
+            self._expected, self._sure = number, False
 
     def _read(self) -> None:
         # zmq's descriptor tells once, however much has come: all of it must be read, or the rest be remembered.
@@ -207,18 +224,22 @@ class _Source:
                     case AllBlocksCleared():
                         self._forget(whole=True)
                     case BlockStored() if _counts(event):
-                        stored = self._contents.stored(event) if self._contents else keys_of(event.block_hashes)
-                        self._index.stored(self._url, stored)
+                        self._index.stored(self._url, self._stored(event))
                         blocks += len(event.block_hashes)
                     case BlockRemoved() if _counts(event):
-                        removed = self._contents.removed(event) if self._contents else keys_of(event.block_hashes)
-                        self._index.removed(self._url, removed)
+                        self._index.removed(self._url, self._removed(event))
                         blocks += len(event.block_hashes)
             self._newest = max(self._newest, batch.ts)
             self._metrics.batches.inc()
             self._metrics.event_blocks.inc(blocks)
         if self._contents is not None and self._index.trusts(self._url):
             self._trust()
+
+    def _stored(self, event: BlockStored) -> list[int]:
+        return keys_of(event.block_hashes) if self._contents is None else self._contents.stored(event)
+
+    def _removed(self, event: BlockRemoved) -> list[int]:
+        return keys_of(event.block_hashes) if self._contents is None else self._contents.removed(event)
 
     def _forget(self, *, whole: bool) -> None:
         """It holds nothing; or nothing is known of it, if not `whole`."""
@@ -237,10 +258,10 @@ class _Source:
     def _trust(self) -> None:
         self._index.trust(self._url, whole=self._contents is None or self._contents.whole)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, *, missing: bool = True) -> None:
         """Begin a replay, unless one is under way or has just failed."""
         if self._replay is None and time.monotonic() >= self._retry_at:
-            if self._stream.complete:
+            if missing and self._stream.complete:
                 self._metrics.gaps.inc()
             self._replay = asyncio.create_task(self._replayed())
 

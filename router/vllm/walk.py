@@ -201,7 +201,7 @@ class VllmWalk:
             return
         if token_ids is None:
             _log.warning(
-                "node %s tells no tokens of prompts, so its KV events are of no use: take vLLM 0.10.2", node.url
+                "node %s tells no tokens of prompts, so its KV events are of no use: use vLLM 0.10.2 or newer", node.url
             )
             contents.tells_prompts = False
             if self._index.trusts(node.url):

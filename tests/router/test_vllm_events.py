@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prefix.contents import BlockContents, keys_of_prompt
-from tests.router.router_doubles import Cluster, until
-from tests.router.router_doubles import cluster as start_cluster
+from tests.router.router_doubles import Cluster, router_over, until
 from tests.router.vllm_doubles import MODEL, Store, VllmNode, ok
 from tests.router.vllm_events_double import BLOCK, VllmCache, VllmEvents, packed, prompt_of, tokens_of
 from wire.errors import ConfigError
@@ -28,6 +27,12 @@ DOCUMENT = "".join(f"Sentence {at} of a long document. " for at in range(60))
 def text(name: Any, size: int = 1_600) -> str:
     """A prompt that shares nothing with those of other names."""
     return "".join(f"{name}:{at} " for at in range(size))[:size]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr("router.prefix.kv_events.RETRY_S", 0.1)
 
 
 # --- pure -------------------------------------------------------------------------------------------------------------
@@ -120,10 +125,10 @@ class Rig:
     """Two prefill nodes with caches, a decode node, and a router over them."""
 
     def __init__(self, cluster: Cluster, nodes: list[VllmNode], events: list[VllmEvents]) -> None:
-        self.cluster, self.nodes, self.events = cluster, nodes, events
+        self.cluster, self.nodes, self.all, self.events = cluster, nodes[:2], nodes, events
         self.index = cluster.router.pool.prefixes
 
-    async def ask(self, prompt: str, **fields: Any) -> int:
+    async def ask(self, prompt: str | list[int], **fields: Any) -> int:
         """Through the router; which node computed it."""
         before = [len(node.calls) for node in self.nodes]
         await self.cluster.text({"prompt": prompt, "max_tokens": 3, **fields}, path="/v1/completions")
@@ -169,16 +174,23 @@ async def rig(
             for each in events
         ]
         decode = VllmNode("decode", ok, store, nodes[0].version, engines=1)
-        for node in nodes:
+        for node in (*nodes, decode):
             await stack.enter_async_context(node.running())
-        ports = [
+        ports = tuple(
             f"{node.url}={each.port}" + (f":{each.replay_port}" if replays else "")
             for node, each in zip(nodes, events, strict=True)
-        ]
-        urls = {"prefill": tuple(node.url for node in nodes)}
-        given = {"health_deadline_s": 2.0, "vllm_kv_events": tuple(ports) if follow else (), **urls, **config}
-        cluster = await stack.enter_async_context(start_cluster(decode, **given))  # type: ignore[arg-type]
-        started = Rig(cluster, nodes, events)
+        )
+        given = RouterConfig(
+            prefill=tuple(node.url for node in nodes),
+            decode=(decode.url,),
+            vllm_kv_events=ports if follow else (),
+            health_interval_s=0.05,
+            request_deadline_s=10.0,
+            **config,
+        )
+        cluster = await stack.enter_async_context(router_over(given))
+        started = Rig(cluster, [*nodes, decode], events)
+        await until(lambda: all(node.up for node in cluster.router.pool.nodes))
         if follow:
             await until(lambda: all(started.index.trusts(node.url) for node in nodes))
         yield started
@@ -207,30 +219,37 @@ async def test_a_request_goes_to_where_the_blocks_of_its_text_are(version: str, 
 
 
 async def test_hits_that_events_are_worth() -> None:
-    """Twelve documents, caches of five each that evict, and as many requests that other routers send."""
+    """Twelve documents, caches that hold five each, and as many requests that other routers send.
+
+    Of the tokens that the better of both nodes had at each request, with events nearly all are found: what is missed
+    are texts that this router has not seen before."""
 
     async def hits(*, follow: bool) -> tuple[float, float]:
-        rng = random.Random(5)
+        rng, had = random.Random(5), 0
         documents = [text(at) for at in range(12)]
         async with rig(blocks=5 * 26, follow=follow, prefill_policy="prefix") as r:
-            for _ in range(60):
-                await r.ask(rng.choice(documents))
+            r.cluster.router.pool._rng.seed(3)
+            for _ in range(40):
+                prompt = rng.choice(documents)
+                had += max(each.cache.has(prompt_of({"prompt": prompt})) for each in r.events)
+                await r.ask(prompt)
                 r.elsewhere(rng.randrange(2), rng.choice(documents))
                 if follow:
                     await r.taken()
-            return r.cached("report"), r.error()
+            return r.cached("report") / had, r.error()
 
-    (with_events, error), (without, blind_error) = await hits(follow=True), await hits(follow=False)
-    assert with_events > 1.3 * without
-    assert error < 0.2 * blind_error
+    (found, error), (found_blind, blind_error) = await hits(follow=True), await hits(follow=False)
+    assert found > 0.9
+    assert found_blind < found - 0.05
+    assert error < 0.5 * blind_error
 
 
 async def test_adapters_salts_chats_and_prompts_of_ids_are_kept_apart() -> None:
     async with rig() as r:
         ids = tokens_of(DOCUMENT)
-        for fields in ({"cache_salt": "s"}, {}, {"prompt": ids}, {"cache_salt": "t"}):
+        for prompt, salt in ((DOCUMENT, "s"), (DOCUMENT, None), (ids, None), (DOCUMENT, "t")):
             for _ in range(2):
-                await r.ask(DOCUMENT, **fields)
+                await r.ask(prompt, cache_salt=salt)
                 await r.taken()
         # The second time each was found, but for less than a block and the last one, which is computed always.
         assert r.cached("report") >= 4 * (len(ids) - 2 * BLOCK)
@@ -244,11 +263,8 @@ async def test_adapters_salts_chats_and_prompts_of_ids_are_kept_apart() -> None:
 
 async def test_an_adapter_s_blocks_are_not_the_model_s() -> None:
     async with rig() as r:
-        for node in (*r.nodes,):
+        for node in r.all:
             node.adapters = ("lora",)
-        (decode,) = [each for each in r.cluster.router.pool.nodes if each.role == "decode"]
-        decode.adapters = frozenset({"lora"})
-        decode.adapters_at = float("inf")
         await until(lambda: all("lora" in each.adapters for each in r.cluster.router.pool.nodes))
         for model in (MODEL, "lora", "lora"):
             await r.ask(DOCUMENT, model=model)
@@ -277,8 +293,6 @@ async def test_a_router_that_comes_late_goes_by_what_it_has_sent_too() -> None:
             first.elsewhere(0, DOCUMENT)
             first.elsewhere(0, DOCUMENT + text(at))
         config = first.cluster.router.config
-        from tests.router.router_doubles import router_over
-
         async with router_over(config) as late:
             index = late.router.pool.prefixes
             await until(lambda: all(index.trusts(url) for url in store_urls))

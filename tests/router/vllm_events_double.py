@@ -1,9 +1,9 @@
 """The prefix cache of a vLLM node, and the events that it tells, in the form of three versions.
 
-The cache does what vLLM's block pool does: chains of hashes with a seed of its process, blocks that are freed stay until
-others need their place, the longest unused goes first and the end of a chain before its beginning, equal blocks may be
-there twice and are then told of twice. The sockets do what its publisher's do; who speaks otherwise to them breaks a
-test.
+The cache does what vLLM's block pool does: chains of hashes with a seed of its process, blocks that are freed stay
+until others need their place, the longest unused goes first and the end of a chain before its beginning, equal blocks
+may be there twice and are then told of twice. The sockets do what its publisher's do; who speaks otherwise to them
+breaks a test.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class VllmCache:
         self.events: list[Event] = []
 
     def run(self, tokens: Sequence[int], adapter: str = "", salt: str = "", *, reads: bool = True) -> int:
-        """Compute a prompt; how many of its tokens were cached. `reads` no cache if its log-probabilities are wanted."""
+        """Compute a prompt; how many of its tokens were cached.
+
+        `reads` no cache if its log-probabilities are wanted."""
         count = len(tokens) // BLOCK
         hashes, extras, known = self._chain(tokens[: count * BLOCK], adapter, salt)
-        cached = 0
-        while reads and cached < (len(tokens) - 1) // BLOCK and hashes[cached] in self._held:
-            cached += 1
+        cached = self.has(tokens, adapter, salt) // BLOCK if reads else 0
         mine = [next(iter(self._held[each])) for each in hashes[:cached]]
         for block in mine:
             self._free.pop(block, None)
@@ -91,6 +91,14 @@ class VllmCache:
             )
         for block in reversed(mine):
             self._free[block] = None
+        return cached * BLOCK
+
+    def has(self, tokens: Sequence[int], adapter: str = "", salt: str = "") -> int:
+        """How many tokens of a prompt are cached; of the last one the logits are wanted, so it never is."""
+        hashes, _, _ = self._chain(tokens[: (len(tokens) - 1) // BLOCK * BLOCK], adapter, salt)
+        cached = 0
+        while cached < len(hashes) and hashes[cached] in self._held:
+            cached += 1
         return cached * BLOCK
 
     def reset(self) -> None:
@@ -138,9 +146,8 @@ _LATER_FIELDS = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
 def packed(events: Iterable[Event], version: str, ts: float) -> bytes:
     """One batch, as a version writes it."""
     if version.startswith("0.25"):
-        told = [
-            {name: value for name, value in event.items() if value is not None or name == "lora_id"} for event in events
-        ]
+        optional = ("extra_keys", "group_idx", "kv_cache_spec_kind")
+        told = [{name: it for name, it in event.items() if it is not None or name not in optional} for event in events]
         return msgspec.msgpack.encode({"ts": ts, "events": told, "data_parallel_rank": 0})
     fields, rows = _FIRST_FIELDS if version.startswith("0.9") else _LATER_FIELDS, []
     for event in events:
