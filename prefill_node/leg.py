@@ -16,7 +16,7 @@ from openai_api.writer import AnswerWriter
 from wire.engine_messages import RequestUpdate, Submit
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
-from wire.transfer import KvTransferParams
+from wire.transfer import KvTransferParams, packed
 
 __all__ = ["PrefillLeg"]
 
@@ -46,7 +46,12 @@ class PrefillLeg(Leg):
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
-            early = msgspec.structs.replace(self._params(update, None), sent_text=None)
+            early = msgspec.structs.replace(
+                self._params(update, None),
+                sent_text=None,
+                prompt_token_ids=None,
+                packed_prompt=packed(self.submits[0].prompt_token_ids),
+            )
             self._prompt_told = True
             yield Frame(FrameKind.TICKET, params=early, load=load, blocks=update.blocks)
 

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.admission.admission import Admission, Refusal
 from router.admission.fair_queue import Entrant
 from router.admission.keys import Caller
@@ -33,8 +35,7 @@ _LOOK_S = 0.01
 """How often the queue is looked at while somebody waits; and it is whenever a request ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(msgspec.Struct, frozen=True):
     """What a request wants of its tokens' times, in seconds; None takes the router's."""
 
     ttft_s: float | None = None
@@ -104,7 +105,9 @@ class Gate:
         """A request that begins now, or waits. Raises Overloaded, RateLimited, with the time after which to return."""
         now = time.monotonic()
         base = self._pool.base_of(job.model)
-        line = self._lines.setdefault(base, _Line(Admission(self._config.max_queue)))
+        line = self._lines.get(base)
+        if line is None:
+            line = self._lines[base] = _Line(Admission(self._config.max_queue))
         nodes = self._nodes(job.model)
         entrant = self._entrant(caller, job, targets, arrived, nodes)
         tokens = entrant.tokens

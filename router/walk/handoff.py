@@ -71,14 +71,14 @@ class Walk:
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
         self._prefilling: asyncio.Task[bool] | None = None
-        self._claimed = asyncio.Event()  # the prefill leg of a rebuilding has told where its KV is
+        self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
         self._decoding: asyncio.Task[None] | None = None
 
     @property
     def prompt_tokens(self) -> int | None:
         """Known once the prompt was handed over."""
         handover = self.progress.handover
-        return len(handover.prompt_token_ids) if handover and handover.prompt_token_ids else None
+        return handover.prompt_tokens or None if handover else None
 
     @property
     def output_tokens(self) -> int:
@@ -229,10 +229,10 @@ class Walk:
             return
         self._metrics.rebuilt.inc()
         self.progress.compute_again()
-        self._claimed.clear()
+        claimed = self._claimed = asyncio.Event()
         self._prefilling = asyncio.create_task(self._prefill_again(source))
-        self._prefilling.add_done_callback(lambda _: self._claimed.set())
-        await self._claimed.wait()
+        self._prefilling.add_done_callback(lambda _: claimed.set())
+        await claimed.wait()
 
     def _may_rebuild(self) -> bool:
         """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
@@ -301,7 +301,7 @@ class Walk:
         kv_failed, begin, grows_at = False, place.at.get(0, 0), 0
         held, block_tokens = kv_tokens + sum(place.at.values()), node.load.block_tokens if decoding else 0
 
-        timeline, reply, progress, at = self.timeline, self.reply, self.progress, place.at
+        timeline, reply, progress, at, part = self.timeline, self.reply, self.progress, place.at, self.job.part
 
         def take(frame: Frame) -> Awaitable[None] | None:
             # For every token of every answer: each call in here is 1 % of what the router costs.
@@ -318,7 +318,7 @@ class Walk:
                     if timeline.first_token is None:
                         timeline.first_token = now
                 if payload:
-                    reply.put(payload)
+                    (reply.put if not progress.ended or part else reply.put_last)(payload)
             if ids and not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
                 timeline.told(at[0], now, decoding)
             if ids and passage.plain and passage.gap_frames < GAP_EVERY:
@@ -379,7 +379,8 @@ class Walk:
             if frame.blocks is not None:
                 self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
                 self._pool.prefixes.learn(self._prefix)
-        self._claimed.set()
+        if self._claimed is not None:
+            self._claimed.set()
         if self._decoding is None and not again:
             self._decoding = asyncio.create_task(self._decode_early())
 

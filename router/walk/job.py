@@ -269,7 +269,7 @@ def prefill_body(job: Job) -> bytes:
 def decode_body(job: Job, params: KvTransferParams) -> bytes:
     """The body of a decode leg. The prompt's text stays at home where its token ids go along."""
     fields: dict[str, Any] = dict(job.fields)
-    if params.prompt_token_ids is not None and not job.repeats_prompt:
+    if params.prompt_tokens is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
     fields["kv_transfer_params"] = params
