@@ -185,6 +185,7 @@ async def rig(
             decode=(decode.url,),
             vllm_kv_events=ports if follow else (),
             health_interval_s=0.05,
+            health_deadline_s=10.0,
             request_deadline_s=10.0,
             **config,
         )

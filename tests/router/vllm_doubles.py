@@ -330,13 +330,13 @@ def metrics_text(
     engines: int = 2,
     started: float = 1.7952345678e9,
 ) -> str:
-    """As vLLM's /metrics says it, of two engines; what is not about them is there too."""
+    """As vLLM's /metrics says it, the last engine at work; what is not about them is there too."""
     samples = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
     for engine in range(engines):
         labels = f'{{engine="{engine}",model_name="a/b {{x}}"}}'
         samples += [
-            f"vllm:num_requests_running{labels} {float(0 if engine else running)}",
-            f"vllm:num_requests_waiting{labels} {float(0 if engine else waiting)}",
+            f"vllm:num_requests_running{labels} {float(running if engine == engines - 1 else 0)}",
+            f"vllm:num_requests_waiting{labels} {float(waiting if engine == engines - 1 else 0)}",
             f'vllm:num_requests_waiting_by_reason{{engine="{engine}",reason="capacity"}} 70.0',
             f"vllm:{cache}{labels} {used}",
             f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="100",engine="{engine}"}} 1.0',
