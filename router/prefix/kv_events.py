@@ -142,6 +142,8 @@ class _Source:
         self._index = index
         self._metrics = metrics
         self._expected = 0
+        self._live = False
+        """A batch has come by the subscription: until then it may not be there yet, and what is told be lost."""
         self._sure = False
         """Nothing was missing when it was last looked for, and nothing has come since."""
         self._look_at = 0.0
@@ -180,7 +182,7 @@ class _Source:
         self._read()
         number, now = self._stream.next_number, time.monotonic()
         if number == self._expected and not self._sure and now >= self._look_at and self._replays:
-            self._look_at, self._sure = now + LOOK_AGAIN_S, True
+            self._look_at, self._sure = now + LOOK_AGAIN_S, self._live
             self._catch_up(missing=False)
         elif number != self._expected:
             self._expected, self._sure = number, False
@@ -194,6 +196,7 @@ class _Source:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            self._live = True
             self._take(frames[1:])
         else:
             self._loop.call_soon(self._read)
