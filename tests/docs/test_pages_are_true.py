@@ -80,7 +80,7 @@ def test_metrics_in_sentences_exist(page: Path) -> None:
 def test_routes_in_sentences_exist(page: Path) -> None:
     served = {route.path for route in create_app(RouterConfig()).routes if isinstance(route, APIRoute)}
     own = {*served, "/kv/legs", "/kv/release", "/kv/renew", "/kv/probe/offer", "/kv/probe/fetch", "/drain", "/undrain"}
-    known = {re.sub(r"\{[^}]+\}", "{}", path) for path in own} | {"/v1", "/admin", "/console", "/proc"}
+    known = {re.sub(r"\{[^}]+\}", "{}", path) for path in own} | {"/v1", "/admin", "/proc"}
     for word in words(page):
         found = re.fullmatch(r"(?:(?:GET|POST|DELETE) )?(/[a-z][\w/{}.]*)(?:\?.*)?", word)
         if found:

@@ -100,7 +100,7 @@ def test_the_client_of_openai_gets_an_answer(run: Run) -> None:
 
 
 def test_the_terminal_gets_an_answer(run: Run) -> None:
-    assert len(run("chat")) > 10
+    assert len(run("chat")) > 3
 
 
 def test_an_answer_tells_its_stages(run: Run) -> None:
