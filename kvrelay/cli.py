@@ -33,7 +33,7 @@ from wire.router_config import RouterConfig
 __all__ = ["main", "run"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
-_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL", "gpus": "IDS"}
+_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL", "vllm_kv_events": "[URL=]EVENTS:REPLAY", "gpus": "IDS"}
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
@@ -363,6 +363,18 @@ def _drain(
     from kvrelay.drain import run as run_drain
 
     return run_drain(node, router, admin_key, node_api_key, wait, Console(highlight=False, soft_wrap=True))
+
+
+@app.command("top")
+def _top(
+    router: Annotated[str, typer.Option(help="The router to look at.")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
+) -> int:
+    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
+    from kvrelay.top import run as run_top
+
+    return run_top(router, admin_key, interval, Console(highlight=False))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

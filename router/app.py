@@ -31,6 +31,8 @@ from router.admission.gate import Gate, Targets
 from router.admission.keys import Caller, Keyring
 from router.chores import Chores
 from router.client import arrived, headers_of
+from router.console.lookout import Lookout
+from router.console.routes import add_console_routes
 from router.endings import Endings, Traced
 from router.entry import check_depth, sane_id, targets_of
 from router.hot_routes import HotRoutes
@@ -104,7 +106,6 @@ class Router:
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
         self.metrics.running.set_function(lambda: len(self._live))
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router", f"{config.host}:{config.port}")
-        self.endings = Endings(self.metrics)
         self.shared = shared(self.pool, self.doors, self.metrics)
         self.gate = Gate(config, self.pool, self.shared.limits, self.metrics.admission)
         self.chores = Chores()
@@ -112,6 +113,8 @@ class Router:
         self._means: Means | None = None
         self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
+        self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
+        self.endings = Endings(self.metrics, self.lookout)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -131,7 +134,7 @@ class Router:
             self.config.attempts,
             self.config.request_deadline_s,
         )
-        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix, self.config.vllm_event_ports)
         self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
             config = self.config
@@ -222,7 +225,8 @@ class Router:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
         assert self._legs is not None
         body = translate(await self._body(request))
-        return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
+        async with self.gate.question(_caller(request)):
+            return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
 
     def legs(self) -> Legs:
         """The connections to the nodes."""
@@ -259,7 +263,9 @@ class Router:
         assert self._legs is not None
         _caller(request).check_admin()
         body = await self._body(request)
-        said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
+        said = await tell_all(
+            self.pool, self.shared, self._legs, request.url.path, body, self.config.request_deadline_s
+        )
         return Response(said, media_type="application/json")
 
     def _new_id(self, request: Request) -> str:
@@ -335,6 +341,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     add_routes(app, router, router.shared.responses)
     read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.shared, router.legs, config.admin_key, read)
+    add_console_routes(app, config.admin_key, router.lookout.picture)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)

@@ -1,4 +1,4 @@
-"""Where a request that has ended leaves what was measured of it: metrics, one log line, the span of its trace.
+"""Where a request that has ended leaves what was measured of it: metrics, console, one log line, the span of its trace.
 
 Measures nothing itself: a timeline and a walk have it all. Without tracing a request costs nothing for it.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from openai_api.stage_times import StageTime
 from openai_api.stages import STAGES
 from openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trace_id_of
+from router.console.lookout import Lookout
 from router.entry import shown_error
 from router.metrics import Metrics
 from router.relay import CLIENT_GONE
@@ -57,8 +58,8 @@ class Traced:
 class Endings:
     """Of all requests of a router."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
+        self._metrics, self._lookout = metrics, lookout
 
     def refused(self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None) -> None:
         """A request was refused before it began."""
@@ -81,12 +82,14 @@ class Endings:
         job, timeline, (prefill, decode) = walk.job, walk.timeline, walk.nodes
         timeline.ended = ended = time.monotonic()
         stages_s = timeline.stages_s(ended)
+        failed = "" if why is None else shown_error(why)
         self._metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
+        self._lookout.ended(walk, path, status, key, failed, stages_s)
         more = Fields(client_gone="yes" if status == CLIENT_GONE else "no")
         if traced.headers:
             more["trace"] = trace_id_of(traced.headers["traceparent"])
         if why is not None:
-            more["error"] = shown_error(why)
+            more["error"] = failed
         _log.info(
             "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s %s",
             job.id,
@@ -103,7 +106,6 @@ class Endings:
         if traced.span is not None:
             told = _attributes(path, status) | _about(job, walk.prompt_tokens, walk.output_tokens, timeline, stages_s)
             told |= {"kvrelay.key": key, "kvrelay.prefill_node": prefill, "kvrelay.decode_node": decode}
-            failed = "" if why is None else shown_error(why)
             traced.span.end(_stage_times(timeline, stages_s, ended), told, ended, failed)
 
 
