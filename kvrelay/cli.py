@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
@@ -32,7 +33,12 @@ from wire.router_config import RouterConfig
 __all__ = ["main", "run"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
-_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL", "vllm_kv_events": "[URL=]EVENTS:REPLAY"}
+_TEXT_METAVARS = {
+    "lora": "NAME=PATH",
+    "alias": "NAME=MODEL",
+    "gpus": "IDS",
+    "vllm_kv_events": "[URL=]EVENTS:REPLAY",
+}
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
@@ -115,6 +121,12 @@ def _running_cluster(values: dict[str, object]) -> int:
     from kvrelay.cluster import up
 
     return up(config)
+
+
+def _writing_compose(values: dict[str, object]) -> int:
+    from kvrelay.compose_files import write
+
+    return write(values, Console(highlight=False, soft_wrap=True))
 
 
 def _running_batch(values: dict[str, object]) -> int:
@@ -228,6 +240,15 @@ _add(
     _running_cluster,
     _CLUSTER_SKIP,
     {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
+)
+_add(
+    "compose",
+    "Write compose.yaml and .env for a whole cluster in containers on one host.",
+    ComposeConfig,
+    _writing_compose,
+    (*_CLUSTER_SKIP, *NOT_FOR_COMPOSE),
+    {},
+    (_typed("output", str, ".", typer.Option(metavar="FOLDER", help="Where the files go.")),),
 )
 for _role, _name, _about in (
     (Role.PREFILL, "prefill", "Serve a prefill node: it computes prompts and gives their KV away."),
