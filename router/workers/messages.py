@@ -13,6 +13,7 @@ import msgspec
 
 from openai_api.response_store import Stored
 from router.admission.rate_limits import Exceeded, Quota, Taken
+from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from wire.errors import KvrelayError
 from wire.outputs import Load
@@ -42,6 +43,7 @@ __all__ = [
     "LegsOf",
     "LinkBroken",
     "Listening",
+    "Look",
     "Met",
     "Names",
     "Recall",
@@ -50,6 +52,7 @@ __all__ = [
     "Samples",
     "Sampled",
     "Scrape",
+    "Seen",
     "Sync",
     "Take",
     "Told",
@@ -131,7 +134,13 @@ class LegsOf(_Message, frozen=True):
     legs: dict[str, int]
 
 
-Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf
+class Seen(_Message, frozen=True):
+    """Asked: by all workers but the one that asks; or by one. For the console."""
+
+    workers: list[WorkerSeen]
+
+
+Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Seen
 
 
 # Of membership, both ways: a worker asks for it, its parent tells all workers.
@@ -222,6 +231,12 @@ class Legs(_Message, frozen=True):
     """The legs on each node are wanted. Also from the parent."""
 
 
+class Look(_Message, frozen=True):
+    """What the console shows is wanted, of requests those that ended after this Unix time. Also from the parent."""
+
+    since: float
+
+
 FromWorker = (
     Answer
     | Added
@@ -237,6 +252,7 @@ FromWorker = (
     | Scrape
     | Met
     | Legs
+    | Look
 )
 
 
@@ -291,7 +307,21 @@ class Sync(_Message, frozen=True):
 
 
 FromParent = (
-    Answer | Begin | Begun | Told | Added | Removed | Drained | Adapter | Heard | Address | Samples | Sync | Met | Legs
+    Answer
+    | Begin
+    | Begun
+    | Told
+    | Added
+    | Removed
+    | Drained
+    | Adapter
+    | Heard
+    | Address
+    | Samples
+    | Sync
+    | Met
+    | Legs
+    | Look
 )
 
 _encoder = msgspec.msgpack.Encoder()

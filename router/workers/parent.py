@@ -46,6 +46,7 @@ from router.workers.messages import (
     Legs,
     LegsOf,
     Listening,
+    Look,
     Met,
     Names,
     Recall,
@@ -54,6 +55,7 @@ from router.workers.messages import (
     Sampled,
     Samples,
     Scrape,
+    Seen,
     Sync,
     Take,
     Told,
@@ -128,7 +130,8 @@ class Parent:
         self._ended: list[Family] = []
         self.changed = asyncio.Event()
         """Set whenever a worker listens or has ended."""
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
+        """What is measured here, beside what the workers measure."""
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(self.listening)
         self.restarts = Counter("kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry)
         self._hung = Counter(
@@ -145,7 +148,7 @@ class Parent:
         async with (
             hearing(self, config.host, config.heartbeat_port, config.node_api_key),
             hearing_pings(self, config.host, config.p2p_nccl_port),
-            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self._registry),
+            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self.registry),
         ):
             tasks = [asyncio.create_task(self._sample_for_ever()), asyncio.create_task(self._beat_for_ever())]
             try:
@@ -212,6 +215,8 @@ class Parent:
                 return self._exposition()
             case Legs():
                 return self._legs(peer)
+            case Look():
+                return self._look(peer, message)
             case Added() | Removed() | Drained() | Adapter():
                 return self._change(message)
             case Met():
@@ -267,9 +272,13 @@ class Parent:
                 legs[url] = legs.get(url, 0) + count
         return LegsOf(legs)
 
+    async def _look(self, peer: _Peer, asked: Look) -> Seen:
+        told = await self._ask_all(asked, Seen, but=peer)
+        return Seen([worker for _, seen in told for worker in seen.workers])
+
     async def _exposition(self) -> Exposition:
         await self._sample()
-        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self._registry)])
+        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self.registry)])
         return Exposition(text_of(families))
 
     async def _sample(self) -> None:
