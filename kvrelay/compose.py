@@ -274,7 +274,7 @@ def _monitoring() -> dict[str, Any]:
             "image": f"${{PROMETHEUS_IMAGE:-{_PROMETHEUS}}}",
             "profiles": ["monitoring"],
             "restart": "unless-stopped",
-            "ports": ["127.0.0.1:9090:9090"],
+            "ports": ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"],
             "volumes": [f"{folder}/prometheus:/etc/prometheus:ro", "prometheus:/prometheus"],
         },
         "grafana": {
@@ -282,7 +282,7 @@ def _monitoring() -> dict[str, Any]:
             "profiles": ["monitoring"],
             "restart": "unless-stopped",
             "environment": {"GF_SECURITY_ADMIN_PASSWORD": _wanted("GRAFANA_PASSWORD")},
-            "ports": ["127.0.0.1:3000:3000"],
+            "ports": ["127.0.0.1:${GRAFANA_PORT:-3000}:3000"],
             "volumes": [
                 f"{folder}/grafana/provisioning:/etc/grafana/provisioning:ro",
                 f"{folder}/grafana/dashboards:/var/lib/grafana/dashboards:ro",
