@@ -7,10 +7,12 @@ router/workers/worker.py's, and what is common lives in their parent (router/wor
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from openai_api.response_store import KeptHere, Responses
 from router.admission.rate_limits import HeldHere, Limits
+from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
 from router.nodes.doors import Doors
@@ -40,6 +42,10 @@ class Shared(Protocol):
         """An operator wants a node to take no new legs, or to take them again. Raises Unavailable."""
         ...
 
+    async def adapter(self, node: Node, name: str, *, loaded: bool) -> None:
+        """A node has just loaded or unloaded an adapter. Who cannot be told sees it at his next health check."""
+        ...
+
     async def legs_elsewhere(self) -> dict[str, int]:
         """By the addresses of nodes, the legs of the others."""
         ...
@@ -50,6 +56,14 @@ class Shared(Protocol):
 
     def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
         """Two nodes have met, or were seen to be unable to."""
+        ...
+
+    def shows(self, look: Callable[[float], WorkerSeen]) -> None:
+        """For the console of whichever is asked: what this one sees, its requests that ended after a Unix time."""
+        ...
+
+    async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
+        """What the others see, if they answer. Raises Unavailable."""
         ...
 
     def workers(self) -> dict[str, int] | None:
@@ -88,6 +102,10 @@ class Alone:
         change = self._pool.drain if begin else self._pool.undrain
         change(node, time.monotonic())
 
+    async def adapter(self, node: Node, name: str, *, loaded: bool) -> None:
+        """See Shared."""
+        self._pool.note_adapter(node, name, loaded=loaded, now=time.monotonic())
+
     async def legs_elsewhere(self) -> dict[str, int]:
         """See Shared."""
         return {}
@@ -99,6 +117,13 @@ class Alone:
     def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
         """See Shared."""
         self._doors.met(prefill, decode, failed=failed, now=time.monotonic())
+
+    def shows(self, look: Callable[[float], WorkerSeen]) -> None:
+        """See Shared."""
+
+    async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
+        """See Shared."""
+        return []
 
     def workers(self) -> dict[str, int] | None:
         """See Shared."""

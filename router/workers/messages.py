@@ -13,6 +13,7 @@ import msgspec
 
 from openai_api.response_store import Stored
 from router.admission.rate_limits import Exceeded, Quota, Taken
+from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from wire.errors import KvrelayError
 from wire.outputs import Load
@@ -20,6 +21,7 @@ from wire.router_config import RouterConfig
 
 __all__ = [
     "MAX_BYTES",
+    "Adapter",
     "Added",
     "Address",
     "Answer",
@@ -41,6 +43,7 @@ __all__ = [
     "LegsOf",
     "LinkBroken",
     "Listening",
+    "Look",
     "Met",
     "Names",
     "Recall",
@@ -49,6 +52,7 @@ __all__ = [
     "Samples",
     "Sampled",
     "Scrape",
+    "Seen",
     "Sync",
     "Take",
     "Told",
@@ -130,7 +134,13 @@ class LegsOf(_Message, frozen=True):
     legs: dict[str, int]
 
 
-Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf
+class Seen(_Message, frozen=True):
+    """Asked: by all workers but the one that asks; or by one. For the console."""
+
+    workers: list[WorkerSeen]
+
+
+Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Seen
 
 
 # Of membership, both ways: a worker asks for it, its parent tells all workers.
@@ -154,6 +164,14 @@ class Drained(_Message, frozen=True):
     url: str
     generation: str
     begin: bool
+
+
+class Adapter(_Message, frozen=True):
+    """A node has loaded an adapter, or unloaded it."""
+
+    url: str
+    name: str
+    loaded: bool
 
 
 # From a worker.
@@ -213,8 +231,28 @@ class Legs(_Message, frozen=True):
     """The legs on each node are wanted. Also from the parent."""
 
 
+class Look(_Message, frozen=True):
+    """What the console shows is wanted, of requests those that ended after this Unix time. Also from the parent."""
+
+    since: float
+
+
 FromWorker = (
-    Answer | Added | Removed | Drained | Listening | Take | GiveBack | Keep | Recall | Forget | Scrape | Met | Legs
+    Answer
+    | Added
+    | Removed
+    | Drained
+    | Adapter
+    | Listening
+    | Take
+    | GiveBack
+    | Keep
+    | Recall
+    | Forget
+    | Scrape
+    | Met
+    | Legs
+    | Look
 )
 
 
@@ -268,7 +306,23 @@ class Sync(_Message, frozen=True):
     """An answer to this comes behind all that was said before."""
 
 
-FromParent = Answer | Begin | Begun | Told | Added | Removed | Drained | Heard | Address | Samples | Sync | Met | Legs
+FromParent = (
+    Answer
+    | Begin
+    | Begun
+    | Told
+    | Added
+    | Removed
+    | Drained
+    | Adapter
+    | Heard
+    | Address
+    | Samples
+    | Sync
+    | Met
+    | Legs
+    | Look
+)
 
 _encoder = msgspec.msgpack.Encoder()
 

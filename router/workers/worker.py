@@ -12,10 +12,12 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from openai_api.response_store import Responses, Stored, missing
 from router.admission.rate_limits import NO_LIMIT, Exceeded, Limits, Quota, Taken
+from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
 from router.nodes.doors import Doors
@@ -25,6 +27,7 @@ from router.server import make_server
 from router.workers.link import Link
 from router.workers.listening import shared_port
 from router.workers.messages import (
+    Adapter,
     Added,
     Address,
     Answer,
@@ -42,6 +45,7 @@ from router.workers.messages import (
     Legs,
     LegsOf,
     Listening,
+    Look,
     Met,
     Recall,
     Recalled,
@@ -49,13 +53,14 @@ from router.workers.messages import (
     Sampled,
     Samples,
     Scrape,
+    Seen,
     Sync,
     Take,
     Told,
     Took,
 )
 from router.workers.metric_sums import collected
-from wire.errors import KvrelayError
+from wire.errors import KvrelayError, Unavailable
 
 __all__ = ["Worker", "serve_worker"]
 
@@ -131,6 +136,7 @@ class Worker:
         self.limits: Limits = _LimitsOfParent(link)
         self.responses: Responses = _ResponsesOfParent(link)
         self.warms = begin.index == 0
+        self._look: Callable[[float], WorkerSeen] | None = None
         now = time.monotonic()
         for names in begin.names:
             pool.tell(names.source, names.specs, now)
@@ -151,6 +157,15 @@ class Worker:
         """See Shared."""
         await self._link.ask(Drained(node.url, node.generation, begin), Done)
 
+    async def adapter(self, node: Node, name: str, *, loaded: bool) -> None:
+        """See Shared."""
+        # Here at once: the others are told by way of the parent, this one too, and that may fail.
+        self._pool.note_adapter(node, name, loaded=loaded, now=time.monotonic())
+        try:
+            await self._link.ask(Adapter(node.url, name, loaded), Done)
+        except Unavailable as why:
+            _log.warning("the other workers see adapter %r at their next health checks: %s", name, why.message)
+
     async def legs_elsewhere(self) -> dict[str, int]:
         """See Shared."""
         return (await self._link.ask(Legs(), LegsOf)).legs
@@ -162,6 +177,14 @@ class Worker:
     def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
         """See Shared."""
         self._link.tell(Met(prefill.url, decode.url, failed))
+
+    def shows(self, look: Callable[[float], WorkerSeen]) -> None:
+        """See Shared."""
+        self._look = look
+
+    async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
+        """See Shared."""
+        return (await self._link.ask(Look(since), Seen)).workers
 
     def workers(self) -> dict[str, int] | None:
         """See Shared."""
@@ -176,6 +199,8 @@ class Worker:
             case Legs():
                 nodes = (*pool.nodes, *pool.leaving)
                 return LegsOf({node.url: len(node.leases) for node in nodes if node.leases})
+            case Look():
+                return Seen([] if self._look is None else [self._look(message.since)])
             case Begun():
                 self._begun = message.listening
             case Told():
@@ -186,6 +211,10 @@ class Worker:
                 pool.remove(message.url, [Source.ADMIN, Source.STATIC], now)
             case Drained():
                 self._drain(message, now)
+            case Adapter():
+                node = pool.find(message.url)
+                if node is not None:
+                    pool.note_adapter(node, message.name, loaded=message.loaded, now=now)
             case Heard():
                 pool.heard(message.url, message.load, now, draining=message.draining)
             case Address():
