@@ -138,10 +138,8 @@ def test_the_demo_in_deploy_is_what_this_command_writes(repository: Path) -> Non
     demo = yaml.safe_load(interpolated((folder / "compose.yaml").read_text(), env))["services"]
     for profile, gpus in (("cpu", ""), ("gpu", "0,1")):
         config = ComposeConfig(ClusterConfig(EngineConfig("")), (gpus,) if gpus else ())
-        values = env | environment_of(config, str, env)
-        values["KVRELAY_MONITORING"] = env["KVRELAY_MONITORING"]
-        text = yaml.safe_dump(compose_of(config))
-        made = yaml.safe_load(interpolated(text, values))["services"]
+        text = yaml.safe_dump(compose_of(config)).replace("./monitoring", "../monitoring")
+        made = yaml.safe_load(interpolated(text, env | environment_of(config, str, env)))["services"]
         for name, service in made.items():
             theirs = dict(demo[f"{name}-gpu" if gpus and name in nodes(made) else name])
             if name in nodes(made):
@@ -167,6 +165,8 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
     assert "KVRELAY_API_KEY=mine" in second
     assert "MY_OWN=1" in second
     assert "decode-2" in yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
+    assert (tmp_path / "monitoring" / "prometheus" / "prometheus.yml").exists()
+    assert (tmp_path / "monitoring" / "grafana" / "dashboards").is_dir()
     (tmp_path / "compose.yaml").write_text("services: {}\n")
     with pytest.raises(ConfigError, match="was not written by `kvrelay compose`"):
         write(values, QUIET)
