@@ -153,7 +153,7 @@ def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mappin
         "HF_TOKEN": "",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
     }
-    drawn = (NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
+    drawn = (ADMIN_KEY, NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
     return {name: given.get(name) or (draw() if name in drawn else value) for name, value in values.items()}
 
 

@@ -154,8 +154,9 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
     values: dict[str, object] = {"output": str(tmp_path), "prefill": 2}
     assert write(values, QUIET) == 0
     first = (tmp_path / ".env").read_text()
-    secrets = re.findall(r"^(?:KVRELAY_NODE_API_KEY|KVRELAY_CLUSTER_SECRET|GRAFANA_PASSWORD)=(.+)$", first, re.M)
-    assert len(set(secrets)) == 3
+    drawn = "KVRELAY_ADMIN_KEY|KVRELAY_NODE_API_KEY|KVRELAY_CLUSTER_SECRET|GRAFANA_PASSWORD"
+    secrets = re.findall(rf"^(?:{drawn})=(.+)$", first, re.M)
+    assert len(set(secrets)) == 4
     assert min(map(len, secrets)) > 40
     assert stat.S_IMODE(os.stat(tmp_path / ".env").st_mode) == 0o600
     (tmp_path / ".env").write_text(first.replace("KVRELAY_API_KEY=", "KVRELAY_API_KEY=mine") + "MY_OWN=1\n")
