@@ -63,8 +63,8 @@ clusters=()
 cleanup() {
     local status=$? folder
     for folder in "${clusters[@]}"; do
-        if [ "$status" != 0 ]; then (cd "$folder" && compose logs --tail 20 2>&1 | grep -v level=) >&2 || true; fi
-        (cd "$folder" && compose down -t 10 -v >/dev/null 2>&1) || true
+        if [ "$status" != 0 ]; then (cd "$folder" && compose logs --tail 8 2>&1 | grep -v level=) >&2 || true; fi
+        (cd "$folder" && COMPOSE_PROFILES=cpu,monitoring compose down -t 10 -v >/dev/null 2>&1) || true
     done
     podman system reset --force >/dev/null 2>&1 || true
     rm -rf "$work/storage" "$work/run" "$work/tools" "$work/prometheus-image" "$work"/cluster-*
@@ -158,7 +158,7 @@ up() {
 }
 
 down() {
-    for folder in "${clusters[@]}"; do (cd "$folder" && compose down -t 10 -v >/dev/null 2>&1); done
+    for folder in "${clusters[@]}"; do (cd "$folder" && COMPOSE_PROFILES=cpu,monitoring compose down -t 10 -v >/dev/null 2>&1); done
     clusters=()
 }
 
@@ -177,7 +177,7 @@ say "2P2D, from kvrelay compose"
 up "$work/cluster-2p2d"
 try --nodes 2 2 --kill kvrelay_decode-0_1 --kill kvrelay_prefill-1_1
 say "Prometheus (Debian's), with the configuration that it has in compose"
-(cd cluster-2p2d && compose up -d --no-deps prometheus >"$work/up.log" 2>&1) || { cat "$work/up.log" >&2; fail "no Prometheus"; }
+(cd cluster-2p2d && COMPOSE_PROFILES=monitoring compose up -d --no-deps prometheus >"$work/up.log" 2>&1) || { cat "$work/up.log" >&2; fail "no Prometheus"; }
 try --nodes 2 2 --scraped "http://127.0.0.1:$PROMETHEUS_PORT"
 down
 
