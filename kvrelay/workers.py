@@ -15,11 +15,13 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
+from functools import partial
 
 import uvloop
 
 from kvrelay.supervisor import Backoff, ChildFailed
 from node.parent import PARENT_PID, die_with_parent
+from node.process_log import log_to_stderr
 from router.server import DRAIN_S, settle
 from router.tls import check_certificate
 from router.workers.listening import shared_port
@@ -31,7 +33,6 @@ __all__ = ["run_workers"]
 
 _START_DEADLINE_S = 60.0
 _STOP_DEADLINE_S = DRAIN_S + 15.0
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s[{}] %(message)s"
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -127,7 +128,7 @@ class _Worker:
                 pass_fds=(its.fileno(),),
                 env={**os.environ, PARENT_PID: str(os.getpid())},
             )
-        await self._parent.join(self._index, ours)
+        await self._parent.join(self._index, ours, partial(_kill, process))
         return process
 
     async def _was_ready(self, process: Process, began: float) -> bool:
@@ -142,6 +143,11 @@ class _Worker:
         return True
 
 
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
 def _fate(code: int) -> str:
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
@@ -150,7 +156,7 @@ def main() -> None:
     """A worker process: `python -m kvrelay.workers FD INDEX`."""
     die_with_parent()
     descriptor, index = map(int, sys.argv[1:3])
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT.format(index))
+    log_to_stderr("router", worker=index)
     settle()
     # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

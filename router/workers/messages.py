@@ -21,6 +21,7 @@ from wire.router_config import RouterConfig
 
 __all__ = [
     "MAX_BYTES",
+    "Adapter",
     "Added",
     "Address",
     "Answer",
@@ -165,6 +166,14 @@ class Drained(_Message, frozen=True):
     begin: bool
 
 
+class Adapter(_Message, frozen=True):
+    """A node has loaded an adapter, or unloaded it."""
+
+    url: str
+    name: str
+    loaded: bool
+
+
 # From a worker.
 
 
@@ -233,6 +242,7 @@ FromWorker = (
     | Added
     | Removed
     | Drained
+    | Adapter
     | Listening
     | Take
     | GiveBack
@@ -297,7 +307,21 @@ class Sync(_Message, frozen=True):
 
 
 FromParent = (
-    Answer | Begin | Begun | Told | Added | Removed | Drained | Heard | Address | Samples | Sync | Met | Legs | Look
+    Answer
+    | Begin
+    | Begun
+    | Told
+    | Added
+    | Removed
+    | Drained
+    | Adapter
+    | Heard
+    | Address
+    | Samples
+    | Sync
+    | Met
+    | Legs
+    | Look
 )
 
 _encoder = msgspec.msgpack.Encoder()
