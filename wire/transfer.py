@@ -11,10 +11,9 @@ from __future__ import annotations
 import msgspec
 
 from wire.outputs import Finish, TokenLogprobs
+from wire.versions import Versions
 
-__all__ = ["PROTOCOL_VERSION", "ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams"]
-
-PROTOCOL_VERSION = 1
+__all__ = ["ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams"]
 
 
 class ChoiceSoFar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,12 +94,17 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return known + [ChoiceSoFar()] * (choices - len(known))
 
 
+_MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")
+
+
 class Fingerprint(msgspec.Struct, frozen=True):
     """What must be equal on both ends of a transfer, compared at the handshake: refuse, never corrupt.
 
-    `tp_size` alone may differ: `kv_heads` are those of all ranks, and a rank reads the heads that it holds."""
+    Two may differ: `tp_size`, because `kv_heads` are those of all ranks and a rank reads the heads that it holds; and
+    the versions of the protocol, as long as one is common."""
 
     protocol: int
+    """The oldest version that is spoken. Code of version 1 looks at nothing else, and wants its own."""
     model: str
     kv_dtype: str
     block_tokens: int
@@ -111,12 +115,21 @@ class Fingerprint(msgspec.Struct, frozen=True):
     tp_size: int
     rope: str = ""
     """What of the rotary frequencies depends on a node's own limit: keys turned by others would be nonsense."""
+    protocol_newest: int = 0
+    """The newest version that is spoken; 0 says nothing: then it is `protocol`."""
+
+    @property
+    def protocols(self) -> Versions:
+        """All versions of the protocol that are spoken."""
+        return Versions(self.protocol, max(self.protocol, self.protocol_newest))
 
     def difference(self, other: Fingerprint) -> str | None:
         """None if KV may be exchanged, else one clause naming the first field that differs and both values."""
+        if self.protocols.common(other.protocols) is None:
+            return f"protocol is {self.protocols} here and {other.protocols} there"
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs and name != "tp_size":
+            if mine != theirs and name not in _MAY_DIFFER:
                 return f"{name} is {mine!r} here and {theirs!r} there"
         return None
 

@@ -19,10 +19,11 @@ from router.server import make_server
 from tests.router.stream_doubles import Put, serve_stream
 from wire.errors import ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
-from wire.leg_stream import LEGS_PATH, LEGS_VERSION
+from wire.leg_stream import LEGS_PATH, LEGS_VERSION_HEADER
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 from wire.transfer import Fingerprint, KvFacts, KvTransferParams
+from wire.versions import LEGS
 
 MODEL = "tiny"
 SPEAKS = {"legs": True}
@@ -183,8 +184,11 @@ class FakeNode:
     """Further routes."""
     asked: list[bytes] = field(default_factory=list)
     """Bodies of /tokenize."""
-    legs: int = field(default_factory=lambda: LEGS_VERSION if SPEAKS["legs"] else 0)
-    """The version of the leg stream that it speaks."""
+    legs: int = field(default_factory=lambda: LEGS.oldest if SPEAKS["legs"] else 0)
+    """The oldest version of the leg stream that it speaks; as a node of version 1 does, it says no newest one."""
+    legs_newest: int | None = None
+    asked_versions: list[str | None] = field(default_factory=list)
+    """Of the streams that were opened."""
     streams: int = 0
     """That were opened."""
     stream_status: int = 200
@@ -203,6 +207,7 @@ class FakeNode:
 
     async def leg_stream(self, request: web.Request) -> web.StreamResponse:
         self.streams += 1
+        self.asked_versions.append(request.headers.get(LEGS_VERSION_HEADER))
         if self.stream_status != 200:
             return web.Response(status=self.stream_status)
 
@@ -237,6 +242,7 @@ class FakeNode:
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
             "leg_stream": self.legs,
+            **({} if self.legs_newest is None else {"leg_stream_newest": self.legs_newest}),
             "pod_uid": self.pod_uid,
             "kv": msgspec.to_builtins(self.kv),
         }
