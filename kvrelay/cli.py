@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvrelay.commands import add_commands
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
@@ -26,7 +27,6 @@ from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
 from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from wire.errors import ConfigError, KvrelayError
-from wire.key_config import KeyConfig
 from wire.router_config import RouterConfig
 
 __all__ = ["main", "run"]
@@ -37,7 +37,6 @@ _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="kvrelay: LLM serving with prefill and decode on different nodes.",
@@ -290,61 +289,7 @@ _add(
 )
 
 
-@app.command("chat")
-def _chat(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="The key that it wants.", envvar=API_KEY)] = "",
-) -> int:
-    """Talk to a running cluster in the terminal. From a pipe: one question per line."""
-    from kvrelay.chat import Endpoint, chat
-
-    return chat(Endpoint(url.rstrip("/").removesuffix("/v1"), api_key), Console(highlight=False, soft_wrap=True))
-
-
-@app.command("key")
-def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
-    """Draw an API key for the router, and print it once with what its configuration needs of it: not the key."""
-    from router.admission.keys import draw_key, hash_of
-
-    key = draw_key()
-    checked = KeyConfig(name, hash_of(key))
-    typer.echo(f"{key}\n\n# for the router's --config file; add limits here\nkeys:")
-    typer.echo(f'  - name: "{checked.name}"\n    sha256: "{checked.sha256}"')
-    return 0
-
-
-@app.command("doctor")
-def _doctor(
-    router: Annotated[
-        str, typer.Option(help="The router, which names the nodes. [default: http://127.0.0.1:8000]")
-    ] = "",
-    prefill: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Prefill nodes, instead of a router.")
-    ] = None,
-    decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="Decode nodes, instead of a router.")] = None,
-    node_api_key: Annotated[str, typer.Option(help="The key that the nodes want.", envvar=NODE_API_KEY)] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> int:
-    """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and how fast?"""
-    from kvrelay.doctor import run as run_doctor
-
-    return run_doctor(router, prefill or [], decode or [], node_api_key, as_json=json)
-
-
-@app.command("drain")
-def _drain(
-    node: Annotated[str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")],
-    router: Annotated[
-        str, typer.Option(help="A router to ask; without one the node is asked, and all routers see it.")
-    ] = "",
-    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
-    node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 600.0,
-) -> int:
-    """Have a node take nothing new, and wait until all that it has is done: then it can be stopped at no cost."""
-    from kvrelay.drain import run as run_drain
-
-    return run_drain(node, router, admin_key, node_api_key, wait, Console(highlight=False, soft_wrap=True))
+add_commands(app)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
