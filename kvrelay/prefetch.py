@@ -100,12 +100,12 @@ def _check_whole(file: Path, end_of: Callable[[mmap.mmap], int]) -> None:
 
 def _end_of_safetensors(content: mmap.mmap) -> int:
     """Where the last tensor ends, in bytes from the start of the file."""
-    (length,) = struct.unpack_from("<Q", content)
+    length = int(struct.unpack_from("<Q", content)[0])
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes")
     header: Mapping[str, Any] = json.loads(content[8 : 8 + length])
     ends = (each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
-    return 8 + int(length) + max(ends, default=0)
+    return 8 + length + max(map(int, ends), default=0)
 
 
 def _end_of_gguf(content: mmap.mmap) -> int:

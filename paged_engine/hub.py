@@ -144,8 +144,9 @@ def weight_files(folder: Path) -> list[str]:
 def _check_before_download(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None] | None) -> None:
     """Refuse before the first gigabyte what would be refused after the last."""
     if check is None:
-        from paged_engine.before_loading import check_engine as check
+        from paged_engine.before_loading import check_engine
 
+        check = check_engine
     check(config)
     if not Path(config.model, "tokenizer.json").exists():
         raise ConfigError(

@@ -84,6 +84,7 @@ _ADMIN_READ_S = 10.0
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
 _BODY_DEADLINE_S = 60.0
 _CALLER = "kvrelay.caller"  # key of the ASGI scope
+_ids = random.Random(secrets.randbits(256))  # of requests: unlike others, but no secrets
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -167,7 +168,7 @@ class Router:
             if request.state.job_id in self._live:  # since the body was waited for
                 request.state.job_id = self._new_id(request)
             session = header(SESSION_HEADER, "")
-            job = parse_job(body, leg_path, request.state.job_id, int(time.time()), secrets.randbits(53), session)
+            job = parse_job(body, leg_path, request.state.job_id, int(time.time()), _ids.getrandbits(53), session)
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
@@ -254,7 +255,7 @@ class Router:
     def _new_id(self, request: Request) -> str:
         """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
         wanted = headers_of(request.scope).get("x-request-id", "")
-        return wanted if sane_id(wanted) and wanted not in self._live else secrets.token_hex(16)
+        return wanted if sane_id(wanted) and wanted not in self._live else f"{_ids.getrandbits(128):032x}"
 
     async def _body(self, request: Request) -> bytes:
         body = await _read_body(
@@ -382,14 +383,17 @@ def _json(value: object) -> Response:
 
 async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
     """The request body. Raises BodyTooLarge as soon as it is known to be, before it is held in memory."""
-    too_large = BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
+
+    def too_large() -> BodyTooLarge:
+        return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
+
     announced = headers_of(request.scope).get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
-        raise too_large
+        raise too_large()
     whole = arrived(request.scope)  # mostly it has, with the headers: no need to wait then
     if whole is not None:
         if len(whole) > limit_bytes:
-            raise too_large
+            raise too_large()
         return whole
     body = bytearray()
     try:
@@ -397,7 +401,7 @@ async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> b
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit_bytes:
-                    raise too_large
+                    raise too_large()
     except TimeoutError as why:
         raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s; send it faster") from why
     return bytes(body)

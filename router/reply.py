@@ -27,17 +27,14 @@ class Reply:
 
     def __init__(self) -> None:
         self._kept: list[bytes] = []
-        self._put: Callable[[bytes], None] = self._kept.append
-        self._flow: Flow | None = None
+        self.put: Callable[[bytes], None] = self._kept.append
+        """Adds bytes for the client."""
+        self.flow: Flow | None = None
+        """Whether the client reads, if bytes are passed on to it."""
 
     def pass_on(self, put: Callable[[bytes], None], flow: Flow) -> None:
         """From now on each payload goes to `put`, and who asks for room is told of `flow`."""
-        self._put, self._flow = put, flow
-
-    def put(self, payload: bytes) -> None:
-        """Add bytes for the client; empty ones are nothing."""
-        if payload:
-            self._put(payload)
+        self.put, self.flow = put, flow
 
     def kept(self) -> bytes:
         """All that was put and not passed on."""
@@ -46,9 +43,9 @@ class Reply:
     @property
     def full(self) -> bool:
         """Whether there is something to wait for before more is put. What is kept until it is whole never is."""
-        return self._flow is not None and self._flow.write_paused
+        return self.flow is not None and self.flow.write_paused
 
     def room(self) -> Awaitable[None] | None:
         """What to wait for before more is put, if anything."""
-        flow = self._flow
+        flow = self.flow
         return flow.drain() if flow is not None and flow.write_paused else None

@@ -83,7 +83,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 _frame_encoder = msgspec.msgpack.Encoder()
-_frame_decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def message(kind: Kind, leg: int = 0, body: bytes = b"") -> bytes:
@@ -106,12 +105,9 @@ def credit(leg: int, size: int) -> bytes:
     return message(Kind.CREDIT, leg, _CREDIT.pack(size))
 
 
-def frame_of(body: bytes | memoryview) -> Frame:
-    """The frame of a FRAME message. Raises NodeFailed."""
-    try:
-        return _frame_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
-        raise NodeFailed(f"a node sent a malformed frame: {why}") from why
+frame_of = msgspec.msgpack.Decoder(Frame).decode
+"""The frame of a FRAME message. Raises one of MALFORMED."""
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class MessageReader:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 from router.admission.fair_queue import Ahead, Entrant, FairQueue
 from router.admission.saturation import (
     Freed,
@@ -38,8 +40,7 @@ class Refusal:
     """When it would be taken if nobody else came; None: never, as it is. 0 is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """What becomes of a newcomer: refused, or it begins, or it waits; and who must leave the queue for it."""
 
     begins: bool = False

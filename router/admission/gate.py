@@ -12,6 +12,8 @@ import math
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.admission.admission import Admission, Refusal
 from router.admission.fair_queue import Entrant
 from router.admission.keys import Caller
@@ -30,8 +32,7 @@ _LOOK_S = 0.01
 """How often the queue is looked at while somebody waits; and it is whenever a request ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
+class Targets(msgspec.Struct, frozen=True):
     """What a request wants of its tokens' times, in seconds; None takes the router's."""
 
     ttft_s: float | None = None
@@ -101,7 +102,9 @@ class Gate:
         """A request that begins now, or waits. Raises Overloaded, RateLimited, with the time after which to return."""
         now = time.monotonic()
         base = self._pool.base_of(job.model)
-        line = self._lines.setdefault(base, _Line(Admission(self._config.max_queue)))
+        line = self._lines.get(base)
+        if line is None:
+            line = self._lines[base] = _Line(Admission(self._config.max_queue))
         nodes = self._nodes(job.model)
         entrant = self._entrant(caller, job, targets, arrived, nodes)
         taken = await self._take(caller, entrant, now)

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 __all__ = ["NO_LIMIT", "Exceeded", "HeldHere", "KeyLimits", "Limits", "Quota", "Taken", "shown_s"]
 
 _MINUTE_S = 60.0
@@ -30,8 +32,7 @@ class Quota:
 NO_LIMIT = Quota()
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True):
     """What one request holds, to be given back once."""
 
     key: str

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from router.admission.fair_queue import Ahead, Entrant
 
 __all__ = [
@@ -70,8 +72,7 @@ class View(Protocol):
     def rates(self) -> Rates: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Nodes:
+class Nodes(msgspec.Struct, frozen=True):
     """Those that could take the request."""
 
     prefill: Sequence[View]

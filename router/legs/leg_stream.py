@@ -12,7 +12,7 @@ import logging
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ from wire.leg_stream import (
     LEGS_MEDIA_TYPE,
     LEGS_PATH,
     LEGS_VERSION_HEADER,
+    MALFORMED,
     WINDOW_BYTES,
     Answer,
     Kind,
@@ -40,10 +41,10 @@ from wire.leg_stream import (
     message,
 )
 
-__all__ = ["LegStream", "LegStreams", "TakeFrames"]
+__all__ = ["LegStream", "LegStreams", "TakeFrame"]
 
-TakeFrames = Callable[[Sequence[Frame]], Awaitable[None] | None]
-"""Given frames in order. What it answers, if anything, is waited for before it is given more."""
+TakeFrame = Callable[[Frame], Awaitable[None] | None]
+"""Given one frame after the other. What it answers, if anything, is waited for before it is given more."""
 
 _WRITE_BUFFER_BYTES = 1 << 20
 _MUCH_BYTES = 32 << 10
@@ -51,6 +52,7 @@ _LONGEST_BACKOFF_S = 30.0
 _SILENT_CHECKS = 3  # as many as a node may miss before its legs are cut
 _CREDIT_BYTES = WINDOW_BYTES // 2  # is given back at once: a short answer needs none
 _GOES_ON = (FrameKind.TOKENS, FrameKind.TICKET)
+_FRAME = int(Kind.FRAME)  # an enum's member is looked up in its class each time
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -58,7 +60,7 @@ _log = logging.getLogger("kvrelay.router")
 class _Leg:
     """One leg on a stream. `ended` is its last frame's kind, or what went wrong."""
 
-    def __init__(self, number: int, node: Node, take: TakeFrames, give_back: Callable[[int, int], None]) -> None:
+    def __init__(self, number: int, node: Node, take: TakeFrame, give_back: Callable[[int, int], None]) -> None:
         self.number = number
         self.ended: asyncio.Future[FrameKind] = asyncio.get_running_loop().create_future()
         self.over = False
@@ -76,7 +78,7 @@ class _Leg:
         if self._behind is not None:
             self._behind.append((frame, size))
             return
-        room = self._deliver(frame)
+        room = self._deliver(frame)  # for every token of every answer: so much and no more is between
         if room is not None:
             self._behind = deque()
             self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(room, size))
@@ -102,10 +104,10 @@ class _Leg:
             if frame.load is not None:
                 self.node.note_load(frame.load)
             if frame.kind in _GOES_ON:
-                return self._take((frame,))
+                return self._take(frame)
             self.over = True
             if frame.kind is not FrameKind.ERROR:
-                self._take((frame,))
+                self._take(frame)
             self.ended.set_result(ending(frame))
         except Exception as why:  # noqa: BLE001 - whoever waits for the leg gets it
             self.fail(why)
@@ -152,9 +154,7 @@ class LegStream(asyncio.Protocol):
         self._reader = MessageReader()
         self._pinged: float | None = None
 
-    async def run(
-        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
-    ) -> FrameKind:
+    async def run(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame) -> FrameKind:
         """As Legs.run."""
         self._numbers += 1
         leg = self._legs[self._numbers] = _Leg(self._numbers, lease.node, take, self._give_back)
@@ -212,12 +212,18 @@ class LegStream(asyncio.Protocol):
             # The event loop would go on reading as long as there is anything, and all else, health checks too, wait.
             self._transport.pause_reading()
             self._loop.call_soon(self._read_on)
+        legs = self._legs
         try:
             self._parser.feed_data(data)
             for part in self._parts:
                 for number, kind, body in self._reader.feed(part):
-                    self._hear(number, kind, body)
-        except (httptools.HttpParserError, NodeFailed) as why:
+                    if kind == _FRAME:
+                        leg = legs.get(number)
+                        if leg is not None:  # else it was cancelled
+                            leg.hear(frame_of(body), HEAD_BYTES + len(body))
+                    else:
+                        self._hear(number, kind, body)
+        except (httptools.HttpParserError, NodeFailed, *MALFORMED) as why:
             self.give_up("the node's answer is malformed", f"the leg stream is malformed: {why}")
         self._parts.clear()
         send_written()
@@ -248,8 +254,6 @@ class LegStream(asyncio.Protocol):
                 if not self.ready.done():
                     self.ready.set_result(None)
             # Else it was cancelled.
-        elif kind == Kind.FRAME:
-            leg.hear(frame_of(body), HEAD_BYTES + len(body))
         elif kind == Kind.ANSWER:
             self._answered(leg, body)
         elif kind == Kind.OVER:

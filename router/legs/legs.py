@@ -16,7 +16,7 @@ import msgspec
 
 from router.chores import Chores
 from router.legs.leg_endings import LegFailed, Refused, ending, refusal
-from router.legs.leg_stream import LegStreams, TakeFrames
+from router.legs.leg_stream import LegStreams, TakeFrame
 from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
@@ -25,7 +25,7 @@ from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, FrameKind, FrameReader
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-__all__ = ["LegFailed", "Legs", "Refused", "TakeFrames", "read_rest", "read_short"]
+__all__ = ["LegFailed", "Legs", "Refused", "TakeFrame", "read_rest", "read_short"]
 
 _DRAIN_DEADLINE_S = 1.0
 _RELEASE_DEADLINE_S = 2.0
@@ -72,9 +72,7 @@ class Legs:
         """No legs go there any more."""
         self._streams.forget(node)
 
-    async def run(
-        self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
-    ) -> FrameKind:
+    async def run(self, lease: Lease, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame) -> FrameKind:
         """Run one leg on the leased node to its HANDOVER or END frame. Raises LegFailed, Refused.
 
         Cancelling aborts the request on the node.
@@ -175,7 +173,7 @@ class Legs:
             return 503, f"it could not be reached: {type(why).__name__}"
 
     async def _exchange(
-        self, node: Node, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrames
+        self, node: Node, path: str, body: bytes, headers: Mapping[str, str], take: TakeFrame
     ) -> FrameKind:
         answer = await self._session.post(
             node.url + path,
@@ -199,21 +197,22 @@ class Legs:
                 self._chores.spawn(read_rest(answer))
 
 
-async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFrames) -> FrameKind:
+async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFrame) -> FrameKind:
     reader = FrameReader()
     while chunk := await content.readany():
         try:
             frames = reader.feed(chunk)
         except (NodeFailed, UnicodeDecodeError) as why:
             raise LegFailed(f"the node's answer is malformed: {why}") from why
-        for at, frame in enumerate(frames):
+        for frame in frames:
             if frame.load is not None:
                 node.note_load(frame.load)
             if frame.kind not in (FrameKind.TOKENS, FrameKind.TICKET):
-                take(frames[:at] if frame.kind is FrameKind.ERROR else frames[: at + 1])
+                if frame.kind is not FrameKind.ERROR:
+                    take(frame)
                 return ending(frame)
-        if (room := take(frames)) is not None:
-            await room
+            if (room := take(frame)) is not None:
+                await room
     raise LegFailed(f"the answer was cut before its end, {reader.pending} bytes into a frame")
 
 

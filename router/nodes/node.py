@@ -14,7 +14,7 @@ import msgspec
 from router.nodes.credit import Credit, Reservation, blocks_of
 from router.nodes.standing import Standing
 from router.policies.policy import NodeView
-from router.prefix.index import Prefix
+from router.prefix.index import Sent
 from wire.config import Role
 from wire.kv_events import KvEventsReport
 from wire.outputs import Load
@@ -103,7 +103,7 @@ class Lease:
     kv_tokens: int = 0
     """Of KV that the node is likely to need for it in all."""
     room: Reservation = field(default_factory=Reservation)
-    sent: tuple[Prefix, int] | None = None
+    sent: Sent | None = None
     """What the prefix index was told of it, while it runs."""
     company: int = 0
     """Requests that were there before it."""

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+import msgspec
+
 __all__ = ["EVERY_S", "MOST", "Sample", "Samples", "outliers"]
 
 WINDOW_S = 60.0
@@ -33,8 +35,7 @@ SPREAD_OF = 5
 _MAD = 1.4826  # of a normal distribution: standard deviations per median absolute deviation
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """One leg. `first_s`, `gap_s`: seconds, None where they say nothing of the node."""
 
     at: float

@@ -272,7 +272,7 @@ class Pool:
         self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)
         if isinstance(ask.prefix, Prefix):
-            lease.sent = ask.prefix, self.prefixes.send(ask.prefix, node.url)
+            lease.sent = self.prefixes.send(ask.prefix, node.url, ask.cached)
         return lease
 
     def choose(self, ask: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
@@ -285,7 +285,7 @@ class Pool:
         """The leg has ended; twice is as once."""
         if lease.sent is not None:
             sent, lease.sent = lease.sent, None
-            self.prefixes.end(*sent)
+            self.prefixes.end(sent)
         lease.node.give_back(lease)
         if not lease.node.wanted:
             self._end_if_idle(lease.node)

@@ -12,11 +12,11 @@ import random
 from router.nodes.breaker import Breaker
 from router.nodes.outliers import Sample, Samples
 
-__all__ = ["Passage", "Standing"]
+__all__ = ["GAP_EVERY", "Passage", "Standing"]
 
 _GAP_FRAMES = 8
 """A gap between tokens is a mean over so many, or nothing."""
-_GAP_EVERY = 128
+GAP_EVERY = 128
 """A long answer is told of as it goes."""
 
 
@@ -38,13 +38,15 @@ class Passage:
         """How long the first frame took."""
         self.heard_at = now
         """When the last frame came."""
+        self.plain = False
+        """Of a frame with tokens there is nothing to do but to set `heard_at` and to count it, up to GAP_EVERY."""
+        self.gap_frames = 0
         self._standing, self._then = standing, then
         self._probe = standing.breaker.begin(now)
         self._began = now
         self._tells = waits_for_us
         self._answered = self._closed = False
         self._gap_since: float | None = None
-        self._gap_frames = 0
 
     def heard(self, now: float, *, tokens: bool) -> bool:
         """Frames came, with tokens or without; whether they are the leg's first tokens."""
@@ -56,11 +58,12 @@ class Passage:
         if not tokens:
             return False
         if self._gap_since is None:
-            self._gap_since, self._gap_frames = now, 0
+            self._gap_since, self.gap_frames = now, 0
         else:
-            self._gap_frames += 1
-            if self._gap_frames >= _GAP_EVERY:
+            self.gap_frames += 1
+            if self.gap_frames >= GAP_EVERY:
                 self._tell_gap(now)
+        self.plain = True
         if self._answered:
             return False
         self._answered = True
@@ -70,7 +73,7 @@ class Passage:
 
     def held_up(self) -> None:
         """The client has no room: the gaps of now are not the node's."""
-        self._gap_since = None
+        self._gap_since, self.plain = None, False
 
     def failed(self, why: str, now: float) -> bool:
         """The leg broke by the node's own fault; whether that has opened its breaker."""
@@ -87,7 +90,7 @@ class Passage:
             self._closed = True
             if not self._answered:
                 self._standing.breaker.succeeded(now, probe=self._probe)
-            if self._gap_since is not None and self._gap_frames >= _GAP_FRAMES:
+            if self._gap_since is not None and self.gap_frames >= _GAP_FRAMES:
                 self._tell_gap(now)
             else:
                 self._then.samples.legs.append(Sample(now))
@@ -100,5 +103,5 @@ class Passage:
 
     def _tell_gap(self, now: float) -> None:
         assert self._gap_since is not None
-        self._then.samples.legs.append(Sample(now, gap_s=(self.heard_at - self._gap_since) / self._gap_frames))
-        self._gap_since, self._gap_frames = now, 0
+        self._then.samples.legs.append(Sample(now, gap_s=(self.heard_at - self._gap_since) / self.gap_frames))
+        self._gap_since, self.gap_frames = now, 0

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import msgspec
 
 from router.prefix.held_blocks import HeldBlocks
-from router.prefix.text_tree import CHUNK_BYTES, Step, TextTree
+from router.prefix.text_tree import CHUNK_BYTES, Edge, Path, Step, TextTree
 from wire.outputs import PromptBlocks
 
-__all__ = ["Cached", "Prefix", "PrefixIndex"]
+__all__ = ["Cached", "Prefix", "PrefixIndex", "Sent"]
 
 MAX_TEXT_BYTES = 512 << 10
 """Of a prompt that are looked at: 128,000 tokens, in 2 ms. What is behind counts as new."""
@@ -30,6 +30,10 @@ _GONE_TOGETHER = 64
 _CHUNKS = re.compile(rb"(?s).{1,%d}" % CHUNK_BYTES).findall  # three times as fast as slices
 _TOKENS_PER_BYTE = 0.25  # English text, until prompts were seen
 _LEARNING_RATE = 0.05
+
+
+Sent = tuple[Edge, int]
+"""A leg under way: where its text ends, and its node's number."""
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -56,7 +60,7 @@ class Prefix(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, keys=halves[::2], tokens=tokens, block_tokens=blocks.block_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Cached(Mapping[str, int]):
     """Tokens of one prompt that each node is believed to have, by URL. Nodes that nobody asks for cost nothing."""
 
@@ -64,6 +68,9 @@ class Cached(Mapping[str, int]):
     """Of the whole prompt; an estimate until it is tokenized."""
     _numbers: Mapping[str, int]
     _steps: tuple[list[Step], ...]
+    path: Path
+    """In the texts, when they had this `shape`."""
+    shape: int
 
     def __getitem__(self, url: str) -> int:
         tokens = self._tokens(self._numbers[url])
@@ -97,6 +104,8 @@ class Cached(Mapping[str, int]):
 
 def _in_tokens(steps: list[Step], chunk_tokens: float, marks: int) -> list[Step]:
     """For these nodes only. The first chunk has no bytes."""
+    if not marks or not steps:
+        return []
     return [(int((depth - 1) * chunk_tokens), marks & those) for depth, those in steps if depth > 1 and marks & those]
 
 
@@ -139,17 +148,19 @@ class PrefixIndex:
                 _in_tokens(sent, chunk_tokens, self._known & ~self._trusted),
                 _in_tokens(going, chunk_tokens, self._trusted),
             ),
+            path,
+            self.texts.shape,
         )
 
-    def send(self, prefix: Prefix, url: str) -> int:
-        """A leg with this prompt runs on a node from now on; for `end`."""
+    def send(self, prefix: Prefix, url: str, found: Mapping[str, int] | None = None) -> Sent:
+        """A leg with this prompt runs on a node from now on; for `end`. `found`: what a lookup has told of it."""
         number = self._number(url)
-        self.texts.send(prefix.chunks, number)
-        return number
+        path = found.path if isinstance(found, Cached) and found.shape == self.texts.shape else None
+        return self.texts.send(prefix.chunks, number, path), number
 
-    def end(self, prefix: Prefix, number: int) -> None:
+    def end(self, sent: Sent) -> None:
         """It has ended."""
-        self.texts.end(prefix.chunks, number)
+        self.texts.end(*sent)
 
     def learn(self, prefix: Prefix) -> None:
         """What a node has said of a prompt (Prefix.known)."""

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
 
-__all__ = ["CHUNK_BYTES", "Edge", "Step", "TextTree"]
+__all__ = ["CHUNK_BYTES", "Edge", "Path", "Step", "TextTree"]
 
 CHUNK_BYTES = 64
 """Of text in one chunk, about a block of 16 tokens: less finds no more blocks, and costs time per prompt."""
@@ -27,12 +26,14 @@ LIMIT_BYTES = 64 << 20
 
 Step = tuple[int, int]
 """A depth, and the marks of the nodes that are that deep."""
+Path = list[tuple["Edge", int]]
+"""The edges that a text goes through, each with how many of its chunks it shares: all, but for the last one."""
 
 
 class Edge:
-    """`sent` are marks; `under_way` counts, by node, the legs that have not ended."""
+    """`sent` are marks; `under_way` counts, by node, legs that have not ended, and `going` are these nodes' marks."""
 
-    __slots__ = ("children", "chunks", "keys", "learned", "parent", "sent", "under_way")
+    __slots__ = ("children", "chunks", "going", "keys", "learned", "parent", "sent", "under_way")
 
     def __init__(self, parent: Edge | None, chunks: array[int]) -> None:
         self.parent = parent
@@ -41,12 +42,8 @@ class Edge:
         self.keys: array[int] = array("Q")
         self.learned = False
         self.sent = 0
+        self.going = 0
         self.under_way: dict[int, int] = {}
-
-    @property
-    def going(self) -> int:
-        """The marks of those nodes where a leg is under way."""
-        return sum(1 << node for node in self.under_way)
 
 
 class TextTree:
@@ -58,16 +55,18 @@ class TextTree:
         # Least recently used first; an edge is always behind all edges below it.
         self._edges: OrderedDict[Edge, None] = OrderedDict()
         self.size_bytes = 0
+        self.shape = 0
+        """Another number whenever paths may be others than before."""
 
     def __len__(self) -> int:
         return len(self._edges)
 
     # --- asking --------------------------------------------------------------------------------------------------
 
-    def path(self, chunks: array[int]) -> list[tuple[Edge, int]]:
-        """The edges that a text goes through, each with how many of its chunks it shares: all, but for the last one."""
+    def path(self, chunks: array[int]) -> Path:
+        """Where a text leads."""
         at, edge = 0, self._root
-        path: list[tuple[Edge, int]] = []
+        path: Path = []
         while at < len(chunks):
             child = edge.children.get(chunks[at])
             if child is None:
@@ -81,7 +80,7 @@ class TextTree:
         return path
 
     @staticmethod
-    def known_keys(path: Sequence[tuple[Edge, int]]) -> tuple[array[int], int]:
+    def known_keys(path: Path) -> tuple[array[int], int]:
         """The keys of the blocks along a path, as far as they were learned, and how deep that is."""
         keys: array[int] = array("Q")
         depth = 0
@@ -94,7 +93,7 @@ class TextTree:
         return keys, depth
 
     @staticmethod
-    def steps(path: Sequence[tuple[Edge, int]]) -> tuple[list[Step], list[Step]]:
+    def steps(path: Path) -> tuple[list[Step], list[Step]]:
         """How deep which nodes were sent this text: ever, and by legs that have not ended. The deepest come last."""
         sent: list[Step] = []
         going: list[Step] = []
@@ -103,28 +102,37 @@ class TextTree:
             depth += shared
             if edge.sent:
                 sent.append((depth, edge.sent))
-            if edge.under_way:
+            if edge.going:
                 going.append((depth, edge.going))
         return sent, going
 
     # --- telling -------------------------------------------------------------------------------------------------
 
-    def send(self, chunks: array[int], node: int) -> None:
-        """A leg with this text begins on a node (its number, not its mark)."""
-        mark = 1 << node
-        for edge in self._insert(chunks):
-            edge.sent |= mark
-            edge.under_way[node] = edge.under_way.get(node, 0) + 1
-        self._evict()
+    def send(self, chunks: array[int], node: int, path: Path | None = None) -> Edge:
+        """A leg with this text begins on a node (its number, not its mark). The last edge of the text, for `end`.
 
-    def end(self, chunks: array[int], node: int) -> None:
-        """It has ended."""
-        for edge, shared in self.path(chunks):
+        `path` may be given where it is known and the tree has the same shape as then."""
+        mark = 1 << node
+        edges = self._insert(chunks, self.path(chunks) if path is None else path)
+        for edge in edges:
+            edge.sent |= mark
+            edge.going |= mark
+            edge.under_way[node] = edge.under_way.get(node, 0) + 1
+        if self.size_bytes > self._limit_bytes:
+            self._evict()
+        return edges[-1]
+
+    def end(self, last: Edge, node: int) -> None:
+        """It has ended. An edge that was cut in two since then is still the end of the same text."""
+        edge: Edge | None = last
+        while edge is not None and edge is not self._root:
             left = edge.under_way.get(node, 0) - 1
-            if shared == len(edge.chunks) and left > 0:
+            if left > 0:
                 edge.under_way[node] = left
-            elif shared == len(edge.chunks):
-                edge.under_way.pop(node, None)
+            elif not left:
+                del edge.under_way[node]
+                edge.going &= ~(1 << node)
+            edge = edge.parent
 
     def learn(self, chunks: array[int], keys: array[int], blocks_per_chunk: float) -> None:
         """`keys` are the blocks of this text, so many of them, roughly, in each chunk but the first."""
@@ -147,20 +155,22 @@ class TextTree:
         """No node has these marks any more."""
         for edge in self._edges:
             edge.sent &= ~marks
+            edge.going &= ~marks
             for node in [node for node in edge.under_way if marks >> node & 1]:
                 del edge.under_way[node]
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _insert(self, chunks: array[int]) -> list[Edge]:
+    def _insert(self, chunks: array[int], path: Path) -> list[Edge]:
         """All edges of a text, made where they are missing, and now the most recently used."""
-        path = self.path(chunks)
-        edges = [edge for edge, _ in path]
+        edges, depth = [], 0
+        for edge, shared in path:
+            edges.append(edge)
+            depth += shared
         if path and path[-1][1] < len(edges[-1].chunks):
             edges[-1] = self._split(edges[-1], path[-1][1])
-        depth = sum(shared for _, shared in path)
         # The first chunk has no bytes, so no blocks: an edge of its own.
-        for begin, end in ((0, 1), (max(1, depth), len(chunks))):
+        for begin, end in ((0, 1), (max(1, depth), len(chunks))) if depth < len(chunks) else ():
             if depth <= begin < end:
                 parent = edges[-1] if edges else self._root
                 edges.append(Edge(parent, chunks[begin:end]))
@@ -177,6 +187,7 @@ class TextTree:
         assert parent is not None
         upper = Edge(parent, edge.chunks[:at])
         upper.sent, upper.under_way, upper.learned = edge.sent, dict(edge.under_way), edge.learned
+        upper.going = edge.going
         of_upper = len(edge.keys) * at // len(edge.chunks)
         upper.keys, edge.keys = edge.keys[:of_upper], edge.keys[of_upper:]
         edge.chunks = edge.chunks[at:]
@@ -184,6 +195,7 @@ class TextTree:
         upper.children[edge.chunks[0]] = edge
         parent.children[upper.chunks[0]] = upper
         self.size_bytes += EDGE_BYTES
+        self.shape += 1
         return upper
 
     def _compare(self, edge: Edge, keys: array[int], end: int) -> None:
@@ -208,6 +220,7 @@ class TextTree:
         edge.keys, edge.learned = keys, True
 
     def _count(self, edge: Edge, sign: int = 1) -> None:
+        self.shape += 1
         self.size_bytes += sign * (EDGE_BYTES + _NUMBER_BYTES * (len(edge.chunks) + len(edge.keys)))
 
     def _evict(self) -> None:
@@ -231,6 +244,7 @@ class TextTree:
             assert edge.parent is not None
             assert edge.parent.children[edge.chunks[0]] is edge
             assert edge.parent is self._root or order[edge.parent] > order[edge]
+            assert edge.going == sum(1 << node for node in edge.under_way)
             assert edge.parent is self._root or edge.sent & ~edge.parent.sent == 0
             below += edge.children.values()
         assert seen == len(self._edges)

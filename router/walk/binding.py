@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -39,8 +38,7 @@ _RENEW_S = 1.0
 """Where the node does not say how long its leases are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """What a decode leg wants. `peer` has its KV under the id `held`; None: it computes its prompt itself."""
 
     ask: Ask

@@ -24,6 +24,7 @@ from router.legs.leg_watch import LegWatch
 from router.legs.legs import LegFailed, Refused
 from router.nodes.measured import learn
 from router.nodes.node import Lease, Node, NodeKind
+from router.nodes.standing import GAP_EVERY
 from router.policies.policy import Ask
 from router.reply import Reply
 from router.timeline import Timeline
@@ -70,7 +71,7 @@ class Walk:
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
         self._prefilling: asyncio.Task[bool] | None = None
-        self._claimed = asyncio.Event()  # the prefill leg of a rebuilding has told where its KV is
+        self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
         self._decoding: asyncio.Task[None] | None = None
 
     @property
@@ -228,10 +229,10 @@ class Walk:
             return
         self._metrics.rebuilt.inc()
         self.progress.compute_again()
-        self._claimed.clear()
+        claimed = self._claimed = asyncio.Event()
         self._prefilling = asyncio.create_task(self._prefill_again(source))
-        self._prefilling.add_done_callback(lambda _: self._claimed.set())
-        await self._claimed.wait()
+        self._prefilling.add_done_callback(lambda _: claimed.set())
+        await claimed.wait()
 
     def _may_rebuild(self) -> bool:
         """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
@@ -297,42 +298,49 @@ class Walk:
         computes = decoding and peer is None
         passage = self._doors.enter(node, role, time.monotonic(), computes=computes, waits_for_us=not decoding)
         kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
-        kv_failed, begin = False, place.at.get(0, 0)
+        kv_failed, begin, grows_at = False, place.at.get(0, 0), 0
+        held, block_tokens = kv_tokens + sum(place.at.values()), node.load.block_tokens if decoding else 0
 
-        timeline, reply, at, reserves = self.timeline, self.reply, place.at, node.load.block_tokens > 0
+        timeline, reply, progress, at = self.timeline, self.reply, self.progress, place.at
 
-        def take(frames: Sequence[Frame]) -> Awaitable[None] | None:
+        def take(frame: Frame) -> Awaitable[None] | None:
             # For every token of every answer: each call in here is 1 % of what the router costs.
-            nonlocal kv_failed
-            now, told = time.monotonic(), False
-            for frame in frames:
-                ids, payload = frame.token_ids, frame.payload
-                if frame.kind is not FrameKind.TOKENS:
-                    payload = self._take_end(frame, place, begin, lease, peer, now)
-                if frame.kv_error and peer is not None:
-                    kv_failed = True
-                    kv_did_not_come(self._means, peer, node, frame.kv_error)
-                if self.progress.take(frame, place):
-                    if ids:
-                        timeline.tokens(now)
-                    reply.put(payload)
+            nonlocal kv_failed, held, grows_at
+            now, ids, payload = time.monotonic(), frame.token_ids, frame.payload
+            if frame.kind is not FrameKind.TOKENS:
+                payload = self._take_end(frame, place, begin, lease, peer, now)
+            if frame.kv_error and peer is not None:
+                kv_failed = True
+                kv_did_not_come(self._means, peer, node, frame.kv_error)
+            if progress.take(frame, place):
                 if ids:
-                    told = True
-                    if not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
-                        timeline.told(at[0], now, decoding)
-                if frame.kind is FrameKind.TICKET and not decoding:
-                    self._take_ticket(frame, lease, place.again)
-            if passage.heard(now, tokens=told):
+                    timeline.last_token = now
+                    if timeline.first_token is None:
+                        timeline.first_token = now
+                if payload:
+                    reply.put(payload)
+            if ids and not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
+                timeline.told(at[0], now, decoding)
+            if ids and passage.plain and passage.gap_frames < GAP_EVERY:
+                passage.heard_at = now
+                passage.gap_frames += 1
+            elif passage.heard(now, tokens=bool(ids)):
                 self._doors.began(passage)
                 node.answered(lease, kv_tokens)
                 if peer is not None and not kv_failed:
                     self._doors.kv_came(peer, node)
-            if told and decoding and reserves:
-                node.grown(lease, kv_tokens + sum(at.values()))
-            room = reply.room()
-            if room is not None:
-                passage.held_up()
-            return room
+            if frame.kind is FrameKind.TICKET and not decoding:
+                self._take_ticket(frame, lease, place.again)
+            if ids and block_tokens:
+                held += len(ids)
+                if held >= grows_at:  # a block further
+                    node.grown(lease, held)
+                    grows_at = -(-held // block_tokens) * block_tokens + 1
+            flow = reply.flow
+            if flow is None or not flow.write_paused:
+                return None
+            passage.held_up()
+            return flow.drain()
 
         patience_s = self._doors.patience_s(lease.tokens)
         with LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
@@ -371,7 +379,8 @@ class Walk:
             if frame.blocks is not None:
                 self._prefix = self._prefix.known(frame.blocks, frame.params.num_tokens)
                 self._pool.prefixes.learn(self._prefix)
-        self._claimed.set()
+        if self._claimed is not None:
+            self._claimed.set()
         if self._decoding is None and not again:
             self._decoding = asyncio.create_task(self._decode_early())
 

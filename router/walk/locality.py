@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from router.metrics import Metrics
 from router.nodes.doors import Doors
@@ -22,8 +23,7 @@ from wire.errors import KvNotLoaded, NodeFailed, NoNode, Overloaded
 __all__ = ["Locality", "Source"]
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """A prefill node is to compute the prompt."""
 
     ask: Ask

@@ -89,13 +89,10 @@ class Progress:
         self.claim: KvTransferParams | None = None
         """KV of the prompt that was computed again, while nobody has fetched it."""
         self.ended = False
+        self.output_tokens = 0
+        """Of all choices."""
         self._choices: dict[int, _Choice] = {0: _Choice()}
         self._diverged = False
-
-    @property
-    def output_tokens(self) -> int:
-        """Of all choices."""
-        return sum(len(choice.token_ids) for choice in self._choices.values())
 
     def take(self, frame: Frame, place: Place) -> bool:
         """Count a frame of the leg at `place`; whether its payload is news to the client.
@@ -133,6 +130,7 @@ class Progress:
                 )
             return False
         choice.token_ids += ids
+        self.output_tokens += len(ids)
         if frame.logprobs:
             choice.logprobs += frame.logprobs
         if frame.finish is not None and choice.finish is None:
@@ -156,13 +154,14 @@ class Progress:
         self.handover = params
         # A decode leg that has begun with the ticket may be further already.
         if len(first.token_ids) <= len(told.generated):
+            self.output_tokens += len(told.generated) - len(first.token_ids)
             self._choices[0] = _Choice(list(told.generated), list(told.logprobs), told.sent_text, told.finish)
 
     def start_over(self) -> bool:
         """Forget a broken prefill leg; False if the client has already seen a part of it."""
         if self.forwarded:
             return False
-        self._choices, self.handover, self.ticket = {0: _Choice()}, None, None
+        self._choices, self.handover, self.ticket, self.output_tokens = {0: _Choice()}, None, None, 0
         return True
 
     def compute_again(self) -> None:

@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from openai_api.response_store import Responses, Stored, missing
@@ -67,8 +66,7 @@ _MAX_STORED_BYTES = 32 << 20
 _log = logging.getLogger("kvrelay.router")
 
 
-@dataclass(frozen=True, slots=True)
-class _Held(Taken):
+class _Held(Taken, frozen=True):
     number: int
 
 

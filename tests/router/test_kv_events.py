@@ -223,7 +223,7 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
                 await until(lambda: router.count("kv_event_replays_total", outcome="failed") == 1, "counted")
                 assert router.count("kv_event_doubted_nodes") == 1
                 prefix = Prefix.of(0, b"y" * 4_000)
-                router.index.end(prefix, router.index.send(prefix, URL))
+                router.index.end(router.index.send(prefix, URL))
                 assert router.index.lookup(prefix)[URL] > 900, "what was sent there counts"
             router.heard(node)
             await router.trusted()

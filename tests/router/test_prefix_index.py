@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +16,7 @@ from router.nodes.pool import Pool
 from router.policies.policy import Ask
 from router.prefix.held_blocks import HeldBlocks
 from router.prefix.index import CHUNK_BYTES, MAX_TEXT_BYTES, Prefix, PrefixIndex
-from router.prefix.text_tree import EDGE_BYTES, TextTree
+from router.prefix.text_tree import EDGE_BYTES, Edge, TextTree
 from router.walk.job import CHAT_PATH, parse_job, prefix_of
 from wire.config import Role
 from wire.hashes import extend
@@ -34,9 +33,9 @@ def common(one: list[int] | array[int], other: list[int] | array[int]) -> int:
 
 @contextmanager
 def under_way(index: PrefixIndex, prefix: Prefix, url: str) -> Iterator[None]:
-    number = index.send(prefix, url)
+    sent = index.send(prefix, url)
     yield
-    index.end(prefix, number)
+    index.end(sent)
 
 
 def depth_of(steps: list[tuple[int, int]], node: int) -> int:
@@ -48,24 +47,25 @@ def depth_of(steps: list[tuple[int, int]], node: int) -> int:
 def test_the_tree_knows_how_much_of_a_text_each_node_was_sent(
     legs: list[tuple[array[int], int, bool]], asked: array[int]
 ) -> None:
-    tree, going = TextTree(), Counter[tuple[tuple[int, ...], int]]()
+    tree = TextTree()
+    going: list[tuple[array[int], int, Edge]] = []
     for chunks, node, ends in legs:
-        tree.send(chunks, node)
+        last = tree.send(chunks, node)
         if ends:
-            tree.end(chunks, node)
+            tree.end(last, node)
         else:
-            going[tuple(chunks), node] += 1
+            going.append((chunks, node, last))
         tree.check()
     sent_steps, going_steps = tree.steps(tree.path(asked))
     for node in range(4):
         sent = max((common(chunks, asked) for chunks, at, _ in legs if at == node), default=0)
         assert depth_of(sent_steps, node) == sent
         assert depth_of(going_steps, node) == max(
-            (common(list(chunks), asked) for (chunks, at) in going if at == node), default=0
+            (common(chunks, asked) for chunks, at, _ in going if at == node), default=0
         )
-    for (chunks, node), count in going.items():
-        for _ in range(count):
-            tree.end(array("q", chunks), node)
+    for _, node, last in going:
+        tree.end(last, node)
+        tree.check()
     assert tree.steps(tree.path(asked))[1] == []
 
 

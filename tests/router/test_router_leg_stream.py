@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgspec
@@ -64,7 +64,7 @@ class Stream:
         self.end.connection_made(cast(asyncio.Transport, self.transport))
         self.node = Node("http://n", role=Role.DECODE)
 
-    def leg(self, take: Callable[[Sequence[Frame]], Awaitable[None] | None]) -> asyncio.Task[FrameKind]:
+    def leg(self, take: Callable[[Frame], Awaitable[None] | None]) -> asyncio.Task[FrameKind]:
         return asyncio.ensure_future(self.end.run(Lease(self.node, 0), "/v1/completions", b"{}", {}, take))
 
     def hear(self, *messages: bytes) -> None:
@@ -96,7 +96,7 @@ async def test_a_stream_that_is_cut_anywhere_says_the_same() -> None:
     said = HEAD + answer(message(Kind.PONG), TAKEN, b"".join(frame_message(1, frame) for frame in FRAMES))
     for at in range(len(said)):
         stream, taken = Stream(), list[Frame]()
-        leg = stream.leg(lambda frames, taken=taken: taken.extend(frames))  # type: ignore[misc]
+        leg = stream.leg(lambda frame, taken=taken: taken.append(frame))  # type: ignore[misc]
         await asyncio.sleep(0)
         stream.end.data_received(said[:at])
         stream.end.data_received(said[at:])
@@ -109,7 +109,7 @@ async def test_a_stream_that_is_cut_anywhere_says_the_same() -> None:
 
 async def test_a_leg_that_nobody_waits_for_is_cancelled_and_others_go_on(stream: Stream) -> None:
     taken: list[Frame] = []
-    first, second = stream.leg(lambda _: None), stream.leg(taken.extend)  # type: ignore[func-returns-value]
+    first, second = stream.leg(lambda _: None), stream.leg(taken.append)  # type: ignore[func-returns-value]
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -161,7 +161,7 @@ async def test_what_no_node_says_ends_the_stream_and_all_of_its_legs(stream: Str
 
 
 async def test_what_is_raised_over_a_frame_ends_its_leg_only(stream: Stream) -> None:
-    def take(_: Sequence[Frame]) -> None:
+    def take(_: Frame) -> None:
         raise LookupError("diverged")
 
     first, second = stream.leg(take), stream.leg(lambda _: None)
@@ -194,11 +194,11 @@ async def test_frames_of_a_client_that_does_not_read_wait_and_give_no_credit(str
     slow: list[Frame] = []
     quick: list[Frame] = []
 
-    def take(frames: Sequence[Frame]) -> Awaitable[Any] | None:
-        slow.extend(frames)
+    def take(frame: Frame) -> Awaitable[Any] | None:
+        slow.append(frame)
         return None if reads.is_set() else reads.wait()
 
-    first, second = stream.leg(take), stream.leg(quick.extend)  # type: ignore[func-returns-value]
+    first, second = stream.leg(take), stream.leg(quick.append)  # type: ignore[func-returns-value]
     await asyncio.sleep(0)
     large = Frame(FrameKind.TOKENS, bytes(WINDOW_BYTES // 4))
     stream.hear(*(frame_message(leg, large) for _ in range(4) for leg in (1, 2)))
@@ -326,7 +326,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_stream_only() -> Non
 
 async def test_after_a_large_read_others_have_their_turn_first(stream: Stream) -> None:
     taken: list[Frame] = []
-    leg = stream.leg(taken.extend)  # type: ignore[func-returns-value]
+    leg = stream.leg(taken.append)  # type: ignore[func-returns-value]
     await asyncio.sleep(0)
     stream.hear(frame_message(1, Frame(FrameKind.TOKENS, bytes(40_000))))
     assert (len(taken), stream.transport.reads) == (1, False)

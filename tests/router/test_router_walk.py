@@ -168,7 +168,7 @@ async def test_a_refused_decode_leg_is_bound_again_from_the_same_lease(script: o
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_decode_leg_that_dies_midway_is_resumed_without_losing_a_token(stream: bool) -> None:
     p, bad, good = prefill(), decode(decode_cut_after_token), decode(decode_rest, load=Load(running=5))
-    async with cluster(p, bad, good) as c:
+    async with cluster(p, bad, good, conditional_disaggregation=True) as c:  # costs are not known: computed there
         assert await c.text({"stream": stream}) == (STREAMED if stream else WHOLE.decode())
         params = params_of(good.calls[0])
         assert (params.prompt_token_ids, params.generated, params.sent_text) == (PROMPT_IDS, [11, 12], 2)
