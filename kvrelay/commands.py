@@ -101,7 +101,7 @@ def _prefetch(
 
     The exit code is 0 if all is there, 1 if another try may help, 2 if no node would serve it.
     """
-    from kvrelay.prefetch import prefetch
+    from paged_engine.prefetch import prefetch
 
     config = EngineConfig(
         model or str(embedded_model()), load_format=load_format, revision=revision, hub_token=hub_token

@@ -8,22 +8,18 @@ model is the node's to say.
 from __future__ import annotations
 
 import json
-import mmap
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paged_engine.hub import SMALL_FILES, DownloadFailed, resolve_model, weight_files
 from paged_engine.model_config import ARCHITECTURES
+from paged_engine.whole_files import check_gguf, check_safetensors
 from wire.config import EngineConfig
 from wire.errors import ConfigError, KvrelayError
-from wire.gguf_header import TensorPlace, read_gguf_header
 
 __all__ = ["PrefetchFailed", "prefetch"]
-
-_MAX_HEADER_BYTES = 100 << 20
 
 
 class PrefetchFailed(KvrelayError):
@@ -55,12 +51,12 @@ def _checked_folder(folder: Path, config: EngineConfig) -> list[Path]:
     if missing:
         raise PrefetchFailed(f"{folder} lacks {', '.join(missing)}; download it again")
     for file in weights:
-        _check_whole(file, _end_of_safetensors)
+        _check_whole(file, check_safetensors)
     return files + weights
 
 
 def _checked_file(file: Path) -> list[Path]:
-    _check_whole(file, _end_of_gguf)
+    _check_whole(file, check_gguf)
     return [file]
 
 
@@ -87,34 +83,8 @@ def _check_architecture(folder: Path) -> None:
         raise ConfigError(f"{folder}: architecture {', '.join(names)} is not served; {', '.join(ARCHITECTURES)} are")
 
 
-def _check_whole(file: Path, end_of: Callable[[mmap.mmap], int]) -> None:
-    """Raise PrefetchFailed if a file ends before its last tensor does, or is none of its kind."""
+def _check_whole(file: Path, check: Callable[[Path], None]) -> None:
     try:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end, size = end_of(content), len(content)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as why:
-        raise PrefetchFailed(f"{file} is damaged ({why}); delete it and start again") from why
-    if size < end:
-        raise PrefetchFailed(f"{file} has {size} bytes of {end}; delete it and start again")
-
-
-def _end_of_safetensors(content: mmap.mmap) -> int:
-    """Where the last tensor ends, in bytes from the start of the file."""
-    length = int(struct.unpack_from("<Q", content)[0])
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"its header has {length} bytes")
-    header: Mapping[str, Any] = json.loads(content[8 : 8 + length])
-    ends = (each["data_offsets"][1] for name, each in header.items() if name != "__metadata__")
-    return 8 + length + max(map(int, ends), default=0)
-
-
-def _end_of_gguf(content: mmap.mmap) -> int:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    def end(place: TensorPlace) -> int:
-        elements, (block, block_bytes) = 1, GGML_QUANT_SIZES[GGMLQuantizationType(place.kind)]
-        for size in place.shape:
-            elements *= size
-        return place.start + elements // block * block_bytes
-
-    return max(map(end, read_gguf_header(content, string_lists=False).tensors.values()), default=0)
+        check(file)
+    except ValueError as why:
+        raise PrefetchFailed(f"{file} {why}; delete it and start again") from why
