@@ -65,14 +65,9 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
     return serve
 
 
-def _serving_router(values: dict[str, object]) -> int:
-    config = build(RouterConfig, values)
-    announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
-    if not (config.prefill and config.decode) and not announced:
-        raise ConfigError(
-            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
-            "announce themselves, or --kubernetes-selector for pods"
-        )
+def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
+    config = _router_config(values)
+    reread = None if again is None else lambda: _router_config(again())
     check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
@@ -86,11 +81,22 @@ def _serving_router(values: dict[str, object]) -> int:
         from kvrelay.workers import run_workers
 
         _log_to_stderr()
-        return run_workers(config)
+        return run_workers(config, reread)
     _log_to_stderr()
     from router.server import run as run_router
 
-    return run_router(config)
+    return run_router(config, reread)
+
+
+def _router_config(values: Mapping[str, object]) -> RouterConfig:
+    config = build(RouterConfig, values)
+    announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
+    if not (config.prefill and config.decode) and not announced:
+        raise ConfigError(
+            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
+            "announce themselves, or --kubernetes-selector for pods"
+        )
+    return config
 
 
 def _serving_ranks(values: dict[str, object]) -> int:
@@ -158,14 +164,17 @@ def _add(
     name: str,
     about: str,
     config: type,
-    serve: Callable[[dict[str, object]], int],
+    serve: Callable[..., int],
     skip: Sequence[str],
     env: Mapping[str, str],
     own: Sequence[inspect.Parameter] = (),
+    *,
+    reloads: bool = False,
 ) -> None:
     """Make a command whose flags are the settings of a config type. `env` names variables that stand in for flags.
 
-    `own` are parameters of the command itself; their values are handed over beside the settings.
+    `own` are parameters of the command itself; their values are handed over beside the settings. One that `reloads` is
+    given how its settings are read again, too: None without a config file.
     """
     known = settings_of(config, skip)
 
@@ -176,7 +185,11 @@ def _add(
         if cpu and given["device"] not in (None, "cpu"):
             raise ConfigError(f"--cpu and --device {given['device']} contradict each other")
         flags = {setting: value or None if isinstance(value, list) else value for setting, value in given.items()}
-        return serve(merge(known, flags | ({"device": "cpu"} if cpu else {}), file) | mine)
+
+        def read() -> dict[str, object]:
+            return merge(known, flags | ({"device": "cpu"} if cpu else {}), file) | mine
+
+        return serve(read(), read if file else None) if reloads else serve(read())
 
     parameters = [*own, *(_parameter(setting, env.get(setting.name)) for setting in known.values())]
     if "device" in known:
@@ -256,6 +269,7 @@ _add(
     _serving_router,
     (),
     {"api_key": API_KEY, "node_api_key": NODE_API_KEY, "admin_key": ADMIN_KEY},
+    reloads=True,
 )
 
 _add(

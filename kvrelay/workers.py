@@ -20,6 +20,7 @@ import uvloop
 
 from kvrelay.supervisor import Backoff, ChildFailed
 from node.parent import PARENT_PID, die_with_parent
+from router.reload import Reread, reload_on_hangup
 from router.server import DRAIN_S, settle
 from router.tls import check_certificate
 from router.workers.listening import shared_port
@@ -36,21 +37,23 @@ _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s[{}] %(message)s"
 _log = logging.getLogger("kvrelay.router")
 
 
-def run_workers(config: RouterConfig) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process.
+def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process. SIGHUP reloads, if there is `reread`.
 
     Raises ConfigError, RequestError, ChildFailed.
     """
     check_certificate(config)
     with shared_port(config.host, config.port) as held, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(config, held.getsockname()[1]))
+        return runner.run(_run(config, held.getsockname()[1], reread))
 
 
-async def _run(config: RouterConfig, port: int) -> int:
+async def _run(config: RouterConfig, port: int, reread: Reread | None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    parent = Parent(config, port)
+    parent = Parent(config, port, reread)
+    if reread is not None:
+        reload_on_hangup(parent.reload)
     workers = [_Worker(parent, index) for index in range(config.workers)]
     async with parent.running():
         tasks = [asyncio.create_task(worker.keep()) for worker in workers]
@@ -149,6 +152,7 @@ def _fate(code: int) -> str:
 def main() -> None:
     """A worker process: `python -m kvrelay.workers FD INDEX`."""
     die_with_parent()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal, to all at once: the parent says what follows
     descriptor, index = map(int, sys.argv[1:3])
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT.format(index))
     settle()

@@ -26,7 +26,7 @@ from router.shared import Shared
 from router.state import node_of
 from wire.config import Role
 from wire.config_checks import is_loopback
-from wire.errors import NotFound, RequestError, Unauthorized
+from wire.errors import ConfigError, NotFound, RequestError, Unauthorized
 
 __all__ = ["add_admin_routes"]
 
@@ -83,6 +83,11 @@ def add_admin_routes(
         asked = _decoded(await read(request), _Name)
         return _json(await desk.drain(asked.url, _peer(request), begin=request.url.path == "/admin/drain"))
 
+    @app.post("/admin/reload", response_model=None)
+    async def reload(request: Request) -> Response:
+        _check(key, request)
+        return _json(await desk.reload(_peer(request)))
+
 
 class _Desk:
     """What the routes do."""
@@ -132,6 +137,14 @@ class _Desk:
         status, _ = await self._legs().tell(node, path, b"{}", _TELL_DEADLINE_S)
         _log.info("admin: %s asks to %s node %s, which answers %d", peer, path[1:], node.url, status)
         return {"node_told": status == 200, "node": self.row(node)}
+
+    async def reload(self, peer: str) -> dict[str, Any]:
+        try:
+            changed = await self._shared.reload()
+        except ConfigError as why:
+            raise RequestError(why.message) from why
+        _log.info("admin: %s has the configuration reloaded, new: %s", peer, ", ".join(changed) or "nothing")
+        return {"changed": changed}
 
 
 def _check(key: str, request: Request) -> None:

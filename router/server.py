@@ -7,6 +7,7 @@ import gc
 import logging
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -14,6 +15,7 @@ import uvloop
 from router.app import create_app
 from router.client import ClientConnection
 from router.connections import connections
+from router.reload import Reread, reload_on_hangup
 from router.shared import Alone, Make
 from router.tls import check_certificate
 from wire.router_config import RouterConfig
@@ -63,14 +65,21 @@ def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
     )
 
 
-async def serve(config: RouterConfig, listening: Sequence[socket.socket] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address."""
-    await make_server(config).serve(sockets=None if listening is None else list(listening))
+async def serve(
+    config: RouterConfig, listening: Sequence[socket.socket] | None = None, reread: Reread | None = None
+) -> None:
+    """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address.
+
+    SIGHUP reloads the configuration, if there is something to be read again."""
+    server = make_server(config, partial(Alone, reread=reread))
+    if reread is not None:
+        reload_on_hangup(server.config.app.state.router.shared.reload)  # type: ignore[union-attr]
+    await server.serve(sockets=None if listening is None else list(listening))
 
 
-def run(config: RouterConfig) -> int:
+def run(config: RouterConfig, reread: Reread | None = None) -> int:
     """Serve on an event loop of our own until SIGINT or SIGTERM; the exit code."""
     settle()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config))
+        runner.run(serve(config, reread=reread))
     return 0

@@ -45,12 +45,15 @@ __all__ = [
     "Names",
     "Recall",
     "Recalled",
+    "Reload",
+    "Reloaded",
     "Removed",
     "Samples",
     "Sampled",
     "Scrape",
     "Sync",
     "Take",
+    "TakeOver",
     "Told",
     "Took",
     "packed",
@@ -130,7 +133,14 @@ class LegsOf(_Message, frozen=True):
     legs: dict[str, int]
 
 
-Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf
+class Reloaded(_Message, frozen=True):
+    """The settings that are new, or why none is."""
+
+    changed: list[str]
+    refused: str = ""
+
+
+Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded
 
 
 # Of membership, both ways: a worker asks for it, its parent tells all workers.
@@ -213,8 +223,25 @@ class Legs(_Message, frozen=True):
     """The legs on each node are wanted. Also from the parent."""
 
 
+class Reload(_Message, frozen=True):
+    """The configuration is to be read again."""
+
+
 FromWorker = (
-    Answer | Added | Removed | Drained | Listening | Take | GiveBack | Keep | Recall | Forget | Scrape | Met | Legs
+    Answer
+    | Added
+    | Removed
+    | Drained
+    | Listening
+    | Take
+    | GiveBack
+    | Keep
+    | Recall
+    | Forget
+    | Scrape
+    | Met
+    | Legs
+    | Reload
 )
 
 
@@ -260,6 +287,12 @@ class Address(_Message, frozen=True):
     address: str
 
 
+class TakeOver(_Message, frozen=True):
+    """This is its configuration from now on."""
+
+    config: RouterConfig
+
+
 class Samples(_Message, frozen=True):
     """Its metrics are wanted."""
 
@@ -268,7 +301,9 @@ class Sync(_Message, frozen=True):
     """An answer to this comes behind all that was said before."""
 
 
-FromParent = Answer | Begin | Begun | Told | Added | Removed | Drained | Heard | Address | Samples | Sync | Met | Legs
+FromParent = (
+    Answer | Begin | Begun | Told | Added | Removed | Drained | Heard | Address | TakeOver | Samples | Sync | Met | Legs
+)
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -22,6 +22,7 @@ from router.nodes.doors import Doors
 from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.server import make_server
+from router.shared import TakesOver, nobody
 from router.workers.link import Link
 from router.workers.listening import shared_port
 from router.workers.messages import (
@@ -45,17 +46,21 @@ from router.workers.messages import (
     Met,
     Recall,
     Recalled,
+    Reload,
+    Reloaded,
     Removed,
     Sampled,
     Samples,
     Scrape,
     Sync,
     Take,
+    TakeOver,
     Told,
     Took,
 )
 from router.workers.metric_sums import collected
-from wire.errors import KvrelayError
+from wire.errors import KvrelayError, RequestError
+from wire.router_config import RouterConfig
 
 __all__ = ["Worker", "serve_worker"]
 
@@ -131,6 +136,7 @@ class Worker:
         self.limits: Limits = _LimitsOfParent(link)
         self.responses: Responses = _ResponsesOfParent(link)
         self.warms = begin.index == 0
+        self._take_over: TakesOver = nobody
         now = time.monotonic()
         for names in begin.names:
             pool.tell(names.source, names.specs, now)
@@ -163,6 +169,17 @@ class Worker:
         """See Shared."""
         self._link.tell(Met(prefill.url, decode.url, failed))
 
+    def reloads(self, config: RouterConfig, take_over: TakesOver) -> None:
+        """See Shared."""
+        self._take_over = take_over
+
+    async def reload(self) -> list[str]:
+        """See Shared."""
+        told = await self._link.ask(Reload(), Reloaded)
+        if told.refused:
+            raise RequestError(told.refused)
+        return told.changed
+
     def workers(self) -> dict[str, int] | None:
         """See Shared."""
         return {"index": self._begin.index, "listening": self._begun, "wanted": self._begin.count}
@@ -188,6 +205,8 @@ class Worker:
                 self._drain(message, now)
             case Heard():
                 pool.heard(message.url, message.load, now, draining=message.draining)
+            case TakeOver():
+                self._take_over(message.config)
             case Address():
                 pool.note_p2p_address(message.url, message.address)
             case Met():

@@ -12,6 +12,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,8 @@ class Router:
         return float(found[1]) if found else 0.0
 
 
-@asynccontextmanager
-async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
-    """Two workers over these nodes, both with all nodes up."""
+def write(folder: Path, *nodes: FakeNode, **more: Any) -> Path:
+    """The configuration file."""
     config = {
         "workers": 2,
         "port": 0,
@@ -97,7 +97,14 @@ async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
         ],
     }
     file = folder / "router.json"
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config | more))
+    return file
+
+
+@asynccontextmanager
+async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
+    """Two workers over these nodes, both with all nodes up."""
+    file = write(folder, *nodes)
     command = (sys.executable, "-P", "-u", "-m", "kvrelay.cli", "router", "--config", str(file))
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
@@ -185,6 +192,20 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         async def counted() -> float:
             return await r.metric(1, done)
 
+        async def serve(alias: str) -> bool:
+            return [await r.ask(worker, BODY | {"model": alias}) for worker in (0, 1)] == [200, 200]
+
+        # A new configuration is taken over by both or by neither, whoever asks for it; and by those that begin later.
+        write(tmp_path, p, d, alias=[f"best={MODEL}"])
+        assert await r.json(1, "/admin/reload", {}) == {"changed": ["alias"]}
+        await until(partial(serve, "best"))
+        write(tmp_path, p, d, alias=[f"better={MODEL}"], tls_ca="ca.pem")
+        told = await r.json(0, "/admin/reload", {})
+        assert told["error"]["message"].startswith("tls_ca cannot change while the router runs")
+        write(tmp_path, p, d, alias=[f"better={MODEL}"])
+        r.process.send_signal(signal.SIGHUP)
+        await until(partial(serve, "better"))
+
         before = await counted()
         victim = r.pids()
         assert len(victim) == 2
@@ -201,6 +222,7 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
             told = await r.json(worker, "/admin/nodes")
             assert {node["url"] for node in told["nodes"]} == {p.url, d2.url}
         assert await counted() >= before
+        await until(partial(serve, "better"))
         assert await r.metric(0, "kvrelay_router_worker_restarts_total") == 1
 
         # SIGTERM leaves nothing behind.

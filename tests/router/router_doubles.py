@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,9 @@ import msgspec
 from aiohttp import web
 
 from router.app import Router
+from router.reload import Reread
 from router.server import make_server
+from router.shared import Alone
 from tests.router.stream_doubles import Put, serve_stream
 from wire.errors import ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
@@ -356,10 +359,10 @@ async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncI
 
 
 @asynccontextmanager
-async def router_over(config: RouterConfig) -> AsyncIterator[Cluster]:
+async def router_over(config: RouterConfig, reread: Reread | None = None) -> AsyncIterator[Cluster]:
     """One more router."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = make_server(config)
+        server = make_server(config, partial(Alone, reread=reread))
         serving = asyncio.create_task(server.serve([listening]))
         await until(lambda: server.started)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:
