@@ -23,7 +23,7 @@ import uvloop
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, Answer, Kind, MessageReader, message
 from wire.outputs import Finish, Load
-from wire.transfer import KvTransferParams
+from wire.transfer import KvTransferParams, packed
 from wire.versions import LEGS
 
 __all__ = ["MODEL", "MOST_TOKENS", "PROMPT_BYTES"]
@@ -66,12 +66,12 @@ _PARAMS = KvTransferParams(
     generation="g",
     num_tokens=_PROMPT_TOKENS,
     growing=True,
-    prompt_token_ids=list(range(1000, 1000 + _PROMPT_TOKENS)),
+    packed_prompt=packed(range(1000, 1000 + _PROMPT_TOKENS)),
     seed=1,
     created=1,
 )
 _TICKET = pack(Frame(FrameKind.TICKET, params=_PARAMS, load=_LOAD))
-_HANDED = msgspec.structs.replace(_PARAMS, growing=False, prompt_token_ids=None, generated=[1000], sent_text=5)
+_HANDED = msgspec.structs.replace(_PARAMS, growing=False, packed_prompt=None, generated=[1000], sent_text=5)
 _HANDOVER = pack(Frame(FrameKind.HANDOVER, params=_HANDED, load=_LOAD, timing={"queue": 1.0, "prefill": 1.0}))
 _PLAIN_HANDOVER = msgspec.json.encode(
     {
@@ -82,7 +82,7 @@ _PLAIN_HANDOVER = msgspec.json.encode(
         "choices": [{"index": 0, "message": {"role": "assistant", "content": " word"}, "finish_reason": "length"}],
         "usage": {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": 1, "total_tokens": _PROMPT_TOKENS + 1},
         # As vLLM's nodes answer: no token ids.
-        "kv_transfer_params": msgspec.to_builtins(msgspec.structs.replace(_PARAMS, prompt_token_ids=None)),
+        "kv_transfer_params": msgspec.to_builtins(msgspec.structs.replace(_PARAMS, packed_prompt=None)),
     }
 )
 
@@ -256,7 +256,8 @@ class _Node(asyncio.Protocol):
                 "engine_id": f"engine-{self._role}",
                 "generation": "g",
                 "load": _LOAD,
-                "leg_stream": 0 if "--http" in sys.argv else LEGS.newest,
+                "leg_stream": 0 if "--http" in sys.argv else LEGS.oldest,
+                "leg_stream_newest": LEGS.newest,
                 "object": "list",
                 "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "mock"}],
             }

@@ -120,7 +120,7 @@ class Serving:
         ], request
 
     def _leg(self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams) -> Leg:
-        prompt = transfer.prompt_token_ids or self._prompts.token_ids(request)
+        prompt = transfer.prompt() or self._prompts.token_ids(request)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         form = message_form(
             request,

@@ -42,7 +42,8 @@ class _Outbox:
         """Send it."""
         clients, self._clients = self._clients, []
         for client in clients:
-            client.flush()
+            if not client.ending:
+                client.flush()
 
 
 _outbox = _Outbox()
@@ -79,6 +80,8 @@ class Client:
         self._connection = connection
         self.cycle = cycle
         self._unsent: list[bytes] = []
+        self.ending = False
+        """`end` is about to be called: what waits is sent with it."""
         self.pieces = 0
         """Of the body that were written."""
 
@@ -113,6 +116,11 @@ class Client:
             if not self._unsent:
                 _outbox.add(self, self._connection.loop)
             self._unsent.append(b"%x\r\n%b\r\n" % (len(payload), payload))
+
+    def write_last(self, payload: bytes) -> None:
+        """The last piece: it goes out together with the `end`, which must follow."""
+        self.ending = True
+        self.write(payload)
 
     @property
     def flow(self) -> Flow:

@@ -141,7 +141,7 @@ class Relay(Response):
             self._begun = True
             self._client.begin(200, (*_STREAM_HEADERS, *_raw(self._extra)))
             if self._dialect is AS_IS:  # from now on there is nothing to do
-                self._walk.reply.pass_on(self._client.write, self._client.flow)
+                self._walk.reply.pass_on(self._client.write, self._client.flow, self._client.write_last)
         self._client.write(events)
 
     def _hold(self) -> None:

@@ -29,12 +29,16 @@ class Reply:
         self._kept: list[bytes] = []
         self.put: Callable[[bytes], None] = self._kept.append
         """Adds bytes for the client."""
+        self.put_last = self.put
+        """Adds the very last ones."""
         self.flow: Flow | None = None
         """Whether the client reads, if bytes are passed on to it."""
 
-    def pass_on(self, put: Callable[[bytes], None], flow: Flow) -> None:
-        """From now on each payload goes to `put`, and who asks for room is told of `flow`."""
-        self.put, self.flow = put, flow
+    def pass_on(
+        self, put: Callable[[bytes], None], flow: Flow, put_last: Callable[[bytes], None] | None = None
+    ) -> None:
+        """From now on each payload goes to `put`, the last one to `put_last`; who asks for room is told of `flow`."""
+        self.put, self.put_last, self.flow = put, put_last or put, flow
 
     def kept(self) -> bytes:
         """All that was put and not passed on."""

@@ -8,12 +8,27 @@ every process start.
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Iterable
+
 import msgspec
 
+from wire.errors import RequestError
 from wire.outputs import Finish, TokenLogprobs
-from wire.versions import Versions
+from wire.versions import PACKS_PROMPTS, Versions
 
-__all__ = ["ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams"]
+__all__ = ["ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
+
+_ID_BYTES = 4
+
+
+def packed(token_ids: Iterable[int]) -> bytes:
+    """Token ids as `packed_prompt` has them: 32 bits each, little-endian."""
+    ids = array("i", token_ids)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
 
 
 class ChoiceSoFar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,6 +66,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     client_max_tokens: int = 0
     # To the prefill node: send a TICKET frame before the prompt is computed.
     pipelined: bool = False
+    # To both nodes: the version that this leg is of (wire/versions.py, LEGS). The prefill node answers in its words.
+    leg_version: int = 1
     # To both nodes: made once by the router and carried on, so that all chunks of a stream agree.
     created: int | None = None
     # Of a request with several prompts this is one: its choices are counted from here, and what ends the answer (usage
@@ -75,6 +92,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     # What the decode node would otherwise compute twice: the answer so far. Of its first choice in four fields, of the
     # others (after a fail-over) as a list.
     prompt_token_ids: list[int] | None = None
+    # The same in legs of version 2, 4 bytes each (base64 in JSON): a router passes them on and reads none.
+    packed_prompt: bytes | None = None
     generated: list[int] = []
     generated_logprobs: list[TokenLogprobs] = []
     sent_text: int | None = None
@@ -84,6 +103,34 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     # Of the prompt's tokens from the second one on, if the request asks for any.
     prompt_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """How many the prompt has, if they are told."""
+        if self.packed_prompt is not None:
+            return len(self.packed_prompt) // _ID_BYTES
+        return None if self.prompt_token_ids is None else len(self.prompt_token_ids)
+
+    def prompt(self) -> list[int] | None:
+        """The prompt's token ids, if they are told. Raises RequestError if they are malformed."""
+        if self.packed_prompt is None:
+            return self.prompt_token_ids
+        if len(self.packed_prompt) % _ID_BYTES:
+            raise RequestError(
+                f"packed_prompt has {len(self.packed_prompt)} bytes, and each token has {_ID_BYTES}; pass on what the "
+                "prefill node answered",
+                param="kv_transfer_params",
+            )
+        ids = array("i", self.packed_prompt)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return ids.tolist()
+
+    def in_version(self, version: int) -> KvTransferParams:
+        """The same for a leg of this version. Raises RequestError if what it says is malformed."""
+        if version >= PACKS_PROMPTS or self.packed_prompt is None:
+            return msgspec.structs.replace(self, leg_version=version)
+        return msgspec.structs.replace(self, leg_version=version, prompt_token_ids=self.prompt(), packed_prompt=None)
 
     def so_far(self, choices: int) -> list[ChoiceSoFar]:
         """The first `choices` choices of the answer; those that have not begun are empty."""

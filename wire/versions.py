@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["HANDOVER", "LEGS", "RELEASE", "Versions"]
+__all__ = ["HANDOVER", "LEGS", "PACKS_PROMPTS", "RELEASE", "Versions"]
 
 RELEASE = "0.1.0"
 """Of kvrelay, as pyproject.toml has it. Processes that are one engine or one router must have the same."""
@@ -41,6 +41,8 @@ class Versions(msgspec.Struct, frozen=True, array_like=True):
 HANDOVER = Versions(1, 1)
 """Node and node: tickets, the control channel, what data planes say to each other (wire/transfer.py, kv_transfer)."""
 
-LEGS = Versions(1, 1)
+LEGS = Versions(1, 2)
 """Router and node: leg streams, frames, bodies of legs (wire/leg_stream.py, wire/frames.py). A leg stream names its
-version; a leg over HTTP that names none is of the oldest."""
+version, and so does the body of each leg; what names none is of version 1."""
+PACKS_PROMPTS = 2
+"""From this version of legs on, a prompt's token ids travel packed."""

@@ -78,7 +78,13 @@ class _Leg:
         if self._behind is not None:
             self._behind.append((frame, size))
             return
-        room = self._deliver(frame)  # for every token of every answer: so much and no more is between
+        # For every token of every answer: so much and no more is between.
+        plain = frame.kind is FrameKind.TOKENS and frame.load is None and not self.ended.done()
+        try:
+            room = self._take(frame) if plain else self._deliver(frame)
+        except Exception as why:  # noqa: BLE001 - whoever waits for the leg gets it
+            self.fail(why)
+            return
         if room is not None:
             self._behind = deque()
             self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(room, size))

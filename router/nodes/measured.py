@@ -19,7 +19,7 @@ def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None
         return
     prompt, _, cached = frame.usage or (0, 0, 0)
     if frame.params is not None:
-        prompt, cached = len(frame.params.prompt_token_ids or ()) or frame.params.num_tokens, frame.params.cached_tokens
+        prompt, cached = frame.params.prompt_tokens or frame.params.num_tokens, frame.params.cached_tokens
     if "queue" in timing:
         rates.waited(lease.expected_queue_ms, timing["queue"])
         shared = lease.company > 0 or lease.node.requests > 1

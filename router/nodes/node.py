@@ -140,8 +140,8 @@ class Node(NodeView):
     held_blocks: int = 0
     """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
     release: str = ""
-    leg_version: int | None = None
-    """Of the leg stream that it and this router speak with each other."""
+    leg_version: int = 1
+    """Of the legs that it and this router speak with each other."""
     misses: int = 0
     blamed_at: float = float("-inf")
     load: Load = field(default_factory=Load)

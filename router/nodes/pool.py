@@ -311,7 +311,7 @@ class Pool:
         known = (node.kind, node.model, node.adapters, node.up)
         node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
-        node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version
+        node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version or 1
         node.note_load(report.load)
         why = self._misfit(node, report)
         if why is not None:

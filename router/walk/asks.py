@@ -37,4 +37,5 @@ def decode_ask(job: Job, prefix: Prefix, progress: Progress, params: KvTransferP
 
 def prompt_tokens(job: Job, params: KvTransferParams) -> int:
     """Of the prompt; estimated until a node has told its ids."""
-    return job.prompt_tokens if params.prompt_token_ids is None else len(params.prompt_token_ids)
+    told = params.prompt_tokens
+    return job.prompt_tokens if told is None else told

@@ -143,9 +143,12 @@ class Progress:
         return True
 
     def _take_handover(self, params: KvTransferParams) -> None:
-        if params.prompt_token_ids is None and self.ticket is not None:
+        if params.prompt_tokens is None and self.ticket is not None:
             # Its ticket has told them.
-            params = msgspec.structs.replace(params, prompt_token_ids=self.ticket.prompt_token_ids)
+            told_there = self.ticket
+            params = msgspec.structs.replace(
+                params, prompt_token_ids=told_there.prompt_token_ids, packed_prompt=told_there.packed_prompt
+            )
         first, told = self._choices[0], params.so_far(1)[0]
         known = first.token_ids[: len(told.generated)]
         if known and known != told.generated[: len(known)]:
@@ -191,8 +194,8 @@ class Progress:
         generated = len(params.generated) + sum(len(choice.generated) for choice in params.other_choices)
         if params.remote_engine_id is not None:
             return max(0, generated - 1)
-        prompt = self._job.prompt_tokens if params.prompt_token_ids is None else len(params.prompt_token_ids)
-        return prompt + generated
+        prompt = params.prompt_tokens
+        return (self._job.prompt_tokens if prompt is None else prompt) + generated
 
     def without_kv(self) -> KvTransferParams:
         """What a decode leg starts from that computes the prompt, and all tokens so far, itself."""

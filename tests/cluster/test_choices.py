@@ -295,7 +295,7 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
         **fields,
     }
     victim, chunks = None, []
-    fetches = {node: node.metric("kvrelay_fetches_total") for node in cluster.of("decode")}
+    fetches = {node.url: node.metric("kvrelay_fetches_total") for node in cluster.of("decode")}
     try:
         with httpx2.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as answer:
             for line in answer.iter_lines():
@@ -310,9 +310,9 @@ def test_choices_with_logprobs_outlive_their_decode_node(cluster):
     assert cluster.router is not None
     assert cluster.router.metric("kvrelay_failovers_total") > 0
     # The survivor has not computed the prompt itself.
-    (survivor,) = (node for node in cluster.of("decode") if node is not victim)
+    (survivor,) = (node for node in cluster.of("decode") if node.url != victim.url)
     assert cluster.router.metric("kvrelay_router_rebuilt_kv_total") > 0
-    assert survivor.metric("kvrelay_fetches_total") == fetches[survivor] + 1
+    assert survivor.metric("kvrelay_fetches_total") == fetches[survivor.url] + 1
 
     def said(of: list[dict], index: int) -> tuple[str, list, list]:
         mine = [c["choices"][0] for c in of if c["choices"] and c["choices"][0]["index"] == index]

@@ -24,7 +24,7 @@ from wire.frames import Frame, FrameKind
 from wire.heartbeat import Heartbeat
 from wire.leg_stream import Answer, Open
 from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
-from wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams
+from wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams, packed
 from wire.versions import HANDOVER, LEGS, RELEASE, Versions
 
 RANGES = st.integers(1, 9).flatmap(lambda oldest: st.integers(oldest, 9).map(lambda newest: Versions(oldest, newest)))
@@ -103,6 +103,17 @@ def test_a_release_speaks_its_version_and_at_least_the_one_before() -> None:
         assert versions.oldest == max(1, versions.newest - 1) or versions.oldest < versions.newest
     assert str(Versions(1, 1)) == "1"
     assert str(Versions(1, 2)) == "1 to 2"
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1))
+def test_a_packed_prompt_is_unpacked_for_legs_of_version_1(ids: list[int]) -> None:
+    ticket = KvTransferParams(packed_prompt=packed(ids), seed=3)
+    old, new = ticket.in_version(1), ticket.in_version(2)
+    assert (old.prompt_token_ids, old.packed_prompt, old.leg_version) == (ids, None, 1)
+    assert (new.prompt_token_ids, new.packed_prompt, new.leg_version) == (None, packed(ids), 2)
+    assert old.prompt() == new.prompt() == ids
+    assert (old.prompt_tokens, new.prompt_tokens) == (len(ids), len(ids))
+    assert KvTransferParams(prompt_token_ids=ids).in_version(2).prompt() == ids  # of a node of version 1, for one of 2
 
 
 def test_the_release_is_that_of_the_package() -> None:
