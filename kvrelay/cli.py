@@ -314,7 +314,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         message = _usage(why)  # empty if no command was named: then typer has shown the help
         return _fail(message, 2) if message else 2
     except ConfigError as why:
-        return _fail(why.message, 2)
+        return _fail(why.message, why.exit_code)
     except KvrelayError as why:
         return _fail(why.message, 1)
     except (KeyboardInterrupt, typer.Abort):

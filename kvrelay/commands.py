@@ -6,6 +6,7 @@ Owns what is typed and printed; each imports what it needs when it is called. Wh
 from __future__ import annotations
 
 import json
+import logging
 from typing import Annotated
 
 import typer
@@ -33,6 +34,9 @@ def add_commands(app: typer.Typer) -> None:
         ("version", _version),
     ):
         app.command(name)(command)
+    # Its flags are the other command's.
+    theirs = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
+    app.command("supervise", context_settings=theirs)(_supervise)
 
 
 def _chat(
@@ -86,6 +90,23 @@ def _drain(
     from kvrelay.drain import run as run_drain
 
     return run_drain(node, router, admin_key, node_api_key, wait, Console(highlight=False, soft_wrap=True))
+
+
+def _supervise(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND [FLAGS]", help="One that serves, with its flags."),
+    ],
+) -> int:
+    """Keep one command running: start it again when it fails, as a node does whose GPU has failed.
+
+    It waits longer each time, from 0.5 up to 30 s. It ends with the command's exit code when that ends with 0, is told
+    to end, or was typed wrongly (2).
+    """
+    from kvrelay.supervise import supervise
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    return supervise(command)
 
 
 def _prefetch(

@@ -50,6 +50,8 @@ SMALL_FILES = (
 class DownloadFailed(ConfigError):
     """The Hub could not be reached, or broke off: the same may work later."""
 
+    exit_code = 1
+
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paged_engine.hub import SMALL_FILES, DownloadFailed, resolve_model, weight_files
+from paged_engine.hub import SMALL_FILES, resolve_model, weight_files
 from paged_engine.model_config import ARCHITECTURES
 from paged_engine.whole_files import check_gguf, check_safetensors
 from wire.config import EngineConfig
@@ -23,18 +23,15 @@ __all__ = ["PrefetchFailed", "prefetch"]
 
 
 class PrefetchFailed(KvrelayError):
-    """The files could not be had this time, or are not whole."""
+    """The files are not whole."""
 
 
 def prefetch(config: EngineConfig) -> dict[str, Any]:
     """`path`, `bytes` and `files` of the model, all of which are on this machine when it returns.
 
-    Raises ConfigError for a model that no node would serve, PrefetchFailed if trying again may help.
+    Raises ConfigError for a model that no node would serve, DownloadFailed and PrefetchFailed if another try may help.
     """
-    try:
-        path = resolve_model(config, _check_config)
-    except DownloadFailed as why:
-        raise PrefetchFailed(why.message) from why
+    path = resolve_model(config, _check_config)
     files = _checked_file(path) if path.is_file() else _checked_folder(path, config)
     return {"path": str(path), "bytes": sum(file.stat().st_size for file in files), "files": [str(f) for f in files]}
 

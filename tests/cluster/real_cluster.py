@@ -69,7 +69,7 @@ def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, inter
         time.sleep(interval_s)
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """One `kvrelay` command."""
 

@@ -27,6 +27,8 @@ from wire.versions import LEGS, RELEASE
 pytestmark = pytest.mark.cluster
 
 STREAMS, TOKENS = 8, 200
+MIXED = 12
+"""Hand-overs to each decode node between two restarts."""
 KEYS = {"KVRELAY_NODE_API_KEY": "nodes", "KVRELAY_ADMIN_KEY": "operator"}
 
 
@@ -48,10 +50,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
     try:
         flags += ["--router", f"tcp://127.0.0.1:{heartbeats}", "--router", f"tcp://127.0.0.1:{olds}"]
         cluster.nodes = [cluster.start(role, flags, env=before) for role in ("prefill", "prefill", "decode", "decode")]
-        router_flags = ["--heartbeat-port", str(heartbeats), "--alias", "best=tiny"]
+        # Each prompt is handed over, and by each prefill node to each decode node.
+        every = ["--no-conditional-disaggregation", "--prefill-policy", "round_robin", "--decode-policy", "random"]
+        router_flags = ["--heartbeat-port", str(heartbeats), "--alias", "best=tiny", *every]
         cluster.router = cluster.start("router", router_flags, env=KEYS)
         # At the nodes of this release it is the other way round: the router is of the one before.
-        cluster.others = [cluster.start("router", ["--heartbeat-port", str(olds)], env=before)]
+        cluster.others = [cluster.start("router", ["--heartbeat-port", str(olds), *every], env=before)]
         cluster.wait_ready(*cluster.nodes, cluster.router, *cluster.others)
         cluster.wait_met(4)
         yield cluster
@@ -119,6 +123,16 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
         (p, q), (d, e) = cluster.of("prefill"), cluster.of("decode")
         for drained, how, other in ((p, by_router, d), (e, by_node, q)):
             await asyncio.to_thread(_restart, cluster, drained, how, other, generations)
+            # Two of each role are of either release now, or all are new.
+            fetched = {node: node.metric("kvrelay_fetches_total") for node in cluster.of("decode")}
+            await asyncio.to_thread(
+                wait_until,
+                lambda fetched=fetched: all(
+                    node.metric("kvrelay_fetches_total") >= before + MIXED for node, before in fetched.items()
+                ),
+                60,
+                f"{MIXED} hand-overs to each decode node",
+            )
             assert not any(stream.done() for stream in streams)
         stop.set()
         counts = await asyncio.gather(*streams)
