@@ -1,6 +1,6 @@
 """What a router costs, over nodes that cost next to nothing: ours, and others from PyPI in the same run.
 
-    python -m benchmarks.router [--peers] [--workers N] [--only NAME] [--rounds 3] [--json FILE] [-- FLAGS OF OURS]
+    python -m benchmarks.router [--peers [NAME ...]] [--workers N] [--only NAME] [--rounds 3] [-- FLAGS OF OURS]
 
 A prefill and a decode node (benchmarks/mock_nodes.py) and the client (benchmarks/raw_load.py) are processes of their
 own. Prompts have 4 KB. `cpu/req` is CPU of the router's process and its children, user and system, per request of 16
@@ -9,8 +9,8 @@ first event at one client, less that of asking the decode node itself. Rows `dir
 without a router.
 
 `--workers N` adds a row of our router with so many processes, the parent's CPU among theirs. The kernel deals out
-connections by their ports, so one may have 12 of 32. `--peers` installs vllm-router and sglang-router. Rounds take
-turns, so that all see the same machine; medians are shown.
+connections by their ports, so one may have 12 of 32. `--peers` installs vllm-router and sglang-router, or one of them.
+Rounds take turns, so that all see the same machine; medians are shown.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _show(rows: list[Row]) -> None:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="other routers, too; all if none is named")
     parser.add_argument("--workers", type=int, default=1, help="a row of ours with so many processes, too")
     parser.add_argument("--only", default="", choices=[OURS, *PEERS], help="one router")
     parser.add_argument("--rounds", type=int, default=3)
@@ -150,7 +150,8 @@ def main() -> int:
     parser.add_argument("flags", nargs="*", help="of our router")
     args = parser.parse_args()
     several = [f"{OURS} x{args.workers}"] if args.workers > 1 else []
-    names = [DIRECT, *([args.only] if args.only else [OURS, *several, *(PEERS if args.peers else ())])]
+    peers = () if args.peers is None else args.peers or PEERS
+    names = [DIRECT, *([args.only] if args.only else [OURS, *several, *peers])]
     paced = [pace for pace in args.streams.split(",") if pace]
     seen: dict[str, list[Row]] = {name: [] for name in names}
     http = ("--http",) if args.http else ()

@@ -124,6 +124,8 @@ class TransferStats:
     retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
+    silent_s: float = 0.0
+    """Since the slowest of its threads was seen at work; one that waits for work is."""
 
 
 class Connector(Protocol):

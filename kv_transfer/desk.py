@@ -88,6 +88,7 @@ class Desk:
                 link.close(JOIN_S)
             raise
         self._peers = Peers(Hello(engine_id, fingerprint), config, self._fetches, self._control, self._planes)
+        self._beat_at = time.monotonic()  # of the control thread
         self._control.start()
 
     # The connector interface: called from the step loop.
@@ -239,6 +240,7 @@ class Desk:
                 retries=fetches.retries,
                 fetched_bytes=fetches.fetched_bytes,
                 fetch_s=fetches.fetch_s,
+                silent_s=max(time.monotonic() - self._beat_at, self._planes.silent_s()),
             )
 
     def close(self) -> None:
@@ -293,6 +295,7 @@ class Desk:
 
     def beat(self, now: float) -> float:
         """Leases that end, fetches that are late, peers to hear from. Returns seconds until something is due."""
+        self._beat_at = now
         with self._turn():
             self._leases.expire(now)
             self._fetches.tick(now)

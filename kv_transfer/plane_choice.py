@@ -127,6 +127,10 @@ class OpenPlanes:
             if welcome.ranks and all(kind in card.planes for card in welcome.ranks)
         ]
 
+    def silent_s(self) -> float:
+        """Seconds since the slowest of this process's threads was seen at work."""
+        return max(thread.silent_s() for thread in self._threads.values())
+
     def nudge(self) -> None:
         """Somebody may be about to read from here."""
         for thread in self._threads.values():

@@ -144,6 +144,7 @@ class PlaneThread:
         self._running: list[_Running] = []
         self._closing = False
         self._interval_s = POLL_MIN_S
+        self._turned_at = time.monotonic()
         self._opened: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-plane", daemon=True)
 
@@ -170,6 +171,10 @@ class PlaneThread:
     def drop_peer(self, peer: PeerKey) -> None:
         """No read from this peer is in flight, and none will be asked for before the next `add_peer`."""
         self._do(partial(self._plane.drop_peer, peer.generation))
+
+    def silent_s(self) -> float:
+        """Seconds since it was seen at work: it looks around at least every `IDLE_S`, unless its plane hangs."""
+        return time.monotonic() - self._turned_at
 
     def nudge(self) -> None:
         """Somebody may be about to read from here: leave the long sleep."""
@@ -207,6 +212,7 @@ class PlaneThread:
         self._woken.set()
 
     def _turn(self) -> None:
+        self._turned_at = time.monotonic()
         if not self._todo and self._woken.wait(self._wait_s()):
             self._woken.clear()
         if self._todo:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +19,13 @@ from rich.console import Console
 from rich.text import Text
 
 from kvrelay.commands import add_commands
+from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from node.parent import die_with_parent
+from node.process_log import LOG_FORMAT, log_to_stderr
 from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from wire.errors import ConfigError, KvrelayError
 from wire.router_config import RouterConfig
@@ -32,7 +33,7 @@ from wire.router_config import RouterConfig
 __all__ = ["main", "run"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
-_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL"}
+_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL", "gpus": "IDS"}
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
@@ -56,7 +57,7 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
             from paged_engine.rank_address import check_rank_0
 
             check_rank_0(config.engine.tensor_parallel_address)
-        _log_to_stderr()
+        log_to_stderr(str(role), config.log_format)
         config = _with_model_here(config)
         from node.server import run as run_node
 
@@ -77,12 +78,11 @@ def _serving_router(values: dict[str, object], again: Callable[[], dict[str, obj
         server_of(config.kubernetes_namespace)  # before anything is started
     if config.p2p_nccl_port:
         check_port(config.host, config.p2p_nccl_port)
+    log_to_stderr("router", config.log_format)
     if config.workers > 1:
         from kvrelay.workers import run_workers
 
-        _log_to_stderr()
         return run_workers(config, reread)
-    _log_to_stderr()
     from router.server import run as run_router
 
     return run_router(config, reread)
@@ -104,7 +104,7 @@ def _serving_ranks(values: dict[str, object]) -> int:
     from paged_engine.rank_address import interface_towards
 
     interface_towards(config.engine.tensor_parallel_address)
-    _log_to_stderr()
+    log_to_stderr("ranks")
     config = _with_model_here(config)
     from node.ranks import run_ranks
 
@@ -115,11 +115,17 @@ def _running_cluster(values: dict[str, object]) -> int:
     # A cluster that nobody gave a secret draws its own: no other node of this machine can join it.
     config = build(ClusterConfig, {"cluster_secret": secrets.token_urlsafe(32)} | _named(values))
     check_port(config.host, config.port)
-    _log_to_stderr()
+    log_to_stderr("up")
     config = _with_model_here(config)
     from kvrelay.cluster import up
 
     return up(config)
+
+
+def _writing_compose(values: dict[str, object]) -> int:
+    from kvrelay.compose_files import write
+
+    return write(values, Console(highlight=False, soft_wrap=True))
 
 
 def _running_batch(values: dict[str, object]) -> int:
@@ -137,10 +143,6 @@ def _running_batch(values: dict[str, object]) -> int:
     read_batch(files[0])  # before a model is loaded for nothing
     config = _with_model_here(build(NodeConfig, _named(values) | {"role": Role.AGGREGATED}))
     return run_batch(*files, lambda: with_engine(config), int(str(at_once)), console)
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
 def _named(values: dict[str, object]) -> dict[str, object]:
@@ -241,6 +243,15 @@ _add(
     _CLUSTER_SKIP,
     {"api_key": API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
 )
+_add(
+    "compose",
+    "Write compose.yaml and .env for a whole cluster in containers on one host.",
+    ComposeConfig,
+    _writing_compose,
+    (*_CLUSTER_SKIP, *NOT_FOR_COMPOSE),
+    {},
+    (_typed("output", str, ".", typer.Option(metavar="FOLDER", help="Where the files go.")),),
+)
 for _role, _name, _about in (
     (Role.PREFILL, "prefill", "Serve a prefill node: it computes prompts and gives their KV away."),
     (Role.DECODE, "decode", "Serve a decode node: it takes KV and generates."),
@@ -252,7 +263,12 @@ for _role, _name, _about in (
         NodeConfig,
         _serving_node(_role),
         ("role", "router") if _role is Role.AGGREGATED else ("role",),
-        {"api_key": NODE_API_KEY, "cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
+        {
+            "api_key": NODE_API_KEY,
+            "cluster_secret": CLUSTER_SECRET,
+            "allow_runtime_lora": RUNTIME_LORA,
+            "log_format": LOG_FORMAT,
+        },
     )
 _add(
     "rank",
@@ -268,7 +284,7 @@ _add(
     RouterConfig,
     _serving_router,
     (),
-    {"api_key": API_KEY, "node_api_key": NODE_API_KEY, "admin_key": ADMIN_KEY},
+    {"api_key": API_KEY, "node_api_key": NODE_API_KEY, "admin_key": ADMIN_KEY, "log_format": LOG_FORMAT},
     reloads=True,
 )
 
@@ -286,6 +302,8 @@ _add(
         "max_body_bytes",
         "kv_events",
         "kv_events_port",
+        "log_format",
+        "otlp_traces_endpoint",
         *settings_of(TransferConfig),
     ),
     {},
@@ -304,6 +322,18 @@ _add(
 
 
 add_commands(app)
+
+
+@app.command("top")
+def _top(
+    router: Annotated[str, typer.Option(help="The router to look at.")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
+) -> int:
+    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
+    from kvrelay.top import run as run_top
+
+    return run_top(router, admin_key, interval, Console(highlight=False))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from rich.console import Console
 from wire.config_checks import is_base_url
 from wire.errors import ConfigError, DeadlineExceeded, ErrorBody, KvrelayError
 
-__all__ = ["DrainFailed", "run"]
+__all__ = ["DrainFailed", "Refusal", "run"]
 
 _CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _TICK_S = 0.2
@@ -26,7 +26,9 @@ class DrainFailed(KvrelayError):
     """The node or the router cannot be asked, or refused."""
 
 
-class _Refusal(msgspec.Struct):
+class Refusal(msgspec.Struct):
+    """The body of an error, of a node or the router."""
+
     error: ErrorBody
 
 
@@ -101,6 +103,6 @@ async def _call(
     if answer.status == 200 or (draining and answer.status == 503):
         return said
     try:
-        raise DrainFailed(f"{url}: {msgspec.json.decode(said, type=_Refusal).error.message}")
+        raise DrainFailed(f"{url}: {msgspec.json.decode(said, type=Refusal).error.message}")
     except msgspec.DecodeError as why:
         raise DrainFailed(f"{url} answers {answer.status}") from why

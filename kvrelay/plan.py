@@ -26,9 +26,12 @@ __all__ = [
     "ClusterConfig",
     "Machine",
     "NodeGpus",
+    "cores_of",
     "gpus_of_nodes",
+    "node_config",
     "plan",
     "reachable",
+    "sharing_memory",
     "waves",
 ]
 
@@ -172,7 +175,7 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     specs: list[ChildSpec] = []
     for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
         threads = config.engine.threads or max(
-            1, _threads(role, config, machine.cores) // engines[index].tensor_parallel
+            1, cores_of(role, config, machine.cores) // engines[index].tensor_parallel
         )
         # More threads than cores: a waiting one that spins for long steals the core that another process needs, one
         # that never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside
@@ -181,9 +184,9 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
         engine = replace(engines[index], threads=threads)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus[index].visible
-            engine = _sharing(engine, gpus[index].sharers)
+            engine = sharing_memory(engine, gpus[index].sharers)
         url = f"http://127.0.0.1:{port}"
-        flags = flags_of(_node_config(config, engine, role, port), skip=_NOT_FLAGS)
+        flags = flags_of(node_config(config, engine, role, port), skip=_NOT_FLAGS)
         specs.append(_spec(f"{role}-{len(urls[role])}", role.value, flags, url, log_dir, env))
         urls[role].append(url)
     router = RouterConfig(
@@ -218,8 +221,10 @@ def reachable(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _threads(role: Role, config: ClusterConfig, cores: int) -> int:
-    """Prefill nodes take their share of the cores among all engines, decode nodes theirs among the decode nodes.
+def cores_of(role: Role, config: ClusterConfig, cores: int) -> int:
+    """How many of a machine's cores each node of a role computes on.
+
+    Prefill nodes take their share of the cores among all engines, decode nodes theirs among the decode nodes.
 
     A prefill node is idle between bursts, so a decode node may use its cores too: on two cores 1P1D gives 93 tokens/s
     against 80 with a thread each; beside a prefill node that never rests a decode step takes 110 ms against 86.
@@ -228,7 +233,7 @@ def _threads(role: Role, config: ClusterConfig, cores: int) -> int:
     return max(1, cores // sharing)
 
 
-def _sharing(engine: EngineConfig, sharers: int) -> EngineConfig:
+def sharing_memory(engine: EngineConfig, sharers: int) -> EngineConfig:
     """With the default share of a GPU's memory divided among the nodes on it. A share that was typed stays."""
     default = EngineConfig(engine.model).gpu_memory_utilization
     if sharers == 1 or engine.gpu_memory_utilization != default:
@@ -236,7 +241,8 @@ def _sharing(engine: EngineConfig, sharers: int) -> EngineConfig:
     return replace(engine, gpu_memory_utilization=round(default / sharers, 3))
 
 
-def _node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: int) -> NodeConfig:
+def node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: int) -> NodeConfig:
+    """One node of the cluster."""
     return NodeConfig(
         engine=engine,
         role=role,

@@ -20,6 +20,7 @@ import uvloop
 
 from kvrelay.supervisor import Backoff, ChildFailed
 from node.parent import PARENT_PID, die_with_parent
+from node.process_log import log_to_stderr
 from router.reload import Reread, reload_on_hangup
 from router.server import DRAIN_S, settle
 from router.tls import check_certificate
@@ -32,7 +33,6 @@ __all__ = ["run_workers"]
 
 _START_DEADLINE_S = 60.0
 _STOP_DEADLINE_S = DRAIN_S + 15.0
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s[{}] %(message)s"
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -154,7 +154,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal, to all at once: the parent says what follows
     descriptor, index = map(int, sys.argv[1:3])
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT.format(index))
+    log_to_stderr("router", worker=index)
     settle()
     # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -19,6 +19,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from node.accounts import Account
 from node.adapter_calls import load_adapter, unload_adapter
 from node.callers import authorize, read_body, request_id, unless_gone
 from node.compiling import COMPILE_DEADLINE_S
@@ -36,10 +37,9 @@ from node.serving import INLINE_BODY_BYTES, Call, Serving
 from openai_api.join import joined_end
 from openai_api.leg import Leg
 from openai_api.routes import add_routes, shown
-from openai_api.stages import STAGES, stages_ms
+from openai_api.tracing import Tracing, sane_trace
 from openai_api.types import ChatRequest, CompletionRequest, ModelList
 from wire.config import NodeConfig
-from wire.engine_messages import RequestUpdate
 from wire.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -80,6 +80,7 @@ class Node:
     created: int
     serving: Serving | None = None
     metrics: NodeMetrics | None = None
+    tracing: Tracing | None = None
     kv_events: KvEvents | None = None
     failure: str | None = None
     drain: Drain = field(init=False)
@@ -92,11 +93,23 @@ class Node:
         """The serving half. Raises EngineDead while the engine loads and after it ended."""
         if self.engine.ended.is_set() or self.failure is not None:
             raise EngineDead(self.failure or "the engine process of this node has ended")
-        if self.serving is not None and self.engine.silent_s() > SILENCE_LIMIT_S:
-            raise EngineDead(f"the engine process has said nothing for {self.engine.silent_s():.0f} s")
+        if self.serving is not None and (silent_s := self.engine.silent_s()) > SILENCE_LIMIT_S:
+            raise EngineDead(f"the engine process has said nothing for {silent_s:.0f} s")
+        if (stopped_s := self.engine.stats.kv_silent_s) > SILENCE_LIMIT_S:
+            raise EngineDead(
+                f"this node hands no KV over: a thread of its KV link has stood still for {stopped_s:.0f} s"
+            )
         if self.serving is None:
             raise EngineDead("the model is still being loaded; GET /health says when it is done")
         return self.serving
+
+    def alive(self) -> bool:
+        """Whether it serves, or may: false if only a new process can help. Loading and draining are no reason."""
+        try:
+            self.ready()
+        except EngineDead:
+            return self.serving is None and not self.engine.ended.is_set() and self.failure is None
+        return True
 
 
 def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -110,7 +123,10 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     key = partial(authorize, node.config.api_key)
     chat_with = partial(_complete, node, chat=True)
-    add_routes(app, Directly(node.ready, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)))
+    add_routes(
+        app,
+        Directly(node.ready, node.alive, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)),
+    )
 
     @app.post(_COMPLETIONS[1])
     async def completions(request: Request) -> Response:
@@ -223,7 +239,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
-    call = Call(chat, body, request_id(request.headers.get("x-request-id")))
+    call = Call(chat, body, request_id(request.headers.get("x-request-id")), sane_trace(request.headers.get))
     legs, parsed, frames = await _begun(node, call)
     leg = legs[0]
     headers = {LOAD_HEADER: node.engine.load.header(), "x-request-id": call.id}
@@ -270,7 +286,7 @@ async def _streamed(
     """A leg of a leg stream."""
     if path not in _COMPLETIONS:
         raise NotFound(f"there is no leg {path}")
-    call = Call(path == _COMPLETIONS[0], body, request_id(headers.get("x-request-id")))
+    call = Call(path == _COMPLETIONS[0], body, request_id(headers.get("x-request-id")), sane_trace(headers.get))
     _, _, frames = await _begun(node, call)
     return node.engine.load, frames
 
@@ -315,10 +331,9 @@ def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Fra
 
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
-    began, first_token_s = time.monotonic(), None
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
-    tokens, error = 0, None
-    last: RequestUpdate | None = None
+    account = Account(leg, call, node.config.role, node.metrics, node.tracing)
+    error: str | None = None
     updates: Updates | None = None
     try:
         for opening in leg.opening_frames():
@@ -327,14 +342,12 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
             yield opening
         if not leg.done:
             updates = node.engine.start_requests(leg.submits)
+            account.submitted()
         while updates is not None and not leg.done:
             # Only around the waiting: a timeout must not be left open across a yield, which may resume in another task.
             async with asyncio.timeout_at(deadline):
                 update, load = await updates.next()
-            last = update
-            tokens += len(update.token_ids)
-            if first_token_s is None and update.token_ids:
-                first_token_s = time.monotonic() - began
+            account.heard(update)
             for frame in leg.frames(update, load):
                 yield frame
             if leg.over(update.request_id):
@@ -349,46 +362,10 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
     finally:
         if updates is not None:
             updates.close()
+        last = account.last
         if last is not None and last.held is not None and leg.finish is Finish.STOP:
             node.engine.release(last.request_id)  # a stop string ended it: no decode node will come
-        _account(node, leg, call, time.monotonic() - began, first_token_s, tokens, last, error)
-
-
-def _account(
-    node: Node,
-    leg: Leg,
-    call: Call,
-    total_s: float,
-    first_token_s: float | None,
-    tokens: int,
-    last: RequestUpdate | None,
-    error: str | None,
-) -> None:
-    """Metrics and the one log line of a request."""
-    finish = leg.finish or Finish.ABORT
-    timing = leg.timing
-    if timing is not None and (last is None or last.timing is not timing or last.finish is None):
-        # It ended here and not in the engine, which has told of its beginning only; or another choice was the last.
-        decode_s = max(0.0, total_s - timing.queue_s - timing.prefill_s - timing.transfer_s)
-        timing = msgspec.structs.replace(timing, decode_s=decode_s)
-    if node.metrics is not None:
-        if first_token_s is not None:
-            node.metrics.first_token(first_token_s)
-        not_fetched = last is not None and last.fetch_error is not None
-        node.metrics.ended(finish, total_s, tokens, timing, not_fetched=not_fetched)
-    stages = {} if timing is None else stages_ms(timing)
-    log.info(
-        "%s %s prompt=%d cached=%d out=%d%s%s total_ms=%.2f%s",
-        call.response_id,
-        finish,
-        leg.writer.prompt_tokens,
-        last.cached_tokens if last is not None else 0,
-        tokens,
-        f" drafted={timing.draft_tokens} accepted={timing.accepted_tokens}" if timing and timing.draft_tokens else "",
-        "".join(f" {name}_ms={stages[name]:.2f}" for name in STAGES if name in stages),
-        total_s * 1e3,
-        f" error={error}" if error else "",
-    )
+        account.close(error)
 
 
 async def _packed(frames: AsyncGenerator[Frame, None]) -> AsyncIterator[bytes]:

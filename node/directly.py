@@ -29,18 +29,20 @@ class _Refusal(msgspec.Struct):
 class Directly:
     """The Server of openai_api/routes.py on a node.
 
-    `ready` is the serving half or raises EngineDead, `read` a request's checked body, `check` looks at its key only,
-    and `chat` answers a chat completion in its own bytes.
+    `ready` is the serving half or raises EngineDead, `alive` whether it may still get so, `read` a request's checked
+    body, `check` looks at its key only, and `chat` answers a chat completion in its own bytes.
     """
 
     def __init__(
         self,
         ready: Callable[[], Serving],
+        alive: Callable[[], bool],
         check: Callable[[Request], None],
         read: Callable[[Request], Awaitable[bytes]],
         chat: Callable[[Request, bytes], Awaitable[Response]],
     ) -> None:
         self._ready, self._check, self._read, self._chat = ready, check, read, chat
+        self.alive = alive
 
     def check_key(self, request: Request) -> None:
         """Raise Unauthorized if a key is wanted and not given."""

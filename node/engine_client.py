@@ -235,6 +235,10 @@ class EngineClient:
         """No request that is submitted from now on has this adapter."""
         self._send(unload)
 
+    def pid(self) -> int:
+        """Of the engine process; -1 before it was started."""
+        return -1 if self._process is None else self._process.pid
+
     def silent_s(self) -> float:
         """Seconds since the engine process said anything."""
         return time.monotonic() - self.heard_at

@@ -26,6 +26,7 @@ from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes, host_id
+from node.process_log import log_to_stderr
 from node.ranks import join_as_rank_0, meet_ranks, region_of
 from paged_engine.engine import AdapterNotLoaded, Engine
 from paged_engine.ranks import Ranks
@@ -398,8 +399,8 @@ def main() -> int:
     """Entry point of the process. Returns 0 after an orderly end; after an error it does not return."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
+    log_to_stderr(f"{config.role} engine", config.log_format)
     socket = connected(sys.argv[1])
     try:
         EngineProcess(config, socket).serve()

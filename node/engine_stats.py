@@ -31,6 +31,9 @@ def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, asked
         drafts=scheduler.speculation.drafts,
         draft_tokens=scheduler.speculation.draft_tokens,
         accepted_tokens=scheduler.speculation.accepted_tokens,
+        accepted_at=list(scheduler.speculation.accepted_at),
+        step_sizes=list(counters.step_sizes),
+        step_tokens=counters.step_tokens,
         fetches=transfers.fetches,
         fetch_failures=dict(Counter(transfers.failures) + Counter(Incompatible=adapters.unlike_kv)),
         fetch_retries=transfers.retries,
@@ -43,4 +46,5 @@ def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, asked
         running_adapters=running_adapters,
         waiting_adapters=waiting_adapters,
         asked=asked,
+        kv_silent_s=transfers.silent_s,
     )

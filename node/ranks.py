@@ -26,6 +26,7 @@ from node import rank_asides
 from node.last_words import leave
 from node.parent import PARENT_PID, die_with_parent
 from node.probe_pattern import ProbePattern
+from node.process_log import log_to_stderr
 from node.rank_asides import FillBlocks, Meet, VerifyBlocks
 from paged_engine.before_loading import check_engine, choose_device
 from paged_engine.engine import aside, follow
@@ -180,8 +181,8 @@ def main() -> int:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; rank 0 or the parent says when to end
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     place = msgspec.json.decode(sys.stdin.buffer.read(), type=_Place)
+    log_to_stderr(f"rank {place.rank}")
     config = place.engine
     try:
         device = choose_device(config.device, place.device_index)

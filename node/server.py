@@ -20,6 +20,7 @@ from node.heartbeat import Announcer
 from node.kv_events import KvEvents
 from node.loading import serving_of
 from node.metrics import NodeMetrics
+from openai_api.tracing import tracing_to
 from wire.config import NodeConfig
 from wire.errors import EngineDead, KvrelayError
 from wire.heartbeat import Heartbeat, NodeState
@@ -37,7 +38,8 @@ def run(config: NodeConfig) -> int:
 
     Exit code 0 after an orderly end, 1 when the engine failed.
     """
-    node = Node(config, EngineClient(config), created=int(time.time()))
+    tracing = tracing_to(config.otlp_traces_endpoint, f"kvrelay-{config.role}", f"{config.host}:{config.port}")
+    node = Node(config, EngineClient(config), created=int(time.time()), tracing=tracing)
     server = _Server(
         node,
         uvicorn.Config(
@@ -81,6 +83,8 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
             node.engine.on_changes = None
             await node.kv_events.close()
         await node.engine.stop()
+        if node.tracing is not None:
+            await asyncio.to_thread(node.tracing.close)
 
 
 class _Server(uvicorn.Server):
@@ -144,9 +148,7 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
         give_up()
         return
     name, info = serving.model_name, serving.info
-    node.metrics = NodeMetrics(
-        lambda: node.engine.stats, model_name=name, role=config.role, max_loras=config.engine.adapter_slots
-    )
+    node.metrics = NodeMetrics(lambda: node.engine.stats, config, info, name, node.engine.pid)
     node.serving = serving
     changed()
     log.info(

@@ -9,7 +9,8 @@ import functools
 import random
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -49,11 +50,12 @@ INLINE_BODY_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP call: its route, body, and the id that its answer carries."""
+    """One HTTP call: its route, body, the id that its answer carries, and W3C's headers of its trace."""
 
     chat: bool
     body: bytes
     id: str
+    trace: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def response_id(self) -> str:

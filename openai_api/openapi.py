@@ -260,6 +260,7 @@ _OPERATIONS = (
     _Operation("get", "/health", "200 when requests can be served.", (), dict[str, Any], guarded=False),
     _Operation("get", "/ping", "The same without a body.", guarded=False),
     _Operation("post", "/ping", "The same without a body.", guarded=False),
+    _Operation("get", "/live", "200 unless only a new process can help: also while it loads or drains.", guarded=False),
     _Operation("get", "/version", "Of the server.", (), Version, guarded=False),
     _Operation("get", "/metrics", "Prometheus metrics.", (), "text/plain", guarded=False),
     _Operation("get", "/openapi.json", "This document.", (), dict[str, Any], guarded=False),

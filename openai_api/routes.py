@@ -64,6 +64,10 @@ class Server(Protocol):
         """Whether requests can be served now."""
         ...
 
+    def alive(self) -> bool:
+        """Whether it may still get better by itself: false if only a new process can."""
+        ...
+
 
 def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
     """How errors look on a path."""
@@ -109,6 +113,10 @@ def add_routes(app: FastAPI, server: Server, responses: Responses | None = None)
     @app.api_route("/ping", methods=["GET", "POST"], response_model=None)
     async def ping() -> Response:
         return Response(status_code=200 if server.healthy() else 503)
+
+    @app.get("/live", response_model=None)
+    async def live() -> Response:
+        return Response(status_code=200 if server.alive() else 503)
 
 
 def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:

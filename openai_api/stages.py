@@ -22,7 +22,7 @@ import msgspec
 from openai_api import sse
 from wire.engine_messages import Timing
 
-__all__ = ["STAGES", "TOLD", "stages_ms", "with_stages"]
+__all__ = ["MOVED", "STAGES", "TOLD", "stages_ms", "with_stages"]
 
 STAGES = (
     "queue",
@@ -37,10 +37,12 @@ STAGES = (
 )
 TOLD = "told"
 """No stage, and for the router only: from the news that the KV is complete to the token of the first step."""
+MOVED = "transfer_bytes"
+"""No stage and no time, and for the router only: bytes of KV that were fetched."""
 
 
 def stages_ms(timing: Timing) -> dict[str, float]:
-    """Milliseconds of the stages that a request went through in one engine, and TOLD."""
+    """Milliseconds of the stages that a request went through in one engine, TOLD, and MOVED if anything was."""
     stages_s: dict[str, float] = {}
     if timing.transfer_s:
         if timing.prefill_s:
@@ -53,7 +55,8 @@ def stages_ms(timing: Timing) -> dict[str, float]:
         stages_s |= {"first_step": timing.first_step_s, "decode": timing.decode_s}
     if timing.told_s:
         stages_s[TOLD] = timing.told_s
-    return {name: round(seconds * 1e3, 3) for name, seconds in stages_s.items()}
+    stages = {name: round(seconds * 1e3, 3) for name, seconds in stages_s.items()}
+    return stages | {MOVED: float(timing.transfer_bytes)} if timing.transfer_bytes else stages
 
 
 def with_stages(end: bytes, stages: Mapping[str, float]) -> bytes:

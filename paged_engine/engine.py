@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ from paged_engine.sharding import shard_config, shard_weights
 from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
-from wire.engine_messages import Submit
+from wire.engine_messages import STEP_TOKENS, Submit
 from wire.sampling import SamplingParams
 from wire.versions import RELEASE
 
@@ -70,6 +71,14 @@ class Counters:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     generated_tokens: int = 0
+    step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    """Steps by the tokens that they compute, in classes."""
+    step_tokens: int = 0
+
+    def launched(self, tokens: int) -> None:
+        """A step that computes so many tokens."""
+        self.step_sizes[bisect_left(STEP_TOKENS, tokens)] += 1
+        self.step_tokens += tokens
 
 
 class AdapterNotLoaded(LookupError):
@@ -191,6 +200,7 @@ class Engine:
             self._fetch(plan, handover)
         if plan.chunks:
             self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks)
+            self.counters.launched(sum([chunk.count for chunk in plan.chunks]))
             for chunk in plan.chunks:
                 self._count(chunk)
                 chunk.request.launched(chunk.start, began)

@@ -36,6 +36,11 @@ class Speculation:
     """Chunks with proposals whose draws are known."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    """Of these, those at each place of a proposal."""
+
+    def __post_init__(self) -> None:
+        self.accepted_at = [0] * self.tokens
 
     def proposals(self, request: Request, limit: int) -> tuple[int, ...]:
         """Up to `limit` tokens that may follow the known ones of a request that decodes."""
@@ -84,6 +89,8 @@ class Speculation:
             self.drafts += 1
             self.draft_tokens += len(proposals)
             self.accepted_tokens += agreed
+            for place in range(agreed):
+                self.accepted_at[place] += 1
             request.draft_tokens += len(proposals)
             request.accepted_tokens += agreed
             if request.draft_pace is not None:

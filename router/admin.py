@@ -1,13 +1,11 @@
 """The admin routes: who is in the pool, add and remove nodes, drain them. For operators, with a key of their own.
 
-Without a key they answer only who is on this machine and no browser: a page there could ask for anything, but cannot
-help saying where it is from. All of them may be repeated; what is changed is logged with who has asked. Nothing is kept
-on disk: a router that is started again knows the nodes of its flags and those that announce themselves.
+Who may ask is router/operators.py's. All of them may be repeated; what is changed is logged with who has asked. Nothing
+is kept on disk: a router that is started again knows the nodes of its flags and those that announce themselves.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -17,21 +15,19 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from openai_api.routes import given_key
 from router.legs.legs import Legs
 from router.membership.members import NodeSpec
 from router.nodes.node import Node
 from router.nodes.pool import Pool
+from router.operators import check_operator, peer_of
 from router.shared import Shared
 from router.state import node_of
 from wire.config import Role
-from wire.config_checks import is_loopback
-from wire.errors import ConfigError, NotFound, RequestError, Unauthorized
+from wire.errors import ConfigError, NotFound, RequestError
 
 __all__ = ["add_admin_routes"]
 
 _TELL_DEADLINE_S = 5.0
-_THROUGH_OTHERS = ("origin", "forwarded", "x-forwarded-for", "via", "x-real-ip")
 
 _log = logging.getLogger("kvrelay.router")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -60,33 +56,33 @@ def add_admin_routes(
 
     @app.get("/admin/nodes", response_model=None)
     async def nodes(request: Request) -> Response:
-        _check(key, request)
+        check_operator(key, request)
         return _json({"nodes": await desk.rows()})
 
     @app.post("/admin/nodes", response_model=None)
     async def add(request: Request) -> Response:
-        _check(key, request)
-        return _json(await desk.add(_decoded(await read(request), _Add), _peer(request)))
+        check_operator(key, request)
+        return _json(await desk.add(_decoded(await read(request), _Add), peer_of(request)))
 
     @app.delete("/admin/nodes", response_model=None)
     async def remove(request: Request) -> Response:
-        _check(key, request)
+        check_operator(key, request)
         url = request.query_params.get("url", "")
         if not url:
             raise RequestError("name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url")
-        return _json(await desk.remove(url, _peer(request)))
+        return _json(await desk.remove(url, peer_of(request)))
 
     @app.post("/admin/drain", response_model=None)
     @app.post("/admin/undrain", response_model=None)
     async def drain(request: Request) -> Response:
-        _check(key, request)
+        check_operator(key, request)
         asked = _decoded(await read(request), _Name)
-        return _json(await desk.drain(asked.url, _peer(request), begin=request.url.path == "/admin/drain"))
+        return _json(await desk.drain(asked.url, peer_of(request), begin=request.url.path == "/admin/drain"))
 
     @app.post("/admin/reload", response_model=None)
     async def reload(request: Request) -> Response:
-        _check(key, request)
-        return _json(await desk.reload(_peer(request)))
+        check_operator(key, request)
+        return _json(await desk.reload(peer_of(request)))
 
 
 class _Desk:
@@ -145,21 +141,6 @@ class _Desk:
             raise RequestError(why.message) from why
         _log.info("admin: %s has the configuration reloaded, new: %s", peer, ", ".join(changed) or "nothing")
         return {"changed": changed}
-
-
-def _check(key: str, request: Request) -> None:
-    """Raise Unauthorized unless the caller is an operator."""
-    if key:
-        if not hmac.compare_digest(given_key(request.headers.get).encode(), key.encode()):
-            raise Unauthorized("the admin key is missing or wrong; send it as `Authorization: Bearer <key>`")
-    elif not is_loopback(_peer(request)) or any(name in request.headers for name in _THROUGH_OTHERS):
-        raise Unauthorized(
-            "without --admin-key the admin routes answer this machine only, and neither browser nor proxy"
-        )
-
-
-def _peer(request: Request) -> str:
-    return request.client.host if request.client is not None else "unknown"
 
 
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:

@@ -24,13 +24,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
+from openai_api.tracing import tracing_to
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
-from router.admission.gate import Gate, Targets, Turn
+from router.admission.gate import Gate, Targets
 from router.admission.keys import Caller, Keyring
 from router.chores import Chores
 from router.client import arrived, headers_of
-from router.entry import check_depth, sane_id, sane_trace, shown_error, targets_of
+from router.console.lookout import Lookout
+from router.console.routes import add_console_routes
+from router.endings import Endings, Traced
+from router.entry import check_depth, sane_id, targets_of
 from router.hot_routes import HotRoutes
 from router.legs.leg_watch import LegWatches
 from router.legs.legs import Legs
@@ -52,7 +56,6 @@ from router.reply import Reply
 from router.shared import Alone, Make
 from router.state import health_of
 from router.timeline import Timeline
-from router.timeline import shown as shown_stages
 from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
@@ -102,6 +105,7 @@ class Router:
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
         self.metrics.running.set_function(lambda: len(self._live))
+        self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router", f"{config.host}:{config.port}")
         self.shared = shared(self.pool, self.doors, self.metrics)
         self.shared.reloads(config, self.take_over)
         self.gate = Gate(config, self.pool, self.shared.limits, self.metrics.admission)
@@ -110,6 +114,8 @@ class Router:
         self._means: Means | None = None
         self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
+        self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
+        self.endings = Endings(self.metrics, self.lookout)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -147,6 +153,8 @@ class Router:
             await self.chores.finish(_SHUTDOWN_DEADLINE_S)
             await legs.close()
             await vllm_legs.close()
+            if self.tracing is not None:
+                await asyncio.to_thread(self.tracing.close)
 
     def take_over(self, config: RouterConfig) -> None:
         """This is the configuration for requests that come from now on. Nodes are told to the pool by others."""
@@ -170,6 +178,7 @@ class Router:
         path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), _caller(request)
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(request)
+        traced: Traced | None = None
         try:
             body = await self._body(request)
             if learn is not None:
@@ -185,12 +194,11 @@ class Router:
             job = with_priority(job, caller.check_priority(job.asked_priority))
             if job.id == header("x-request-id"):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
-            walk = self._walk(job, {"x-request-id": job.node_id, **sane_trace(header)}, timeline)
+            traced = Traced(self.tracing, path, header, timeline.arrived)
+            walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline)
             turn = await self.gate.enter(caller, job, Targets(*targets_of(header)), timeline.arrived)
         except KvrelayError as why:
-            self.metrics.refused(path, why.status)
-            told = (request.state.job_id, path, why.status, caller.name, shown_error(why))
-            _log.info("id=%s path=%s status=%d key=%s error=%s", *told)
+            self.endings.refused(request.state.job_id, path, caller.name, why, traced)
             raise
         except ClientDisconnect:
             self.metrics.refused(path, CLIENT_GONE)
@@ -203,7 +211,8 @@ class Router:
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None
             self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
-            self._finished(walk, turn, path, status, why)
+            self._live.discard(job.id)
+            self.endings.finished(walk, turn.caller.name, path, status, why, traced)
 
         return Relay(walk, turn, finished, dialect)
 
@@ -255,6 +264,10 @@ class Router:
         """Whether a request for any model can be served now."""
         return any(self.models.ready().values()) or self.models.alone()
 
+    def alive(self) -> bool:
+        """Always: what it cannot do without nodes, a new process could not either."""
+        return True
+
     async def tell_adapters(self, request: Request) -> Response:
         """Load or unload an adapter on all nodes. Raises KvrelayError."""
         assert self._legs is not None
@@ -274,29 +287,6 @@ class Router:
         )
         check_depth(body)
         return body
-
-    def _finished(
-        self, walk: Walk | JoinedWalk | VllmWalk, turn: Turn, path: str, status: int, why: KvrelayError | None
-    ) -> None:
-        self._live.discard(walk.job.id)
-        timeline, (prefill, decode) = walk.timeline, walk.nodes
-        timeline.ended = time.monotonic()
-        stages_s = timeline.stages_s(timeline.ended)
-        self.metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
-        _log.info(
-            "id=%s path=%s status=%d key=%s prompt_tokens=%s output_tokens=%d prefill=%s decode=%s %s client_gone=%s%s",
-            walk.job.id,
-            path,
-            status,
-            turn.caller.name,
-            "-" if walk.prompt_tokens is None else walk.prompt_tokens,
-            walk.output_tokens,
-            prefill,
-            decode,
-            shown_stages(stages_s),
-            "yes" if status == CLIENT_GONE else "no",
-            "" if why is None else f" error={shown_error(why)}",
-        )
 
 
 class _KeyGate:
@@ -359,6 +349,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     add_routes(app, router, router.shared.responses)
     read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.shared, router.legs, config.admin_key, read)
+    add_console_routes(app, config.admin_key, router.lookout.picture)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)

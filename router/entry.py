@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from wire.errors import KvrelayError, RequestError
 
-__all__ = ["MAX_DEPTH", "check_depth", "sane_id", "sane_trace", "shown_error", "targets_of"]
+__all__ = ["MAX_DEPTH", "check_depth", "sane_id", "shown_error", "targets_of"]
 
 MAX_DEPTH = 128
 """Levels of objects and lists in a body."""
@@ -21,8 +21,6 @@ MAX_DEPTH = 128
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
-_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_STATE = re.compile(r"[\x20-\x7e]{1,512}")
 # One that does not end is one, too: nothing is ever scanned twice.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
@@ -63,14 +61,6 @@ def _target_s(name: str, value: str | None) -> float | None:
 def sane_id(value: str) -> bool:
     """Whether a client's x-request-id may be the request's id, in logs and on the nodes."""
     return _ID.fullmatch(value) is not None and _ADDRESS not in value
-
-
-def sane_trace(header: Callable[[str], str | None]) -> dict[str, str]:
-    """The headers that are passed on to nodes, W3C's traceparent and tracestate; no others, and none that is odd."""
-    parent, state = header("traceparent"), header("tracestate")
-    if parent is None or not _TRACE.fullmatch(parent):
-        return {}
-    return {"traceparent": parent} | ({"tracestate": state} if state and _STATE.fullmatch(state) else {})
 
 
 def shown_error(why: KvrelayError) -> str:

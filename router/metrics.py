@@ -6,20 +6,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
+from openai_api.tallies import Spread, Tally
 from router.admission.metrics import AdmissionMetrics
 from router.nodes.breaker import State
 from router.nodes.doors import Doors
 from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.prefix.metrics import PrefixMetrics
-from router.tallies import Spread, Tally
 from router.timeline import Timeline
 from router.walk.conditional import Reason
+from wire.config import Role
+from wire.errors import KV_CAUSES
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
 
@@ -86,8 +88,6 @@ class Metrics:
             ["reason"],
             registry=registry,
         )
-        for reason in LOCAL_REASONS:
-            self.local_prefills.labels(reason)  # shown as zero: a cluster that has stopped disaggregating is to be seen
         self.kv_failures = Counter(
             "kvrelay_router_kv_failures",
             "KV that did not come, as decode nodes say, by cause.",
@@ -138,6 +138,24 @@ class Metrics:
             depth.remove(node.url, node.role)
 
         pool.follow(joined, left)
+        self._show_zeros()
+        ProcessCollector(registry=registry)
+
+    def _show_zeros(self) -> None:
+        """What has not happened yet is seen as such, and a rate can be taken of the first time: a cluster that quietly
+        stopped disaggregating is to be seen."""
+        legs = tuple(role.value for role in (Role.PREFILL, Role.DECODE))
+        for counter, values in (
+            (self.local_prefills, LOCAL_REASONS),
+            (self.failovers, legs),
+            (self.full, legs),
+            (self.releases, ("yes", "no")),
+            (self.kv_failures, KV_CAUSES),
+            (self.room_waits, ("room", "late", "gone", "failed")),
+            (self.meetings, ("met", "failed", "busy", "never")),
+        ):
+            for value in values:
+                counter.labels(value)
 
     def refused(self, path: str, status: int) -> None:
         """Count a request that was refused at the door."""

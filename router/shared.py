@@ -12,6 +12,7 @@ from typing import Protocol
 
 from openai_api.response_store import KeptHere, Responses
 from router.admission.rate_limits import HeldHere, Limits
+from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
 from router.nodes.doors import Doors
@@ -64,6 +65,14 @@ class Shared(Protocol):
 
     async def reload(self) -> list[str]:
         """All take over what is read now: the names of settings that are new. Raises RequestError, ConfigError."""
+        ...
+
+    def shows(self, look: Callable[[float], WorkerSeen]) -> None:
+        """For the console of whichever is asked: what this one sees, its requests that ended after a Unix time."""
+        ...
+
+    async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
+        """What the others see, if they answer. Raises Unavailable."""
         ...
 
     def workers(self) -> dict[str, int] | None:
@@ -128,6 +137,13 @@ class Alone:
         self._take_over(config)
         self._config = config
         return changed
+
+    def shows(self, look: Callable[[float], WorkerSeen]) -> None:
+        """See Shared."""
+
+    async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
+        """See Shared."""
+        return []
 
     def workers(self) -> dict[str, int] | None:
         """See Shared."""

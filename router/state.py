@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 
+from router.console.picture import Health
 from router.nodes.models import Models
 from router.nodes.node import Node
 from router.nodes.pairs import Pairs
 from router.nodes.pool import Pool
 from wire.config import Role
 
-__all__ = ["health_of", "node_of"]
+__all__ = ["health_of", "node_of", "of_models"]
 
 _MOST_SHOWN = 20
 
@@ -41,6 +42,13 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
     }
 
 
+def of_models(models: Models) -> tuple[Health, dict[str, bool]]:
+    """Whether requests for any model can be served now, and for which."""
+    by_model = models.ready()
+    ready = any(by_model.values())
+    return Health.OK if ready else Health.DEGRADED if models.alone() else Health.UNAVAILABLE, by_model
+
+
 def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: float) -> tuple[bool, dict[str, Any]]:
     """Whether requests for any model can be served now; and the state of every model and node.
 
@@ -49,13 +57,11 @@ def health_of(pool: Pool, models: Models, pairs: Pairs, requests: int, now: floa
         role.value: {"up": len(pool.up(role)), "listed": sum(node.role == role for node in pool.nodes)}
         for role in (Role.PREFILL, Role.DECODE)
     }
-    by_model = models.ready()
-    ready = any(by_model.values())
+    status, by_model = of_models(models)
     nodes = [node_of(node, pool, now) for node in (*pool.nodes, *pool.leaving)]
-    status = "ok" if ready else "degraded" if models.alone() else "unavailable"
     failed = [
         {"prefill": prefill, "decode": decode, "reason": why} for prefill, decode, why in pairs.failed()[:_MOST_SHOWN]
     ]
     met = {"met": pairs.count(), "failed": failed}
     body = {"status": status, **counts, "models": by_model, "pairs": met, "requests": requests, "nodes": nodes}
-    return status != "unavailable", body
+    return status is not Health.UNAVAILABLE, body

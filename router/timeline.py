@@ -6,12 +6,11 @@ lies between is seen from here, by one clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from openai_api.stages import STAGES, TOLD, with_stages
 
-__all__ = ["Timeline", "shown"]
+__all__ = ["Timeline"]
 
 
 @dataclass(slots=True)
@@ -88,8 +87,3 @@ class Timeline:
         if tokens < 2 or self.first_token is None or self.last_token is None:
             return None
         return (self.last_token - self.first_token) / (tokens - 1)
-
-
-def shown(stages_s: Mapping[str, float]) -> str:
-    """Stages in milliseconds, for the log."""
-    return " ".join([f"{name}_ms={stages_s[name] * 1e3:.2f}" for name in STAGES if name in stages_s])

@@ -7,7 +7,7 @@ import enum
 import json
 from dataclasses import dataclass, field
 
-from wire.config_checks import is_address, is_loopback, positive, require
+from wire.config_checks import check_log_format, is_address, is_loopback, positive, require
 from wire.errors import ConfigError
 
 __all__ = [
@@ -325,6 +325,11 @@ class NodeConfig:
     """Tell routers which blocks the prefix cache holds: hashes, in vLLM's format (ZMQ)."""
     kv_events_port: int = 0
     """Port of the KV events, at this node's host; the one after it answers who has lost some. 0 takes free ones."""
+    log_format: str = "text"
+    """Log lines as text or json (an object each, with request and trace ids)."""
+    otlp_traces_endpoint: str = ""
+    """Send a trace of each request there by OTLP over HTTP, for example http://127.0.0.1:4318/v1/traces; empty: where
+    OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if that is not set either."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
@@ -333,6 +338,7 @@ class NodeConfig:
             f"kv_events_port must be between 0 and 65534, got {self.kv_events_port}",
         )
         positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        check_log_format(self.log_format)
         for router in self.router:
             scheme, _, address = router.partition("://")
             host, _, port = address.rpartition(":")

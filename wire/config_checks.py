@@ -7,8 +7,9 @@ import re
 from urllib.parse import urlsplit
 
 from wire.errors import ConfigError
+from wire.log_lines import LOG_FORMATS
 
-__all__ = ["MAX_URL_CHARS", "is_address", "is_base_url", "is_loopback", "positive", "require"]
+__all__ = ["MAX_URL_CHARS", "check_log_format", "is_address", "is_base_url", "is_loopback", "positive", "require"]
 
 MAX_URL_CHARS = 512
 
@@ -24,6 +25,11 @@ def positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         require(value > 0, f"{name} must be positive, got {value}")
+
+
+def check_log_format(log_format: str) -> None:
+    """Raises ConfigError for one that there is not."""
+    require(log_format in LOG_FORMATS, f"log_format {log_format!r} is not one of {', '.join(LOG_FORMATS)}")
 
 
 def is_address(text: str) -> bool:

@@ -29,6 +29,7 @@ __all__ = [
     "Release",
     "Renew",
     "RequestUpdate",
+    "STEP_TOKENS",
     "Shutdown",
     "StepOutputs",
     "Submit",
@@ -39,6 +40,8 @@ __all__ = [
 
 PROBE_PREFIX = "probe-"
 """How ids of probes begin. A probe reads what was offered as one, never a request's KV."""
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Classes in which an engine counts its steps by the tokens that they compute, each up to and with its number."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -238,6 +241,12 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_at: list[int] = []
+    """Of accepted_tokens, those at each place of a proposal."""
+    step_sizes: list[int] = []
+    """Of steps, those in each class of STEP_TOKENS, and above them."""
+    step_tokens: int = 0
+    """That all steps computed, together."""
     fetches: int = 0
     fetch_failures: dict[str, int] = {}
     fetch_retries: int = 0
@@ -251,6 +260,8 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     waiting_adapters: list[str] = []
     asked: int = 0
     """The number of the newest AskStats that these answer."""
+    kv_silent_s: float = 0.0
+    """Seconds since the slowest thread of the KV link was seen at work; one that waits for work is."""
 
 
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):

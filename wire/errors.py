@@ -39,6 +39,7 @@ __all__ = [
     "ErrorBody",
     "Forbidden",
     "Incompatible",
+    "KV_CAUSES",
     "KvNotLoaded",
     "KvrelayError",
     "LeaseLost",
@@ -187,6 +188,8 @@ class NodeFailed(KvrelayError):
     type = "node_failed"
 
 
+KV_CAUSES = ("Incompatible", "LeaseLost", "PeerLost", "TransferError", "TransferTimeout")
+"""Why KV does not come, for metrics."""
 _CAUSES = {
     "Incompatible": "the two nodes may not exchange KV",
     "PeerLost": "its prefill node is gone or was restarted",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from wire.config_checks import is_base_url, is_loopback, positive, require
+from wire.config_checks import check_log_format, is_base_url, is_loopback, positive, require
 from wire.key_config import KeyConfig
 
 __all__ = ["LIVE", "POLICY_NAMES", "RouterConfig"]
@@ -95,6 +95,11 @@ class RouterConfig:
     """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
+    log_format: str = "text"
+    """Log lines as text or json (an object each, with request and trace ids)."""
+    otlp_traces_endpoint: str = ""
+    """Send a trace of each request there by OTLP over HTTP, for example http://127.0.0.1:4318/v1/traces; empty: where
+    OTEL_EXPORTER_OTLP_ENDPOINT says, and nowhere if that is not set either."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
@@ -110,6 +115,7 @@ class RouterConfig:
             "max_connections",
             "workers",
         )
+        check_log_format(self.log_format)
         require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
         self._check_entry()
         for role in ("prefill", "decode"):

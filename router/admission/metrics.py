@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from router.tallies import Tally
+from openai_api.tallies import Tally
 
 __all__ = ["AdmissionMetrics"]
 
@@ -39,6 +39,8 @@ class AdmissionMetrics:
         self._tokens = Tally(
             "kvrelay_router_key_tokens", "Tokens by API key: of prompts and of answers.", registry, ["key", "kind"]
         )
+        for reason in ("queue_full", "displaced", "deadline", "ttft", "ttft_never", "ttft_passed", "tpot_never"):
+            self._refused.labels(reason)
         for how in ("at_once", "queued"):
             self._admitted.add(0, how)
         for key in keys:

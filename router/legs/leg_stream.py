@@ -221,14 +221,13 @@ class LegStream(asyncio.Protocol):
         legs = self._legs
         try:
             self._parser.feed_data(data)
-            for part in self._parts:
-                for number, kind, body in self._reader.feed(part):
-                    if kind == _FRAME:
-                        leg = legs.get(number)
-                        if leg is not None:  # else it was cancelled
-                            leg.hear(frame_of(body), HEAD_BYTES + len(body))
-                    else:
-                        self._hear(number, kind, body)
+            for number, kind, body in self._reader.feed(b"".join(self._parts)):
+                if kind == _FRAME:
+                    leg = legs.get(number)
+                    if leg is not None:  # else it was cancelled
+                        leg.hear(frame_of(body), HEAD_BYTES + len(body))
+                else:
+                    self._hear(number, kind, body)
         except (httptools.HttpParserError, NodeFailed, *MALFORMED) as why:
             self.give_up("the node's answer is malformed", f"the leg stream is malformed: {why}")
         self._parts.clear()

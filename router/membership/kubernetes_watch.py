@@ -35,7 +35,7 @@ from router.membership.kubernetes_pods import ROLE, ListedPods, Pod, Pods, Told,
 from router.membership.members import Listener, Source
 from wire.errors import ConfigError
 
-__all__ = ["Pace", "discovering", "server_of"]
+__all__ = ["Pace", "discovering", "listed_gauge", "server_of"]
 
 _PAGE = 500
 _MAX_LIST_BYTES = 256 << 20
@@ -85,6 +85,15 @@ class _Refused(Exception):
         self.status = status
 
 
+def listed_gauge(registry: CollectorRegistry) -> Gauge:
+    """What is measured of it."""
+    return Gauge(
+        "kvrelay_router_kubernetes_listed_timestamp_seconds",
+        "When the pods were last listed whole, as Unix time; 0: not yet.",
+        registry=registry,
+    )
+
+
 @asynccontextmanager
 async def discovering(
     pool: Listener, selector: str, namespace: str, registry: CollectorRegistry, pace: Pace | None = None
@@ -97,12 +106,7 @@ async def discovering(
         yield
         return
     api = await asyncio.to_thread(_Api, selector, namespace)
-    listed = Gauge(
-        "kvrelay_router_kubernetes_listed_timestamp_seconds",
-        "When the pods were last listed whole, as Unix time; 0: not yet.",
-        registry=registry,
-    )
-    follower = _Follower(api, pool, listed, pace or Pace())
+    follower = _Follower(api, pool, listed_gauge(registry), pace or Pace())
     _log.info("nodes are the pods of namespace %s that match %s", api.namespace, api.selector)
     follower.start()
     try:

@@ -31,9 +31,11 @@ from wire.config import Role
 from wire.errors import NoNode
 from wire.outputs import Load
 
-__all__ = ["LOST_AFTER_MISSES", "Pool"]
+__all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
 
 LOST_AFTER_MISSES = 3
+DRAINS = "it is draining"
+"""Why a node that drains takes no legs."""
 
 
 _log = logging.getLogger("kvrelay.router")
@@ -365,7 +367,7 @@ class Pool:
     def drains(self, node: Node, now: float) -> None:
         """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
         node.blamed_at = now
-        self._take_down(node, "it is draining", now)
+        self._take_down(node, DRAINS, now)
 
     def drain(self, node: Node, now: float) -> None:
         """An operator wants it to take no new legs; those that it has go on."""
@@ -392,7 +394,7 @@ class Pool:
         if not node.wanted:
             return "it was removed"
         if report.draining or node.drain_asked:
-            return "it is draining"
+            return DRAINS
         if report.role != node.role:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"

@@ -91,7 +91,7 @@ class Curve:
             return 0.0
         if not self.measured and self._parent is not None:
             return self._parent.at(size)
-        if self._undrawn:
+        if self._undrawn and (self._weight < _SETTLED or self._undrawn >= _MOST_UNDRAWN):
             self._draw()
         return self._read(size)
 
@@ -111,7 +111,7 @@ class Curve:
         """This curve, or that which stands for it, up to date."""
         if not self.measured and self._parent is not None:
             return self._parent.known()
-        if self._undrawn:
+        if self._undrawn and (self._weight < _SETTLED or self._undrawn >= _MOST_UNDRAWN):
             self._draw()
         return self
 
@@ -123,7 +123,7 @@ class Curve:
         prior_ms = fixed_ms + ms_each * size
         if self._weight > _SETTLED:
             # What an outlier is needs no newest estimate, and drawing one each time would cost more than all else.
-            known = self._read(size) if self._undrawn < _MOST_UNDRAWN else self.at(size)
+            known = self.at(size)
             ms = min(max(ms, known / _MOST_OFF), known * _MOST_OFF)
             if ms > known:
                 ms = known + (ms - known) * above

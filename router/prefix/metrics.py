@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from openai_api.tallies import Spread, Tally
 from router.prefix.index import PrefixIndex
-from router.tallies import Spread, Tally
 
 __all__ = ["PrefixMetrics"]
 

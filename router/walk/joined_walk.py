@@ -43,6 +43,11 @@ class JoinedWalk:
                 self.on_placed(role)
 
     @property
+    def parts(self) -> list[Walk]:
+        """The walks of the prompts."""
+        return self._walks
+
+    @property
     def timeline(self) -> Timeline:
         """That of the walk which ended last, or is not over."""
         return max((walk.timeline for walk in self._walks), key=lambda each: each.last_token or each.arrived)

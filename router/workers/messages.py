@@ -13,6 +13,7 @@ import msgspec
 
 from openai_api.response_store import Stored
 from router.admission.rate_limits import Exceeded, Quota, Taken
+from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from wire.errors import KvrelayError
 from wire.outputs import Load
@@ -41,6 +42,7 @@ __all__ = [
     "LegsOf",
     "LinkBroken",
     "Listening",
+    "Look",
     "Met",
     "Names",
     "Recall",
@@ -51,6 +53,7 @@ __all__ = [
     "Samples",
     "Sampled",
     "Scrape",
+    "Seen",
     "Sync",
     "Take",
     "TakeOver",
@@ -140,7 +143,13 @@ class Reloaded(_Message, frozen=True):
     refused: str = ""
 
 
-Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded
+class Seen(_Message, frozen=True):
+    """Asked: by all workers but the one that asks; or by one. For the console."""
+
+    workers: list[WorkerSeen]
+
+
+Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded | Seen
 
 
 # Of membership, both ways: a worker asks for it, its parent tells all workers.
@@ -227,6 +236,12 @@ class Reload(_Message, frozen=True):
     """The configuration is to be read again."""
 
 
+class Look(_Message, frozen=True):
+    """What the console shows is wanted, of requests those that ended after this Unix time. Also from the parent."""
+
+    since: float
+
+
 FromWorker = (
     Answer
     | Added
@@ -242,6 +257,7 @@ FromWorker = (
     | Met
     | Legs
     | Reload
+    | Look
 )
 
 
@@ -302,7 +318,21 @@ class Sync(_Message, frozen=True):
 
 
 FromParent = (
-    Answer | Begin | Begun | Told | Added | Removed | Drained | Heard | Address | TakeOver | Samples | Sync | Met | Legs
+    Answer
+    | Begin
+    | Begun
+    | Told
+    | Added
+    | Removed
+    | Drained
+    | Heard
+    | Address
+    | TakeOver
+    | Samples
+    | Sync
+    | Met
+    | Legs
+    | Look
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -24,6 +24,7 @@ LARGEST = frozenset(
         "kvrelay_router_kv_event_doubted_nodes",
         "kvrelay_router_prefix_texts",
         "kvrelay_router_prefix_blocks",
+        "process_start_time_seconds",
     }
 )
 """Gauges of what all workers see."""
@@ -33,6 +34,10 @@ ADDED = frozenset(
         "kvrelay_router_queue_waiting",
         "kvrelay_router_waiting_for_room",
         "kvrelay_router_prefix_text_bytes",
+        "process_virtual_memory_bytes",
+        "process_resident_memory_bytes",
+        "process_open_fds",
+        "process_max_fds",
     }
 )
 """Gauges of what each worker has."""

@@ -46,6 +46,7 @@ from router.workers.messages import (
     Legs,
     LegsOf,
     Listening,
+    Look,
     Met,
     Names,
     Recall,
@@ -56,6 +57,7 @@ from router.workers.messages import (
     Sampled,
     Samples,
     Scrape,
+    Seen,
     Sync,
     Take,
     TakeOver,
@@ -123,7 +125,8 @@ class Parent:
         self._ended: list[Family] = []
         self.changed = asyncio.Event()
         """Set whenever a worker listens or has ended."""
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
+        """What is measured here, beside what the workers measure."""
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(self.listening)
         self.restarts = Counter("kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry)
         self._members.tell(Source.STATIC, static_nodes(config))
@@ -135,7 +138,7 @@ class Parent:
         async with (
             hearing(self, config.host, config.heartbeat_port, config.node_api_key),
             hearing_pings(self, config.host, config.p2p_nccl_port),
-            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self._registry),
+            discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self.registry),
         ):
             sampling = asyncio.create_task(self._sample_for_ever())
             try:
@@ -215,6 +218,8 @@ class Parent:
                 return self._exposition()
             case Legs():
                 return self._legs(peer)
+            case Look():
+                return self._look(peer, message)
             case Added() | Removed() | Drained():
                 return self._change(message)
             case Met():
@@ -276,9 +281,13 @@ class Parent:
                 legs[url] = legs.get(url, 0) + count
         return LegsOf(legs)
 
+    async def _look(self, peer: _Peer, asked: Look) -> Seen:
+        told = await self._ask_all(asked, Seen, but=peer)
+        return Seen([worker for _, seen in told for worker in seen.workers])
+
     async def _exposition(self) -> Exposition:
         await self._sample()
-        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self._registry)])
+        families = summed([*(peer.families for peer in self._peers.values()), self._ended, collected(self.registry)])
         return Exposition(text_of(families))
 
     async def _sample(self) -> None:

@@ -12,10 +12,12 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from openai_api.response_store import Responses, Stored, missing
 from router.admission.rate_limits import NO_LIMIT, Exceeded, Limits, Quota, Taken
+from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
 from router.nodes.doors import Doors
@@ -43,6 +45,7 @@ from router.workers.messages import (
     Legs,
     LegsOf,
     Listening,
+    Look,
     Met,
     Recall,
     Recalled,
@@ -52,6 +55,7 @@ from router.workers.messages import (
     Sampled,
     Samples,
     Scrape,
+    Seen,
     Sync,
     Take,
     TakeOver,
@@ -137,6 +141,7 @@ class Worker:
         self.responses: Responses = _ResponsesOfParent(link)
         self.warms = begin.index == 0
         self._take_over: TakesOver = nobody
+        self._look: Callable[[float], WorkerSeen] | None = None
         now = time.monotonic()
         for names in begin.names:
             pool.tell(names.source, names.specs, now)
@@ -180,6 +185,14 @@ class Worker:
             raise RequestError(told.refused)
         return told.changed
 
+    def shows(self, look: Callable[[float], WorkerSeen]) -> None:
+        """See Shared."""
+        self._look = look
+
+    async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
+        """See Shared."""
+        return (await self._link.ask(Look(since), Seen)).workers
+
     def workers(self) -> dict[str, int] | None:
         """See Shared."""
         return {"index": self._begin.index, "listening": self._begun, "wanted": self._begin.count}
@@ -193,6 +206,8 @@ class Worker:
             case Legs():
                 nodes = (*pool.nodes, *pool.leaving)
                 return LegsOf({node.url: len(node.leases) for node in nodes if node.leases})
+            case Look():
+                return Seen([] if self._look is None else [self._look(message.since)])
             case Begun():
                 self._begun = message.listening
             case Told():

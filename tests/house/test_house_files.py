@@ -42,5 +42,5 @@ def test_ci_runs_the_test_command_of_the_readme(repository: Path) -> None:
 
 
 def test_scripts_parse(repository: Path) -> None:
-    for script in (".ci/run", "scripts/setup.sh", "scripts/test.sh"):
+    for script in (".ci/run", "scripts/lock.sh", "scripts/setup.sh", "scripts/test.sh", "tests/containers/run.sh"):
         subprocess.run(["bash", "-n", script], cwd=repository, check=True, timeout=10)

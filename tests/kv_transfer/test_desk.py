@@ -76,6 +76,7 @@ def test_scattered_blocks_arrive_and_the_source_is_free_again(source: Node, read
     mine, theirs = reader.desk.stats(), source.desk.stats()
     assert (mine.fetches, mine.failures, mine.fetched_bytes) == (1, {}, 5 * REGION.block_bytes)
     assert (theirs.leases_granted, theirs.leases_released, theirs.leases_held) == (1, 1, 0)
+    assert 0 <= mine.silent_s < 5, "its threads have just been at work"
 
 
 def test_empty_fetch_releases_without_a_read(source: Node, reader: Node) -> None:

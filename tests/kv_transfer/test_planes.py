@@ -107,6 +107,13 @@ def polls_no_more(scene: Scene) -> bool:
     return scene.plane.polls == before
 
 
+def test_it_is_seen_at_work_with_every_turn_and_silent_while_its_plane_hangs(scene: Scene) -> None:
+    scene.clock.now += 30.0  # in one call of its plane
+    assert scene.thread.silent_s() == 30.0
+    scene.turn()
+    assert scene.thread.silent_s() == 0.0
+
+
 def test_a_read_that_is_done_or_disconnected_is_over(scene: Scene) -> None:
     assert scene.turn() == []
     assert scene.turn(0.1, True) == ["ended"]

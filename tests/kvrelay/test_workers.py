@@ -163,6 +163,13 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         up = f'kvrelay_router_node_up{{node="{d.url}",role="decode"}}'
         assert (await r.metric(0, up), await r.metric(0, "kvrelay_router_workers")) == (1, 2)
 
+        # So is the console's picture: the requests that each has answered, its legs, and who has told.
+        for worker in (0, 1):
+            seen = await r.json(worker, "/console/state")
+            assert (seen["asked"], seen["wanted"], [row["index"] for row in seen["workers"]]) == (worker, 2, [0, 1])
+            assert len(seen["requests"]) == seen["total"]["count"] == sum(seen["series"]["ended"]) == 3
+            assert {(node["url"], node["up_in"]) for node in seen["nodes"]} == {(p.url, 2), (d.url, 2)}
+
         # The limit of a key is that of both.
         on_hold = [
             asyncio.create_task(r.ask(worker, **ALICE, **{"x-request-id": f"held-{worker}"})) for worker in (0, 1)

@@ -28,6 +28,7 @@ def test_a_decode_leg_has_the_stages_of_its_hand_over() -> None:
         "first_step": 4.0,
         "decode": 200.0,
         "told": 7.2,
+        "transfer_bytes": 1 << 20,
     }
 
 

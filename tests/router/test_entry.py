@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.entry import MAX_DEPTH, check_depth, sane_id, sane_trace, shown_error, targets_of
+from openai_api.tracing import sane_trace
+from router.entry import MAX_DEPTH, check_depth, sane_id, shown_error, targets_of
 from wire.errors import NotFound, RequestError
 
 values = st.recursive(

@@ -237,8 +237,10 @@ async def test_version_and_ping_need_no_key_and_unknown_routes_are_404() -> None
             assert set((await answer.json())["error"]) == {"message", "type", "param", "code"}
         async with started.http.post(started.url + "/tokenize", json={"prompt": "hi"}) as answer:
             assert answer.status == 401
-    async with cluster(prefill(), ready=False) as started, started.http.get(started.url + "/ping") as answer:
-        assert answer.status == 503
+    async with cluster(prefill(), ready=False) as started:
+        for path, status in (("/ping", 503), ("/live", 200)):
+            async with started.http.get(started.url + path) as answer:
+                assert answer.status == status
 
 
 async def test_plain_chat_completions_stay_a_move_of_bytes() -> None:

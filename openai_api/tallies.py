@@ -7,7 +7,7 @@ when somebody asks. For what is rare, its own are the better choice.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -40,7 +40,7 @@ class Tally(Collector):
 
 
 class Spread(Collector):
-    """A histogram, by the value of one label if it has one."""
+    """A histogram, by the value of one label if it has one; labels that are the same for all of it are `fixed`."""
 
     def __init__(
         self,
@@ -50,10 +50,12 @@ class Spread(Collector):
         registry: CollectorRegistry,
         label: str = "",
         values: Sequence[str] = ("",),
+        fixed: Mapping[str, str] | None = None,
     ) -> None:
         """`bounds` of the buckets, ascending. Values of the label that are named here are shown as zero."""
         self._name, self._about, self._bounds = name, about, bounds
-        self._labels = [label] if label else []
+        self._fixed = dict(fixed or {})
+        self._label = [label] if label else []
         self._counts = {value: [0] * (len(bounds) + 1) for value in values}
         self._sums = dict.fromkeys(values, 0.0)
         registry.register(self)
@@ -69,9 +71,10 @@ class Spread(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """For one scrape."""
-        family = HistogramMetricFamily(self._name, self._about, labels=self._labels)
+        family = HistogramMetricFamily(self._name, self._about, labels=[*self._fixed, *self._label])
         names = [str(floatToGoString(bound)) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         for value, counts in self._counts.items():
             buckets = list(zip(names, map(float, accumulate(counts)), strict=True))
-            family.add_metric([value] if self._labels else [], buckets, self._sums[value])
+            own = [value] if self._label else []
+            family.add_metric([*self._fixed.values(), *own], buckets, self._sums[value])
         yield family

@@ -1,0 +1,297 @@
+"""`kvrelay compose`: the compose file of an xPyD cluster in containers on one host, as a function of its settings.
+
+Pure: cores come in as a number, secrets as a function. Owns ComposeConfig and what a container of each kind needs
+(GPUs, namespaces, memory, ports, restarts). Writes no file (compose_files.py does) and starts nothing. The file is for
+docker compose and for podman-compose, which knows fewer keys; so it says nothing in a way that only one understands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from kvrelay.plan import (
+    ADMIN_KEY,
+    API_KEY,
+    CLUSTER_SECRET,
+    NODE_API_KEY,
+    ClusterConfig,
+    NodeGpus,
+    cores_of,
+    gpus_of_nodes,
+    node_config,
+    sharing_memory,
+)
+from kvrelay.settings import flags_of
+from wire.config import Role
+from wire.config_checks import require
+from wire.router_config import RouterConfig
+
+__all__ = ["IMAGE_TAG", "NOT_FOR_COMPOSE", "ComposeConfig", "compose_of", "environment_of", "host_paths"]
+
+IMAGE_TAG = "0.1.0"
+# Settings of `kvrelay up` that containers decide, or that .env has because they are secret.
+NOT_FOR_COMPOSE = (
+    *("kv_host", "api_key", "cluster_secret", "hub_token"),
+    *("log_dir", "demo", "demo_exit", "start_deadline_s", "stop_deadline_s"),
+)
+_PORT = 8000  # inside: each container has an address of its own
+_NAME = r"[a-z0-9][a-z0-9_-]*"
+_CACHE = "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
+# The role is the command, and the rest comes with the environment.
+_NOT_FLAGS = frozenset({"role", "api_key", "hub_token", "cluster_secret"})
+_PROMETHEUS = "docker.io/prom/prometheus:v3.5.0"
+_GRAFANA = "docker.io/grafana/grafana:12.1.0"
+# Drained nodes end sooner; this is for the longest answer that a node lets end (drain 30 s) and its own way out.
+_STOP_S = 45
+# At most: NCCL and UCX share memory of ranks and nodes there, and a container's own 64 MiB would not do.
+_SHM_SIZE = "8gb"
+
+
+@dataclass(frozen=True, slots=True)
+class ComposeConfig:
+    """A cluster in containers on one host."""
+
+    cluster: ClusterConfig
+    gpus: tuple[str, ...] = ()
+    """GPUs for the nodes, by index or by UUID: 0,1,2,3, or given again. Without any the nodes compute on the CPU."""
+    name: str = "kvrelay"
+    """Name of the compose project: its containers, network and volumes begin with it."""
+
+    def __post_init__(self) -> None:
+        require(
+            re.fullmatch(_NAME, self.name) is not None,
+            f"name must be lower-case letters, digits, - and _, beginning with a letter or digit, got {self.name!r}",
+        )
+        ids = self.gpu_ids
+        known = all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", gpu) for gpu in ids)
+        require(
+            known, f"gpus must be indices (0,1) or UUIDs (GPU-...), got {','.join(ids)}; `nvidia-smi -L` lists them"
+        )
+        kinds = {gpu.isdigit() for gpu in ids}
+        require(len(kinds) < 2, f"gpus must be all indices or all UUIDs, got {','.join(ids)}")
+        require(
+            len(set(ids)) == len(ids), f"gpus names one twice: {','.join(ids)}; nodes share GPUs if there are too few"
+        )
+        require(
+            self.cluster.engine.device != "cuda" or bool(ids),
+            "device cuda needs --gpus, for example --gpus 0,1, so that each node has its own",
+        )
+        require(not (ids and self.cluster.engine.device == "cpu"), "device cpu and gpus contradict each other")
+        for path in host_paths(self):
+            require(
+                PurePosixPath(path).is_absolute() and ":" not in path,
+                f"{path!r} is mounted into containers: name it by an absolute path without a colon",
+            )
+        _ = self.shares
+
+    @property
+    def gpu_ids(self) -> tuple[str, ...]:
+        """Each GPU by itself; indices in their order, which is the order inside a container."""
+        ids = tuple(part.strip() for text in self.gpus for part in text.split(",") if part.strip())
+        return tuple(sorted(ids, key=int)) if ids and all(gpu.isdigit() for gpu in ids) else ids
+
+    @property
+    def roles(self) -> list[tuple[Role, str]]:
+        """Role and name of each node."""
+        return [
+            (role, f"{role}-{index}")
+            for role, count in ((Role.PREFILL, self.cluster.prefill), (Role.DECODE, self.cluster.decode))
+            for index in range(count)
+        ]
+
+    @property
+    def shares(self) -> list[NodeGpus] | None:
+        """The GPUs of each node as CUDA_VISIBLE_DEVICES inside its container, which sees all of them."""
+        ids = self.gpu_ids
+        if not ids:
+            return None
+        inside = [str(index) for index in range(len(ids))] if ids[0].isdigit() else list(ids)
+        ranks = [self.cluster.engine_of(role).tensor_parallel for role, _ in self.roles]
+        return gpus_of_nodes(ranks, inside)
+
+
+def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
+    """The compose file, as what YAML is made of. `cores`: of the host, for nodes on CPUs; 0 leaves each all."""
+    names = config.roles
+    services: dict[str, Any] = {"namespaces": _namespaces(config)} if _shared(config) else {}
+    before: dict[str, str] = {}  # the last node on each GPU
+    for index, (role, name) in enumerate(names):
+        share = config.shares[index] if config.shares else None
+        mine = share.visible.split(",") if share else []
+        services[name] = _node(config, role, name, share, cores, sorted({before[gpu] for gpu in mine if gpu in before}))
+        before |= dict.fromkeys(mine, name)
+    services["router"] = _router(config, [f"http://{name}:{_PORT}" for _, name in names])
+    services |= _monitoring()
+    volumes: dict[str, Any] = {name: {} for name in ("cache", "prometheus", "grafana")}
+    return {"name": config.name, "services": services, "volumes": volumes}
+
+
+def host_paths(config: ComposeConfig) -> list[str]:
+    """Files and folders of the host that nodes read: model, adapters, chat template. Mounted where they are."""
+    engine = config.cluster.engine
+    named = [engine.model if engine.model.startswith(("/", ".", "~")) else "", config.cluster.chat_template]
+    return list(dict.fromkeys(path for path in [*named, *(path for _, path in engine.adapters)] if path))
+
+
+def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mapping[str, str]) -> dict[str, str]:
+    """The .env file: images, secrets, and what is this host's own. `draw` makes a secret where `given` has none."""
+    node = "node-cuda" if config.gpu_ids else "node-cpu"
+    values = {
+        "COMPOSE_PROFILES": "monitoring",
+        "KVRELAY_ROUTER_IMAGE": f"kvrelay/router:{IMAGE_TAG}",
+        "KVRELAY_NODE_IMAGE": f"kvrelay/{node}:{IMAGE_TAG}",
+        API_KEY: "",
+        ADMIN_KEY: "",
+        NODE_API_KEY: "",
+        CLUSTER_SECRET: "",
+        "GRAFANA_PASSWORD": "",
+        "HF_TOKEN": "",
+        "KVRELAY_MONITORING": "./monitoring",
+    }
+    drawn = (NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
+    return {name: given.get(name) or (draw() if name in drawn else value) for name, value in values.items()}
+
+
+def _shared(config: ComposeConfig) -> dict[str, str]:
+    """The namespaces that nodes need in common, which only the direct connector does."""
+    if config.cluster.transfer.kv_connector not in ("auto", "direct"):
+        return {}
+    return dict.fromkeys(("pid", "ipc"), f"container:{config.name}-namespaces")
+
+
+def _contained(stop_s: int = _STOP_S) -> dict[str, Any]:
+    """What all our containers have: no rights, nothing to write but memory, and a start after each end."""
+    return {
+        "restart": "unless-stopped",
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "stop_grace_period": f"{stop_s}s",
+    }
+
+
+def _namespaces(config: ComposeConfig) -> dict[str, Any]:
+    """The process whose PID and IPC namespaces all nodes share: `direct` maps a peer's pool through them.
+
+    A container of its own, so that any node may end without taking the namespaces of the others along. Its shell reaps
+    what dead nodes leave behind.
+    """
+    waits = "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $$!; done"
+    return {
+        "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
+        "container_name": f"{config.name}-namespaces",
+        "entrypoint": ["sh", "-c", waits],
+        "command": [],
+        "ipc": "shareable",
+        "shm_size": _SHM_SIZE,
+        "healthcheck": {"disable": True},
+        "network_mode": "none",
+    } | _contained(stop_s=2)
+
+
+def _node(
+    config: ComposeConfig, role: Role, name: str, share: NodeGpus | None, cores: int, earlier: Sequence[str]
+) -> dict[str, Any]:
+    """`earlier`: nodes on the same GPU. They measure its free memory one after the other."""
+    engine = replace(config.cluster.engine_of(role), device="cuda" if share else "cpu")
+    if share:
+        engine = sharing_memory(engine, share.sharers)
+    elif cores and not engine.threads:
+        engine = replace(engine, threads=max(1, cores_of(role, config.cluster, cores) // engine.tensor_parallel))
+    # The secret itself comes with the environment; without one nodes may not listen on more than the loopback.
+    transfer = replace(config.cluster.transfer, kv_host=name, cluster_secret=f"${CLUSTER_SECRET}")
+    node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)
+    flags = flags_of(replace(node, host="0.0.0.0"), skip=_NOT_FLAGS if engine.model else _NOT_FLAGS | {"model"})
+    shared = _shared(config)
+    after = ({"namespaces": "service_started"} if shared else {}) | dict.fromkeys(earlier, "service_healthy")
+    environment = {
+        NODE_API_KEY: _wanted(NODE_API_KEY),
+        CLUSTER_SECRET: _wanted(CLUSTER_SECRET),
+        "HF_TOKEN": "${HF_TOKEN:-}",
+    }
+    kind = "node-cuda" if share else "node-cpu"
+    service = {
+        "image": f"${{KVRELAY_NODE_IMAGE:-kvrelay/{kind}:{IMAGE_TAG}}}",
+        "command": [role.value, *(flag.replace("$", "$$") for flag in flags)],
+        "environment": environment,
+        **shared,
+        "depends_on": {before: {"condition": condition} for before, condition in after.items()},
+        # One name for all nodes of a role, too: Prometheus looks it up.
+        "networks": {"default": {"aliases": [role.value]}},
+        "volumes": [f"cache:{_CACHE}", *(f"{path}:{path}:ro".replace("$", "$$") for path in host_paths(config))],
+    }
+    if not shared:
+        service["shm_size"] = _SHM_SIZE
+    return service | (_on_gpus(config, environment, share) if share else {}) | _contained()
+
+
+def _on_gpus(config: ComposeConfig, environment: dict[str, str], share: NodeGpus) -> dict[str, Any]:
+    """All GPUs of the cluster are in each container, because `direct` reads a peer's; a node computes on its own."""
+    devices = [{"driver": "nvidia", "device_ids": list(config.gpu_ids), "capabilities": ["gpu"]}]
+    return {
+        "environment": environment | {"CUDA_VISIBLE_DEVICES": share.visible},
+        "deploy": {"resources": {"reservations": {"devices": devices}}},
+        "ulimits": {"memlock": -1},  # UCX pins what it sends from
+    }
+
+
+def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
+    cluster = config.cluster
+    router = RouterConfig(
+        prefill=tuple(urls[: cluster.prefill]),
+        decode=tuple(urls[cluster.prefill :]),
+        host="0.0.0.0",
+        port=_PORT,
+        max_body_bytes=cluster.max_body_bytes,
+        request_deadline_s=cluster.request_deadline_s,
+    )
+    host = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
+    return {
+        "image": f"${{KVRELAY_ROUTER_IMAGE:-kvrelay/router:{IMAGE_TAG}}}",
+        "command": [
+            "router",
+            *(flag.replace("$", "$$") for flag in flags_of(router, skip=_NOT_FLAGS | {"node_api_key"})),
+        ],
+        "environment": {
+            API_KEY: f"${{{API_KEY}:-}}",
+            ADMIN_KEY: f"${{{ADMIN_KEY}:-}}",
+            NODE_API_KEY: _wanted(NODE_API_KEY),
+        },
+        "ports": [f"{host}:{cluster.port}:{_PORT}"],
+    } | _contained()
+
+
+def _monitoring() -> dict[str, Any]:
+    """Prometheus and Grafana, with the files of deploy/monitoring, at the host's own ports."""
+    folder = "${KVRELAY_MONITORING:-./monitoring}"
+    return {
+        "prometheus": {
+            "image": f"${{PROMETHEUS_IMAGE:-{_PROMETHEUS}}}",
+            "profiles": ["monitoring"],
+            "restart": "unless-stopped",
+            "ports": ["127.0.0.1:9090:9090"],
+            "volumes": [f"{folder}/prometheus:/etc/prometheus:ro", "prometheus:/prometheus"],
+        },
+        "grafana": {
+            "image": f"${{GRAFANA_IMAGE:-{_GRAFANA}}}",
+            "profiles": ["monitoring"],
+            "restart": "unless-stopped",
+            "environment": {"GF_SECURITY_ADMIN_PASSWORD": _wanted("GRAFANA_PASSWORD")},
+            "ports": ["127.0.0.1:3000:3000"],
+            "volumes": [
+                f"{folder}/grafana/provisioning:/etc/grafana/provisioning:ro",
+                f"{folder}/grafana/dashboards:/var/lib/grafana/dashboards:ro",
+                "grafana:/var/lib/grafana",
+            ],
+            "depends_on": {"prometheus": {"condition": "service_started"}},
+        },
+    }
+
+
+def _wanted(name: str) -> str:
+    return f"${{{name}:?set it in .env}}"

@@ -1,0 +1,85 @@
+"""Every metric of routers and nodes, as their own registries declare it: what the reference page is made of.
+
+Made without starting anything; knows no metric by name, so it cannot be out of date.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from node.metrics import NodeMetrics
+from router.membership.kubernetes_watch import listed_gauge
+from router.metrics import Metrics
+from router.nodes.doors import Doors
+from router.nodes.pool import Pool
+from router.workers.parent import Parent
+from wire.config import EngineConfig, NodeConfig, Role
+from wire.engine_messages import EngineReady, EngineStats
+from wire.outputs import Load
+from wire.router_config import RouterConfig
+
+__all__ = ["MetricFact", "metrics_reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFact:
+    """`name` is that of its samples, without the _bucket, _sum and _count of a histogram."""
+
+    name: str
+    kind: str
+    """counter, gauge or histogram."""
+    labels: tuple[str, ...]
+    about: str
+    where: tuple[str, ...]
+    """The processes that serve it: router, node."""
+
+
+def metrics_reference() -> list[MetricFact]:
+    """All of them, by name."""
+    found: dict[str, MetricFact] = {}
+    for where, registry in (*(("router", each) for each in _router_registries()), ("node", _node_registry())):
+        for fact in _facts(registry, where):
+            known = found.get(fact.name)
+            at = (*known.where, where) if known is not None and where not in known.where else (where,)
+            found[fact.name] = MetricFact(fact.name, fact.kind, fact.labels, fact.about, at)
+    return [found[name] for name in sorted(found)]
+
+
+def _router_registries() -> list[CollectorRegistry]:
+    """Of one process, of what several have in common, of one that follows pods."""
+    rng, config = random.Random(0), RouterConfig(workers=2)
+    pool = Pool(["http://prefill"], ["http://decode"], rng)
+    doors = Doors(pool, rng)
+    of_pods = CollectorRegistry()
+    listed_gauge(of_pods)
+    return [Metrics(pool, doors, ["key"]).registry, Parent(config, config.port).registry, of_pods]
+
+
+def _node_registry() -> CollectorRegistry:
+    config = NodeConfig(
+        EngineConfig("model", lora=("adapter=folder",), speculative_tokens=1), Role.DECODE
+    )  # with all that a node may have
+    info = EngineReady("", "", "model", 1, 1, 16, 1, 1, [], "", 0, 0.0)
+    return NodeMetrics(lambda: EngineStats(Load()), config, info, "model", os.getpid).registry
+
+
+def _facts(registry: CollectorRegistry, where: str) -> Iterator[MetricFact]:
+    # The registry's own list of collectors: a family without samples does not tell its labels.
+    for collector in dict.fromkeys(registry._collector_to_names):
+        for family in collector.collect():
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = tuple(label for label in _labels(collector, family) if label != "le")
+            yield MetricFact(name, family.type, labels, family.documentation, (where,))
+
+
+def _labels(collector: Collector, family: Metric) -> Iterable[str]:
+    declared: Any = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", None) or ()
+    return dict.fromkeys([*declared, *(label for sample in family.samples for label in sample.labels)])

@@ -1,0 +1,164 @@
+"""The alert rules: what an operator must hear of without looking. Each says what is wrong and where to look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.monitoring.panels import share_within
+from kvrelay.monitoring.targets import AVAILABLE, FIRST_TOKEN_S, IN_TIME, NEXT_TOKEN_S
+
+__all__ = ["ALERTS", "Alert"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Fires when `expr` has had a value for as long as `after`. `severity`: critical wakes somebody, warning waits."""
+
+    name: str
+    expr: str
+    after: str
+    severity: str
+    says: str
+
+
+def _broken(span: str) -> str:
+    """Share of requests that ended with a 5xx."""
+    asked = f"sum(rate(kvrelay_router_requests_total[{span}]))"
+    return f'sum(rate(kvrelay_router_requests_total{{status=~"5.."}}[{span}])) / {asked}'
+
+
+def _burns(times: float, long: str, short: str) -> str:
+    """The budget of errors is spent so many times as fast as it may be, lately and for longer."""
+    limit = round(times * (1 - AVAILABLE), 6)
+    return f"({_broken(long)}) > {limit} and ({_broken(short)}) > {limit}"
+
+
+_UP = "max by (node, role) (kvrelay_router_node_up)"
+
+ALERTS = (
+    Alert(
+        "KvrelayTargetDown", 'up{job=~".*kvrelay.*"} == 0', "1m", "critical", "{{ $labels.instance }} is not scraped"
+    ),
+    Alert(
+        "KvrelayRoleDown",
+        f"sum by (role) ({_UP}) == 0",
+        "30s",
+        "critical",
+        "no {{ $labels.role }} node takes requests: without decode nodes nothing is answered, without prefill nodes "
+        "decode nodes compute prompts",
+    ),
+    Alert(
+        "KvrelayNodeDown", f"{_UP} == 0", "5m", "warning", "{{ $labels.role }} node {{ $labels.node }} takes nothing"
+    ),
+    Alert(
+        "KvrelayBreakerOpen",
+        "max by (node, leg) (kvrelay_router_breaker_state) == 2",
+        "2m",
+        "warning",
+        "{{ $labels.leg }} legs break on {{ $labels.node }}: its log says why",
+    ),
+    Alert(
+        "KvrelayErrorsFast",
+        _burns(14.4, "1h", "5m"),
+        "2m",
+        "critical",
+        f"errors spend the budget of a month ({1 - AVAILABLE:.2%} of requests) in two days",
+    ),
+    Alert(
+        "KvrelayErrorsSlow", _burns(6, "6h", "30m"), "15m", "warning", "errors spend the budget of a month in five days"
+    ),
+    Alert(
+        "KvrelayFirstTokenLate",
+        f"({share_within('kvrelay_router_time_to_first_token_seconds', FIRST_TOKEN_S, '10m')}) < {IN_TIME}",
+        "10m",
+        "warning",
+        f"fewer than {IN_TIME:.0%} of first tokens come within {FIRST_TOKEN_S:g} s: the stages say where they wait; "
+        "more prefill nodes, or fewer requests",
+    ),
+    Alert(
+        "KvrelayTokensSlow",
+        f"({share_within('kvrelay_router_inter_token_latency_seconds', NEXT_TOKEN_S, '10m')}) < {IN_TIME}",
+        "10m",
+        "warning",
+        f"fewer than {IN_TIME:.0%} of answers have at most {NEXT_TOKEN_S:g} s between tokens: more decode nodes, or "
+        "fewer requests on each",
+    ),
+    Alert(
+        "KvrelayRefusing",
+        "sum by (reason) (rate(kvrelay_router_refused_total[5m])) > 0",
+        "5m",
+        "warning",
+        "requests are refused ({{ $labels.reason }})",
+    ),
+    Alert(
+        "KvrelayQueueing",
+        "min_over_time(sum(kvrelay_router_queue_waiting)[10m:30s]) > 0",
+        "5m",
+        "warning",
+        "requests wait to begin all the time: all nodes are busy",
+    ),
+    Alert(
+        "KvrelayNotDisaggregating",
+        'sum by (reason) (rate(kvrelay_router_local_prefills_total{reason=~"no_prefill_node|incompatible"}[5m])) > 0',
+        "5m",
+        "warning",
+        "decode nodes compute prompts ({{ $labels.reason }}): `kvrelay doctor` says which pairs of nodes work",
+    ),
+    Alert(
+        "KvrelayFetchesFail",
+        "sum by (instance) (rate(kvrelay_fetches_failed_total[5m])) / "
+        "sum by (instance) (rate(kvrelay_fetches_total[5m])) > 0.01",
+        "5m",
+        "warning",
+        "{{ $value | humanizePercentage }} of KV fetches fail on {{ $labels.instance }}",
+    ),
+    Alert(
+        "KvrelayLeasesExpire",
+        "sum by (instance) (rate(kvrelay_leases_expired_total[10m])) > 0.01",
+        "10m",
+        "warning",
+        "nobody fetches KV that {{ $labels.instance }} has computed: decode nodes die, or a router does not release",
+    ),
+    Alert(
+        "KvrelayBlocksQuarantined",
+        "kvrelay_blocks_quarantined > 0",
+        "15m",
+        "warning",
+        "{{ $labels.instance }} cannot use {{ $value }} KV blocks: a lost transfer may still write to them",
+    ),
+    Alert(
+        "KvrelayKvFull",
+        'vllm:kv_cache_usage_perc{role="decode"} > 0.95',
+        "10m",
+        "warning",
+        "the KV pool of decode node {{ $labels.instance }} is full: more decode nodes",
+    ),
+    Alert(
+        "KvrelayPreempting",
+        "sum by (instance) (rate(vllm:num_preemptions_total[10m])) > 0.1",
+        "10m",
+        "warning",
+        "{{ $labels.instance }} computes requests twice for want of KV blocks",
+    ),
+    Alert(
+        "KvrelayRetriesRefused",
+        "sum(rate(kvrelay_router_retries_refused_total[5m])) > 0",
+        "5m",
+        "warning",
+        "so many legs break that not all are tried again",
+    ),
+    Alert(
+        "KvrelayKvEventsLost",
+        "max by (instance) (kvrelay_router_kv_event_doubted_nodes) > 0",
+        "10m",
+        "warning",
+        "router {{ $labels.instance }} does not get the KV events of {{ $value }} nodes, and chooses without them",
+    ),
+    Alert(
+        "KvrelayFilesRunOut",
+        "process_open_fds / process_max_fds > 0.9",
+        "5m",
+        "critical",
+        "{{ $labels.instance }} has opened nearly all files that it may: raise its limit (ulimit -n)",
+    ),
+)

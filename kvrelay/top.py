@@ -1,0 +1,214 @@
+"""`kvrelay top`: the console's picture in a terminal, from the same JSON. Owns what is printed; it looks, and
+changes nothing. Where nobody sees it live (a pipe) it prints one picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable
+
+import aiohttp
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.drain import Refusal
+from router.console.picture import NodeSeen, Percentiles, Picture
+from router.console.recent import Ended
+from wire.config_checks import is_base_url
+from wire.errors import ConfigError, KvrelayError
+
+__all__ = ["TopFailed", "drawn", "run"]
+
+_CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
+_MOST_REQUESTS = 10
+_SPARKS = " ▁▂▃▄▅▆▇█"
+_SPARK_CELLS = 40
+_BAR_CELLS = 12
+_PICTURE = msgspec.json.Decoder(Picture)
+
+
+class TopFailed(KvrelayError):
+    """The router cannot be asked, or refuses."""
+
+
+def run(router: str, admin_key: str, interval_s: float, console: Console) -> int:
+    """The command, until Ctrl-C; once if the output is no terminal. Raises ConfigError, TopFailed at its first look."""
+    if not is_base_url(router):
+        raise ConfigError(f"address {router!r} must be http:// or https://, a host and a port")
+    if not 0.1 <= interval_s <= 3600:
+        raise ConfigError(f"--interval must be between 0.1 and 3600 seconds, got {interval_s:g}")
+    return asyncio.run(_top(router.rstrip("/"), admin_key, interval_s, console))
+
+
+async def _top(router: str, admin_key: str, interval_s: float, console: Console) -> int:
+    async with aiohttp.ClientSession(timeout=_CALL) as session:
+        picture = await _look(session, router, admin_key)
+        if not console.is_terminal:
+            console.print(drawn(picture))
+            return 0
+        lost = ""
+        with Live(drawn(picture), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(interval_s)
+                try:
+                    picture, lost = await _look(session, router, admin_key), ""
+                except TopFailed as why:
+                    lost = f"{why.message}; what is shown is {time.time() - picture.now:.0f} s old"
+                live.update(drawn(picture, lost), refresh=True)
+
+
+async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Picture:
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    try:
+        async with session.get(f"{router}/console/state", headers=headers) as answer:
+            said = await answer.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as why:
+        raise TopFailed(f"{router} cannot be reached: {why or type(why).__name__}") from why
+    try:
+        if answer.status == 200:
+            return _PICTURE.decode(said)
+        raise TopFailed(f"{router}: {msgspec.json.decode(said, type=Refusal).error.message}")
+    except msgspec.DecodeError as why:
+        raise TopFailed(f"{router} answers {answer.status} and no picture; is it a kvrelay router?") from why
+
+
+def drawn(picture: Picture, lost: str = "") -> RenderableType:
+    """A picture for the terminal; `lost` says why there is no newer one."""
+    parts: list[RenderableType] = [_head(picture)]
+    if lost:
+        parts.append(Text(lost, style="red"))
+    parts += [Text(), _nodes(picture)]
+    if picture.edges:
+        parts += [Text(), _edges(picture)]
+    parts += [Text(), _requests(picture.requests[:_MOST_REQUESTS])]
+    return Group(*parts)
+
+
+def _head(picture: Picture) -> RenderableType:
+    style = {"ok": "bold green", "degraded": "bold yellow"}.get(picture.health, "bold red")
+    first = Text.assemble("kvrelay ", (picture.health.value, style))
+    first.append(f"  {picture.running} running, {picture.waiting} waiting, {picture.waiting_for_room} for KV room")
+    if picture.wanted > 1:
+        silent = picture.wanted - len(picture.workers)
+        of_all = f"  {len(picture.workers)} of {picture.wanted} router processes"
+        first.append(of_all, style="bold red" if silent else "")
+    lines = [
+        first,
+        Text(f"{picture.requests_per_s:8.1f} requests/s  {_sparks(picture.series.ended[:-1])}"),
+        Text(f"{picture.output_tokens_per_s:8.1f} tokens/s    {_sparks(picture.series.output_tokens[:-1])}"),
+    ]
+    table = _table("", ("p50", True), ("p90", True), ("p99", True))
+    for name, figures in (("first token", picture.ttft), ("between", picture.inter_token), ("total", picture.total)):
+        table.add_row(name, *map(_time, _percentiles(figures)))
+    return Group(*lines, table)
+
+
+def _percentiles(figures: Percentiles) -> tuple[float | None, float | None, float | None]:
+    return figures.p50_s, figures.p90_s, figures.p99_s
+
+
+def _nodes(picture: Picture) -> RenderableType:
+    heads = (("run", True), ("wait", True), ("streams", True), ("depth", True), ("KV in use", False), ("held", True))
+    table = _table("node", ("role", False), ("state", False), *heads, ("breakers", False))
+    for node in sorted(picture.nodes, key=lambda node: (node.role != "prefill", node.url)):
+        table.add_row(
+            _short(node.url),
+            node.role,
+            _state(node, len(picture.workers)),
+            str(node.running),
+            str(node.waiting),
+            str(node.legs),
+            f"{node.queue_depth:.1f}",
+            _kv(node),
+            str(node.held_blocks),
+            _breakers(node),
+        )
+    return table
+
+
+def _state(node: NodeSeen, workers: int) -> Text:
+    if node.up:
+        return Text("up" if node.up_in == workers else f"up in {node.up_in} of {workers}", style="green")
+    return Text("draining", style="yellow") if node.draining else Text(node.reason, style="red", overflow="ellipsis")
+
+
+def _kv(node: NodeSeen) -> Text:
+    if not node.total_blocks:
+        return Text("-")
+    share = 1 - node.free_blocks / node.total_blocks
+    full = round(share * _BAR_CELLS)
+    style = "yellow" if share >= 0.95 else "blue"
+    return Text.assemble(("█" * full, style), ("░" * (_BAR_CELLS - full), "dim"), f" {share * 100:3.0f} %")
+
+
+def _breakers(node: NodeSeen) -> Text:
+    bad = [f"{leg} {each.state}" for leg, each in node.breakers.items() if each.state != "closed"]
+    return Text(", ".join(bad), style="red") if bad else Text("closed", style="dim")
+
+
+def _edges(picture: Picture) -> RenderableType:
+    table = _table("from", ("to", False), *((name, True) for name in ("hand-overs/min", "MB/s", "fetch", "exposed")))
+    for edge in picture.edges[:_MOST_REQUESTS]:
+        known = edge.bytes > 0
+        table.add_row(
+            _short(edge.prefill),
+            _short(edge.decode),
+            f"{edge.handovers * 60 / picture.edge_window_s:.1f}",
+            f"{edge.bytes / picture.edge_window_s / 1e6:.2f}" if known else "-",
+            _time(edge.transfer_s / edge.handovers if known else None),
+            _time(edge.exposed_s / edge.handovers if known else None),
+        )
+    return table
+
+
+def _requests(requests: Iterable[Ended]) -> RenderableType:
+    figures = ("in", "out", "first token", "between", "queue", "prefill", "hand-over", "decode", "total")
+    table = _table("request", ("status", True), *((name, True) for name in figures))
+    for each in requests:
+        stages = each.stages_s
+        after = [stages[name] for name in ("announce", "exposed", "decode_queue") if name in stages]
+        table.add_row(
+            Text(each.id[:24], overflow="ellipsis"),
+            Text("left" if each.status == 499 else str(each.status), style="red" if each.status >= 500 else ""),
+            "-" if each.prompt_tokens is None else str(each.prompt_tokens),
+            str(each.output_tokens),
+            _time(each.ttft_s),
+            _time(each.inter_token_s),
+            _time(stages.get("queue")),
+            _time(stages.get("prefill")),
+            _time(sum(after) if after else None),
+            _time(stages.get("decode")),
+            _time(stages.get("total")),
+        )
+    return table
+
+
+def _table(first: str, *columns: tuple[str, bool]) -> Table:
+    """Without lines; `columns` are names, and whether they hold figures."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name, is_figure in columns:
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=True)
+    return table
+
+
+def _sparks(values: list[int]) -> str:
+    most = max(*values, 1)
+    return "".join(_SPARKS[math.ceil(value * (len(_SPARKS) - 1) / most)] for value in values[-_SPARK_CELLS:])
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _short(url: str) -> str:
+    return url.partition("://")[2]

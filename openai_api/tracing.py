@@ -1,0 +1,133 @@
+"""OpenTelemetry traces of a server: one span for each request, its stages as children, sent by OTLP over HTTP.
+
+OpenTelemetry is imported only if an endpoint is configured. Spans are made of times that were taken anyway,
+when the request has ended; at its beginning there is only the span that others are to name as their parent. Which
+traces are kept, the service's name and more facts of it follow OpenTelemetry's own variables (OTEL_TRACES_SAMPLER,
+OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS and so on). Knows no stage by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from openai_api.stage_times import StageTime
+from wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+
+__all__ = ["RequestSpan", "Tracing", "endpoint_of", "sane_trace", "trace_id_of", "tracing_to"]
+
+Attribute = str | bool | int | float
+
+_OURS, _ALL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+_FLUSH_S = 3.0
+_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_STATE = re.compile(r"[\x20-\x7e]{1,512}")
+
+
+def endpoint_of(configured: str, environ: Mapping[str, str]) -> str:
+    """Where traces are sent; empty if nowhere. What is configured wins over OpenTelemetry's variables."""
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "") == "none":
+        return ""
+    base = environ.get(_ALL, "").rstrip("/")
+    return configured or environ.get(_OURS, "") or (f"{base}/v1/traces" if base else "")
+
+
+def tracing_to(configured: str, service: str, instance: str) -> Tracing | None:
+    """Tracing of this process, or None if no endpoint is given, by configuration or environment.
+
+    `service` is its name unless OTEL_SERVICE_NAME gives one, `instance` tells it from its equals. Raises ConfigError
+    if OpenTelemetry is not installed.
+    """
+    endpoint = endpoint_of(configured, os.environ)
+    return Tracing(endpoint, service, instance) if endpoint else None
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The trace that a W3C traceparent names; empty if it names none."""
+    parts = traceparent.split("-")
+    return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else ""
+
+
+def sane_trace(header: Callable[[str], str | None]) -> dict[str, str]:
+    """Of a caller's headers those that are passed on: W3C's traceparent and tracestate, and neither if it is odd."""
+    parent, state = header("traceparent"), header("tracestate")
+    if parent is None or not _TRACE.fullmatch(parent):
+        return {}
+    return {"traceparent": parent} | ({"tracestate": state} if state and _STATE.fullmatch(state) else {})
+
+
+class RequestSpan:
+    """One request in this process. `headers` go with all that it asks of others; end it once."""
+
+    def __init__(self, span: Span, child_of: Context, headers: dict[str, str], start: Callable[..., Span]) -> None:
+        self._span, self._child_of, self._start = span, child_of, start
+        self.headers = headers
+
+    def end(
+        self, stages: Iterable[StageTime], attributes: Mapping[str, Attribute], ended: float, error: str = ""
+    ) -> None:
+        """It ended at that monotonic second; `stages` are in monotonic seconds, too. `error`: why it failed."""
+        if not self._span.is_recording():
+            return
+        from opentelemetry.trace import Status, StatusCode
+
+        shift = time.time_ns() - time.monotonic_ns()
+        for name, begin, end in stages:
+            child = self._start(name, context=self._child_of, start_time=int(begin * 1e9) + shift)
+            child.end(int(end * 1e9) + shift)
+        self._span.set_attributes(attributes)
+        if error:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(int(ended * 1e9) + shift)
+
+
+class Tracing:
+    """All spans of a process. Sent in the background; those that nobody takes are dropped."""
+
+    def __init__(self, endpoint: str, service: str, instance: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as why:
+            raise ConfigError(
+                f"traces are to go to {endpoint}, and OpenTelemetry is not installed ({why}); pip install "
+                "'kvrelay[tracing]', or leave the endpoint out"
+            ) from why
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"traces are sent by OTLP over HTTP, to an http:// or https:// URL, got {endpoint!r}")
+        named = os.environ.get("OTEL_SERVICE_NAME") or service
+        resource = Resource.create({"service.name": named, "service.instance.id": instance})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("kvrelay")
+        self._carrier = TraceContextTextMapPropagator()
+
+    def begin(self, name: str, headers: Mapping[str, str], began: float) -> RequestSpan:
+        """A request that came with these headers (traceparent and tracestate count) at that monotonic second."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        shift = time.time_ns() - time.monotonic_ns()
+        parent = self._carrier.extract(dict(headers), Context())
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=int(began * 1e9) + shift)
+        child_of, told = set_span_in_context(span, Context()), dict[str, str]()
+        self._carrier.inject(told, child_of)
+        return RequestSpan(span, child_of, told, self._tracer.start_span)
+
+    def close(self, within_s: float = _FLUSH_S) -> None:
+        """Send what is left, for that time at most. Blocks."""
+        # A thread of its own, because a collector that hangs is waited for longer than a process should.
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(within_s)

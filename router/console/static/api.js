@@ -1,0 +1,81 @@
+// Talks to the router that has served this page, and to nobody else. Owns the keys: they live in this tab.
+
+const ADMIN = "kvrelay.admin-key";
+
+export const keys = {
+  admin: stored(),
+  keep(key) {
+    keys.admin = key;
+    try {
+      if (key) sessionStorage.setItem(ADMIN, key);
+      else sessionStorage.removeItem(ADMIN);
+    } catch (_) { /* storage is off: it lasts until the page is left */ }
+  },
+};
+
+function stored() {
+  try { return sessionStorage.getItem(ADMIN) || ""; } catch (_) { return ""; }
+}
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const bearer = (key) => (key ? { authorization: `Bearer ${key}` } : {});
+
+async function checked(answer) {
+  if (answer.ok) return answer;
+  let message = `the router answers ${answer.status}`;
+  try { message = (await answer.json()).error.message; } catch (_) { /* not ours */ }
+  throw new Refused(answer.status, message);
+}
+
+/** What has happened since this Unix time. Gives up after `deadlineMs`. */
+export async function state(since, deadlineMs) {
+  const query = since ? `?since=${since.toFixed(6)}` : "";
+  const asked = { headers: bearer(keys.admin), cache: "no-store", signal: AbortSignal.timeout(deadlineMs) };
+  return (await checked(await fetch(`console/state${query}`, asked))).json();
+}
+
+/** Drain a node, or end that. */
+export async function drain(url, begin) {
+  const headers = { ...bearer(keys.admin), "content-type": "application/json" };
+  const asked = { method: "POST", headers, body: JSON.stringify({ url }), signal: AbortSignal.timeout(15000) };
+  return (await checked(await fetch(begin ? "admin/drain" : "admin/undrain", asked))).json();
+}
+
+export async function models(key) {
+  return (await (await checked(await fetch("v1/models", { headers: bearer(key) }))).json()).data.map((each) => each.id);
+}
+
+/** The events of a streamed chat completion, as JSON values. */
+export async function* chat(body, key, signal) {
+  const headers = { ...bearer(key), "content-type": "application/json" };
+  const asked = { method: "POST", headers, body: JSON.stringify(body), signal };
+  const answer = await checked(await fetch("v1/chat/completions", asked));
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let left = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error("the answer broke off: the stream ended without [DONE]");
+      left += value;
+      let end;
+      while ((end = left.indexOf("\n\n")) >= 0) {
+        const event = left.slice(0, end);
+        left = left.slice(end + 2);
+        const said = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
+        if (said === "[DONE]") return;
+        if (!said) continue;
+        const told = JSON.parse(said);
+        if (told.error) throw new Error(told.error.message || "the answer broke off");
+        yield told;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,228 @@
+// The view of the cluster: tiles, who hands over to whom, latency, nodes, router processes.
+
+import { age, byId, bytes, count, h, keyed, mark, rate, s, say, short, time } from "./dom.js";
+import { bar, line } from "./charts.js";
+
+const MOST_IN_FLOW = 8; // of a role; the table has all
+const CARD = 66; // height of a node in the flow, as parts.css has it
+const GAP = 8;
+
+export function showCluster(picture, onDrain) {
+  tiles(picture);
+  flow(picture);
+  edges(picture);
+  latency(picture);
+  counts(picture);
+  nodes(picture, onDrain);
+  workers(picture);
+}
+
+// Of a series of counts, rates of the slots that are over.
+const rates = (series, name) => series[name].slice(0, -1).map((each) => each / series.slot_s);
+const sum = (values) => values.reduce((left, right) => left + right, 0);
+
+function tiles(picture) {
+  const { series } = picture;
+  const failed = sum(series.failed);
+  const shown = [
+    { name: "Requests", value: rate(picture.requests_per_s), unit: "/s", line: rates(series, "ended") },
+    { name: "Output", value: rate(picture.output_tokens_per_s), unit: "tokens/s", line: rates(series, "output_tokens") },
+    { name: "Running", value: count(picture.running), unit: picture.running === 1 ? "request" : "requests", note: `${sum(picture.nodes.map((node) => node.legs))} streams on nodes` },
+    { name: "Waiting", value: count(picture.waiting), unit: "in queue", note: `${picture.waiting_for_room} for KV room`, alarm: picture.waiting > 0 },
+    { name: "First token", value: time(picture.ttft.p50_s), unit: "p50", note: `p99 ${time(picture.ttft.p99_s)}` },
+    { name: "Failed", value: count(failed), unit: "in 5 min", note: `${count(sum(series.ended))} ended`, alarm: failed > 0 },
+  ];
+  keyed(byId("tiles"), shown, (tile) => tile.name, makeTile, (element, tile) => {
+    say(element.value, tile.value);
+    say(element.unit, tile.unit);
+    mark(element, "data-alarm", tile.alarm ? "yes" : null);
+    if (tile.line) line(element.spark, tile.line, 0.2);
+    else say(element.note, tile.note);
+  });
+}
+
+function makeTile(tile) {
+  const value = h("span.value");
+  const unit = h("span.unit");
+  const foot = tile.line ? s("svg", { class: "spark", preserveAspectRatio: "none", "aria-hidden": "true" }) : h("span.note");
+  const element = h("div.tile", {}, h("dt", {}, tile.name), h("dd", {}, h("span.figure", {}, value, " ", unit), foot));
+  return Object.assign(element, { value, unit, spark: foot, note: foot });
+}
+
+const stateOf = (node) => (node.up ? "up" : node.draining ? "draining" : "down");
+const open = (node) => Object.entries(node.breakers).filter(([, breaker]) => breaker.state !== "closed");
+const kvShare = (node) => (node.total_blocks ? 1 - node.free_blocks / node.total_blocks : null);
+
+function ofRole(picture, role) {
+  const all = picture.nodes.filter((node) => node.role === role);
+  return all.sort((left, right) => left.url.localeCompare(right.url, "en", { numeric: true }));
+}
+
+function flow(picture) {
+  const sides = { prefill: ofRole(picture, "prefill"), decode: ofRole(picture, "decode") };
+  const most = Math.max(1, ...Object.values(sides).map((side) => Math.min(side.length, MOST_IN_FLOW)));
+  const height = most * (CARD + GAP) - GAP;
+  const places = {};
+  for (const [role, side] of Object.entries(sides)) {
+    const shown = side.slice(0, MOST_IN_FLOW);
+    const list = byId(`flow-${role}`);
+    list.style.minHeight = `${height}px`;
+    const top = (height - (shown.length * (CARD + GAP) - GAP)) / 2;
+    shown.forEach((node, at) => { places[node.url] = top + at * (CARD + GAP) + CARD / 2; });
+    keyed(list, shown, (node) => node.url, makeCard, showCard);
+  }
+  wires(picture, sides, places, height);
+  const left = sum(Object.values(sides).map((side) => Math.max(0, side.length - MOST_IN_FLOW)));
+  byId("flow-more").hidden = !left;
+  say(byId("flow-more"), `${left} more nodes are in the table of nodes below.`);
+}
+
+function makeCard(node) {
+  const name = h("span.name", { title: node.url }, h("bdi", {}, short(node.url)));
+  const badge = h("span.badge");
+  const kv = bar(`KV in use on ${short(node.url)}`);
+  const legs = h("span.wide");
+  const load = h("span");
+  const facts = h("span.facts", {}, load, legs);
+  const head = h("span.head", {}, h("span.dot", { "aria-hidden": "true" }), name, badge);
+  return Object.assign(h("li.node", {}, head, kv, facts), { badge, kv, load, legs });
+}
+
+function showCard(element, node) {
+  const bad = open(node);
+  mark(element, "data-state", stateOf(node));
+  say(element.badge, !node.up ? stateOf(node) : bad.length ? `breaker ${bad[0][1].state.replace("_", " ")}` : "");
+  mark(element.badge, "title", node.up ? (bad[0]?.[1].reason ?? null) : node.reason);
+  element.kv.show(kvShare(node));
+  say(element.load, `${node.running} run · ${node.waiting} wait`);
+  say(element.legs, ` · ${node.legs} ${node.legs === 1 ? "stream" : "streams"}`);
+}
+
+function wires(picture, sides, places, height) {
+  const svg = byId("wires");
+  svg.setAttribute("viewBox", `0 0 100 ${height}`);
+  svg.style.height = `${height}px`;
+  const drawn = new Map();
+  const few = sides.prefill.length * sides.decode.length <= 36;
+  const pairs = few ? sides.prefill.flatMap((from) => sides.decode.map((to) => [from, to])) : [];
+  for (const [from, to] of pairs) if (from.up && to.up) drawn.set(`${from.url} ${to.url}`, { from: from.url, to: to.url, kind: "idle", width: 1 });
+  for (const edge of picture.edges) {
+    const width = 1.25 + Math.min(3, Math.log2(1 + edge.handovers) * 0.35);
+    drawn.set(`${edge.prefill} ${edge.decode}`, { from: edge.prefill, to: edge.decode, kind: "busy", width });
+  }
+  for (const pair of picture.failed_pairs) drawn.set(`${pair.prefill} ${pair.decode}`, { from: pair.prefill, to: pair.decode, kind: "failed", width: 1.5 });
+  const visible = [...drawn.values()].filter((wire) => wire.from in places && wire.to in places);
+  keyed(svg, visible, (wire) => `${wire.from} ${wire.to}`, () => s("g", {}, s("path", { class: "base" }), s("path", { class: "pulse" })), (group, wire) => {
+    const [y1, y2] = [places[wire.from], places[wire.to]];
+    mark(group, "class", wire.kind);
+    for (const path of group.children) mark(path, "d", `M0 ${y1} C45 ${y1} 55 ${y2} 100 ${y2}`);
+    mark(group.firstChild, "stroke-width", wire.width.toFixed(1));
+    mark(group.lastChild, "stroke-width", Math.max(1.5, wire.width - 1).toFixed(1));
+  });
+}
+
+function edges(picture) {
+  const window = picture.edge_window_s;
+  const moved = sum(picture.edges.map((edge) => edge.bytes));
+  say(byId("moved"), moved ? `${bytes(moved / window)}/s` : "");
+  const failed = picture.failed_pairs.map((pair) => ({ ...pair, failed: true }));
+  const rows = [...failed, ...picture.edges];
+  const body = byId("edges").tBodies[0];
+  keyed(body, rows.length ? rows : [null], (edge) => (edge ? `${edge.failed} ${edge.prefill} ${edge.decode}` : "none"), makeEdge, (row, edge) => {
+    if (!edge || edge.failed) return;
+    const [, , times, speed, fetch, exposed] = row.cells;
+    say(times, `${rate((edge.handovers * 60) / window)}/min`);
+    say(speed, edge.bytes ? `${bytes(edge.bytes / window)}/s` : "–");
+    say(fetch, edge.bytes ? time(edge.transfer_s / edge.handovers) : "–");
+    say(exposed, edge.bytes ? time(edge.exposed_s / edge.handovers) : "–");
+  });
+}
+
+function makeEdge(edge) {
+  if (!edge) return h("tr.none", {}, h("td", { colspan: "6" }, "No KV has been handed over in the last minute."));
+  const ends = [h("th", { scope: "row" }, short(edge.prefill)), h("td.name", {}, short(edge.decode))];
+  if (edge.failed) return h("tr", {}, ...ends, h("td.bad", { colspan: "4" }, edge.reason));
+  return h("tr", {}, ...ends, h("td.num"), h("td.num"), h("td.num"), h("td.num"));
+}
+
+function latency(picture) {
+  const rows = [["Time to first token", picture.ttft], ["Between tokens, mean", picture.inter_token], ["Whole request", picture.total]];
+  keyed(byId("latency").tBodies[0], rows, (row) => row[0], ([name]) => h("tr", {}, h("th", { scope: "row" }, name), h("td.num"), h("td.num"), h("td.num")), (row, [, figures]) => {
+    mark(row, "title", `${figures.count} requests`);
+    [figures.p50_s, figures.p90_s, figures.p99_s].forEach((figure, at) => say(row.cells[at + 1], time(figure)));
+  });
+  chart("chart-ttft", picture.series.ttft_p50_s);
+  chart("chart-itl", picture.series.inter_token_p50_s);
+}
+
+function chart(id, values) {
+  line(byId(id), values, 0.001);
+  const known = values.filter((value) => value !== null);
+  say(byId(`${id}-now`), known.length ? `${time(known.at(-1))}, highest ${time(Math.max(...known))}` : "no request");
+}
+
+function counts(picture) {
+  const of = (what) => sum(Object.values(picture.counts[what] || {}));
+  const by = (what) => Object.entries(picture.counts[what] || {}).filter(([, times]) => times).map(([label, times]) => `${label} ${count(times)}`).join(", ");
+  const statuses = Object.entries(picture.counts.requests || {}).sort().map(([status, times]) => `${status}: ${count(times)}`).join(" · ");
+  const rows = [
+    ["Answers by status", statuses || "none"],
+    ["Handed over", count(of("disaggregated"))],
+    ["Prefilled on decode nodes", of("local_prefills") ? `${count(of("local_prefills"))} (${by("local_prefills")})` : "0"],
+    ["Fail-overs", of("failovers") ? `${count(of("failovers"))} (${by("failovers")})` : "0"],
+    ["KV that did not come", of("kv_failures") ? `${count(of("kv_failures"))} (${by("kv_failures")})` : "0"],
+  ];
+  keyed(byId("counts"), rows, (row) => row[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (row, [, text]) => say(row.lastChild, text));
+}
+
+function nodes(picture, onDrain) {
+  const rows = [...ofRole(picture, "prefill"), ...ofRole(picture, "decode")];
+  const several = picture.workers.length > 1;
+  say(byId("nodes-hint"), several ? `streams of all router processes; loads as process ${picture.asked} was last told; breakers: the worst that any sees` : `${rows.filter((node) => node.up).length} of ${rows.length} up`);
+  keyed(byId("nodes").tBodies[0], rows, (node) => node.url, (node) => makeRow(node, onDrain), (row, node) => {
+    row.node = node;
+    mark(row, "data-state", stateOf(node));
+    const partly = several && node.up_in > 0 && node.up_in < picture.workers.length;
+    say(row.state, partly ? `up in ${node.up_in} of ${picture.workers.length}` : stateOf(node));
+    const bad = open(node);
+    const trouble = bad.map(([leg, breaker]) => `${leg} ${breaker.state.replace("_", " ")}`).join(", ");
+    say(row.why, node.up ? (trouble ? `breaker: ${trouble}` : `for ${age(node.for_s)}`) : node.draining ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
+    mark(row.why, "title", node.reason || null);
+    const [, , load, legs, depth, , held, breakers] = row.cells;
+    say(load, `${node.running} / ${node.waiting}`);
+    say(legs, count(node.legs));
+    say(depth, node.queue_depth.toFixed(1));
+    row.kv.show(kvShare(node));
+    mark(row.kv, "title", node.total_blocks ? `${node.free_blocks} of ${node.total_blocks} blocks of ${node.block_tokens} tokens are free` : null);
+    say(held, count(node.held_blocks));
+    say(breakers, trouble || "closed");
+    mark(breakers, "data-open", bad.length ? "yes" : null);
+    mark(breakers, "title", bad.map(([, breaker]) => breaker.reason).join("; ") || null);
+    const drained = node.draining;
+    say(row.button, drained ? "Undrain" : "Drain");
+    mark(row.button, "aria-label", `${drained ? "Undrain" : "Drain"} ${node.role} node ${short(node.url)}`);
+  });
+}
+
+function makeRow(node, onDrain) {
+  const state = h("span.word");
+  const why = h("span.why");
+  const kv = bar(`KV in use on ${short(node.url)}`);
+  const button = h("button.quiet", { type: "button", onclick: () => onDrain(row.node) });
+  const facts = [node.role, node.kind === "kvrelay" ? "" : node.kind, node.model, ...node.adapters].filter(Boolean).join(" · ");
+  const row = h("tr", {},
+    h("th", { scope: "row" }, h("span.name", { title: node.url }, short(node.url)), h("span.why", {}, facts)),
+    h("td", {}, h("span.dot", { "aria-hidden": "true" }), state, why),
+    h("td.num"), h("td.num"), h("td.num"), h("td", {}, kv), h("td.num"), h("td.breakers"), h("td.act", {}, button));
+  return Object.assign(row, { state, why, kv, button });
+}
+
+function workers(picture) {
+  byId("workers-card").hidden = picture.wanted === 1;
+  const silent = picture.wanted - picture.workers.length;
+  say(byId("workers-hint"), silent ? `${silent} of ${picture.wanted} did not answer: what they do is missing on this page` : `this page is of all ${picture.wanted}; process ${picture.asked} was asked`);
+  mark(byId("workers-hint"), "data-alarm", silent ? "yes" : null);
+  keyed(byId("workers").tBodies[0], picture.workers, (worker) => worker.index, (worker) => h("tr", {}, h("th", { scope: "row" }, String(worker.index)), h("td.num"), h("td.num"), h("td.num"), h("td.num")), (row, worker) => {
+    [age(worker.uptime_s), count(worker.running), count(worker.waiting), `${worker.nodes_up} / ${picture.nodes.length}`].forEach((text, at) => say(row.cells[at + 1], text));
+  });
+}

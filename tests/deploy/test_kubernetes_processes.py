@@ -1,0 +1,215 @@
+"""What the manifests have processes do is what these processes can: flags, files, ports, probes, drains, metrics."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kubernetes_manifests import OVERLAYS, POD_IP, SECRETS, PodOf, arguments, objects, pods
+from starlette.routing import Route
+
+import kvrelay.cli
+from node.app import Node
+from node.app import create_app as node_app
+from node.drain import DRAIN_DEADLINE_S
+from node.metrics import NodeMetrics
+from router.app import create_app as router_app
+from router.server import DRAIN_S
+from wire.config import EngineConfig, NodeConfig, RanksConfig
+from wire.engine_messages import EngineStats
+from wire.outputs import Load
+from wire.router_config import RouterConfig
+
+KINDS = {"router": RouterConfig, "prefill": NodeConfig, "decode": NodeConfig, "rank": RanksConfig}
+
+every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What the real command line makes of a container: of its arguments, its files and its secrets."""
+
+    pod: PodOf
+    config: Any
+    drain: tuple[Any, ...] = ()
+    """What its preStop hook asks for."""
+
+
+Configs = Callable[[str], list[Started]]
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
+    """The containers of an overlay; nothing is run, looked up or listened on."""
+    asked: list[Any] = []
+
+    def run(*given: Any) -> int:
+        asked.append(given)
+        return 0
+
+    commands = ("node.server", "run"), ("router.server", "run"), ("node.ranks", "run_ranks"), ("kvrelay.cluster", "up")
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (*commands, ("kvrelay.drain", "run")):
+            patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
+        patch.setattr(kvrelay.cli, "check_port", lambda host, port: None)
+        patch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
+        patch.setattr("paged_engine.rank_address.check_rank_0", lambda address: None)
+        patch.setattr("paged_engine.rank_address.interface_towards", lambda address: "eth0")
+        patch.setattr("router.membership.kubernetes_watch.server_of", lambda namespace: (None, "kvrelay"))
+
+        def started(overlay: str, pod: PodOf) -> Started:
+            for name in SECRETS:
+                patch.delenv(name, raising=False)
+            for variable in pod.main["env"]:
+                if "secretKeyRef" in variable.get("valueFrom", {}):
+                    patch.setenv(variable["name"], SECRETS[variable["name"]])
+            assert "command" not in pod.main, "the image's entry point is kvrelay"
+            args = arguments(overlay, pod, tmp_path_factory.mktemp("pod"))
+            assert kvrelay.cli.run(args) == 0, args
+            (config,) = asked.pop()
+            program, *args = pod.main.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["none"])
+            if program != "kvrelay":
+                return Started(pod, config)
+            assert kvrelay.cli.run(args) == 0, args
+            return Started(pod, config, asked.pop())
+
+        yield functools.cache(lambda overlay: [started(overlay, pod) for pod in pods(overlay)])
+
+
+@every_overlay
+def test_the_command_line_takes_every_containers_arguments(overlay: str, configs: Configs) -> None:
+    for pod, config in ((each.pod, each.config) for each in configs(overlay)):
+        command = pod.main["args"][0]
+        if command == "up":
+            assert (config.host, config.port) == ("0.0.0.0", pod.ports["http"])
+            assert config.api_key == "k"
+            gpus = pod.main["resources"]["limits"]["nvidia.com/gpu"]
+            assert gpus == (config.prefill + config.decode) * config.engine.tensor_parallel
+            continue
+        assert isinstance(config, KINDS[command])
+        if isinstance(config, RouterConfig):
+            assert (config.host, config.port) == ("0.0.0.0", pod.ports["http"])
+            assert (config.api_key, config.admin_key, config.node_api_key) == ("k", "a", "n")
+        if isinstance(config, NodeConfig):
+            assert (config.host, config.port, config.api_key) == ("0.0.0.0", pod.ports["http"], "n")
+            assert config.url == f"http://{POD_IP}:{pod.ports['http']}"
+            assert (config.transfer.kv_host, config.transfer.kv_port) == (POD_IP, pod.ports["kv"])
+            assert config.transfer.cluster_secret == SECRETS["KVRELAY_CLUSTER_SECRET"]
+            assert config.kv_events_port == pod.ports["kv-events"] == pod.ports["kv-replay"] - 1
+            assert pod.labels["kvrelay/role"] == config.role
+
+
+@every_overlay
+def test_gpus_shared_memory_and_memory_are_enough_for_the_config(overlay: str, configs: Configs) -> None:
+    for pod, config in ((each.pod, each.config) for each in configs(overlay)):
+        if isinstance(config, RouterConfig):
+            continue
+        (shm,) = [volume["emptyDir"] for volume in pod.spec["volumes"] if volume["name"] == "shm"]
+        limits = pod.main["resources"]["limits"]
+        assert (shm["medium"], {"name": "shm", "mountPath": "/dev/shm"} in pod.main["volumeMounts"]) == ("Memory", True)
+        engine = config.engine
+        assert size(shm["sizeLimit"]) + (engine.kv_cache_memory or 1 << 30) < size(limits["memory"])
+        if pod.main["args"][0] == "up":
+            continue
+        gpus = limits.get("nvidia.com/gpu", 0)
+        assert gpus == (0 if engine.device == "cpu" else engine.tensor_parallel_local or engine.tensor_parallel)
+
+
+def size(quantity: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
+    return int(number) << {"Mi": 20, "Gi": 30}[unit]
+
+
+def test_the_ranks_of_a_group_are_all_ranks_once(configs: Configs) -> None:
+    for group in objects("multi-node", "LeaderWorkerSet"):
+        assert group["spec"]["leaderWorkerTemplate"]["size"] == 2, "then first_rank is a number"
+        ours = [each for each in configs("multi-node") if each.pod.owner["metadata"] == group["metadata"]]
+        (leader, node), (worker, rank) = ((each.pod, each.config) for each in ours)
+        assert (leader.component, worker.component) == ("node", "rank")
+        local = node.engine.tensor_parallel_local
+        assert list(range(rank.first_rank, rank.first_rank + rank.engine.tensor_parallel_local)) == list(
+            range(local, node.engine.tensor_parallel)
+        )
+        port = leader.ports["ranks"]
+        assert node.engine.tensor_parallel_address == f"{POD_IP}:{port}"
+        assert rank.engine.tensor_parallel_address.endswith(f":{port}")
+        (wait,) = worker.spec["initContainers"]
+        compile(wait["command"][-1], "leader-is-known", "exec")
+        assert f'os.environ["LWS_LEADER_ADDRESS"], {port})' in wait["command"][-1]
+
+
+def routes(app: Any) -> set[str]:
+    return {route.path for route in app.routes if isinstance(route, Route) and "GET" in (route.methods or ())}
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, set[str]]:
+    """The GET routes of each kind of process."""
+    node = Node(NodeConfig(EngineConfig("m")), SimpleNamespace(), 0)  # type: ignore[arg-type]
+    router = routes(router_app(RouterConfig(prefill=("http://p:1",), decode=("http://d:1",))))
+    return {"node": routes(node_app(node, lambda app: None)), "router": router}  # type: ignore[arg-type,return-value]
+
+
+@every_overlay
+def test_probes_and_scrapes_ask_routes_that_there_are(overlay: str, served: dict[str, set[str]]) -> None:
+    for pod in pods(overlay):
+        probes = {name: pod.main.get(f"{name}Probe") for name in ("startup", "readiness", "liveness")}
+        if pod.component == "rank":
+            assert not any(probes.values())
+            continue
+        for name, probe in probes.items():
+            assert probe is not None
+            assert probe["httpGet"]["port"] == "http"
+            assert probe["httpGet"]["path"] in served[pod.component]
+            assert probe["httpGet"]["path"] == {"readiness": "/health", "liveness": "/live"}.get(
+                name, probe["httpGet"]["path"]
+            )
+        for monitor in objects(overlay, "PodMonitor"):
+            assert {each["path"] for each in monitor["spec"]["podMetricsEndpoints"]} <= served[pod.component]
+
+
+@every_overlay
+def test_who_is_to_end_has_the_time_to_drain(overlay: str, configs: Configs) -> None:
+    for started in configs(overlay):
+        pod = started.pod
+        if pod.component == "rank":
+            (leader,) = [each for each in pods(overlay, "node") if each.owner == pod.owner]
+            assert pod.spec["terminationGracePeriodSeconds"] == leader.spec["terminationGracePeriodSeconds"]
+            continue
+        if pod.component == "router":
+            before_s = pod.main["lifecycle"]["preStop"]["sleep"]["seconds"]
+            after_s = getattr(started.config, "stop_deadline_s", DRAIN_S)
+            assert after_s >= DRAIN_DEADLINE_S
+        else:
+            url, router, _, node_api_key, before_s, _ = started.drain
+            assert (url, router, node_api_key) == (f"http://127.0.0.1:{pod.ports['http']}", "", "n")
+            after_s = DRAIN_DEADLINE_S
+        assert pod.spec["terminationGracePeriodSeconds"] >= before_s + after_s + 10
+
+
+def test_scalers_ask_for_metrics_that_there_are() -> None:
+    nodes = NodeMetrics(lambda: EngineStats(Load()), model_name="m", role="prefill").text().decode()
+    router = router_app(RouterConfig(prefill=("http://p:1",), decode=("http://d:1",)), random.Random(1))
+    told = {"router": router.state.router.metrics.text().decode(), "node": nodes}
+    queries = [
+        trigger["metadata"]["query"]
+        for scaler in objects("autoscaling", "ScaledObject")
+        for trigger in scaler["spec"]["triggers"]
+    ]
+    assert len(queries) == 5
+    for query in queries:
+        name, labels = re.fullmatch(r"sum\(([a-z_:]+)\{([^}]*)\}\)", query).groups()  # type: ignore[union-attr]
+        wanted = dict(re.findall(r'(\w+)="(\w+)"', labels))
+        assert wanted.pop("namespace") == "kvrelay"
+        text = told["router" if name.startswith("kvrelay_router_") else "node"]
+        assert re.search(rf"^# TYPE {name} gauge$", text, re.MULTILINE), name
+        assert set(wanted) <= {"role"}
+        if wanted:
+            assert re.search(rf'^{name}\{{.*role="prefill"', text, re.MULTILINE)

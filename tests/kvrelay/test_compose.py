@@ -1,0 +1,185 @@
+"""Compose files: pure over settings, equal to the one in deploy/compose, and written so that nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from kvrelay.compose import ComposeConfig, compose_of, environment_of
+from kvrelay.compose_files import write
+from kvrelay.plan import ClusterConfig
+from wire.config import EngineConfig, TransferConfig
+from wire.errors import ConfigError
+
+QUIET = Console(quiet=True)
+
+
+def services(cores: int = 0, gpus: str = "", name: str = "kvrelay", model: str = "", **cluster: Any) -> dict[str, Any]:
+    """The services of such a cluster."""
+    engine = EngineConfig(model, **cluster.pop("engine", {}))
+    config = ComposeConfig(ClusterConfig(engine, **cluster), (gpus,) if gpus else (), name)
+    found: dict[str, Any] = compose_of(config, cores)["services"]
+    return found
+
+
+def interpolated(text: str, values: dict[str, str]) -> str:
+    """Compose's own rule for ${NAME}, ${NAME:-default} and ${NAME:?error}."""
+    return re.sub(r"\$\{(\w+)(?::([-?])([^}]*))?\}", lambda m: values.get(m[1]) or (m[3] if m[2] == "-" else ""), text)
+
+
+def nodes(all_services: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in all_services.items() if name.startswith(("prefill", "decode"))}
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 8))
+def test_every_node_is_there_once_and_the_router_knows_all(prefill: int, decode: int, gpus: int) -> None:
+    made = services(gpus=",".join(map(str, range(gpus))), prefill=prefill, decode=decode)
+    names = [f"prefill-{index}" for index in range(prefill)] + [f"decode-{index}" for index in range(decode)]
+    assert list(nodes(made)) == names
+    told = [flag.partition("=")[2] for flag in made["router"]["command"] if flag.startswith(("--prefill", "--decode"))]
+    assert told == [f"http://{name}:8000" for name in names]
+    for name, node in nodes(made).items():
+        assert f"--kv-host={name}" in node["command"]
+        assert "ports" not in node, "a node's port is for the router alone"
+        assert node["pid"] == node["ipc"] == "container:kvrelay-namespaces"
+        assert ("deploy" in node) == (gpus > 0)
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=8, unique=True), st.integers(1, 4), st.integers(1, 4))
+def test_a_gpu_of_its_own_for_each_node_while_there_are_enough(gpus: list[int], prefill: int, decode: int) -> None:
+    made = nodes(services(gpus=",".join(map(str, gpus)), prefill=prefill, decode=decode))
+    own = [node["environment"]["CUDA_VISIBLE_DEVICES"] for node in made.values()]
+    assert all(0 <= int(index) < len(gpus) for index in own), "indices count what is in the container"
+    assert len(set(own)) == min(len(own), len(gpus))
+    for node in made.values():
+        (request,) = node["deploy"]["resources"]["reservations"]["devices"]
+        assert request["device_ids"] == [str(gpu) for gpu in sorted(gpus)], "direct reads the GPUs of the others"
+
+
+def test_nodes_that_share_a_gpu_start_one_after_the_other_with_half_of_its_memory() -> None:
+    made = services(gpus="0", prefill=1, decode=1)
+    assert "--gpu-memory-utilization=0.45" in made["prefill-0"]["command"]
+    assert made["decode-0"]["depends_on"]["prefill-0"] == {"condition": "service_healthy"}
+    assert list(made["prefill-0"]["depends_on"]) == ["namespaces"]
+
+
+def test_ranks_take_as_many_gpus_as_they_are() -> None:
+    made = services(gpus="GPU-a,GPU-b,GPU-c", prefill=1, decode=1, decode_tensor_parallel=2)
+    assert made["prefill-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+    assert made["decode-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
+    with pytest.raises(ConfigError, match="tensor_parallel 4 needs 4 GPUs for each node, and this machine shows 1"):
+        services(gpus="0", engine={"tensor_parallel": 4})
+
+
+def test_only_the_direct_connector_has_containers_share_namespaces() -> None:
+    made = services(transfer=TransferConfig("nixl"))
+    assert "namespaces" not in made
+    assert not {"pid", "ipc"} & set(made["decode-0"])
+    assert made["decode-0"]["shm_size"] == "8gb"
+    assert services(transfer=TransferConfig("direct"))["decode-0"]["pid"] == "container:kvrelay-namespaces"
+
+
+def test_cores_are_shared_out_on_cpus() -> None:
+    made = services(cores=8, prefill=2, decode=2)
+    assert "--threads=2" in made["prefill-1"]["command"]
+    assert "--threads=4" in made["decode-1"]["command"]
+    assert not any("--threads" in word for word in services(prefill=2)["prefill-0"]["command"])
+
+
+def test_no_secret_is_in_the_file_and_dollars_are_kept() -> None:
+    made = compose_of(ComposeConfig(ClusterConfig(EngineConfig("org/a$b"), served_model_name="$HOME")))
+    text = yaml.safe_dump(made)
+    assert "--model=org/a$$b" in made["services"]["prefill-0"]["command"]
+    assert "--served-model-name=$$HOME" in text
+    assert "cluster-secret" not in text
+    assert "${KVRELAY_CLUSTER_SECRET:?set it in .env}" in text
+
+
+def test_files_of_the_host_are_mounted_where_they_are() -> None:
+    made = services(model="/models/llama", engine={"lora": ("sql=/adapters/sql",)}, chat_template="/t.jinja")
+    mounts = ["/models/llama:/models/llama:ro", "/t.jinja:/t.jinja:ro", "/adapters/sql:/adapters/sql:ro"]
+    assert made["decode-0"]["volumes"] == ["cache:/var/cache/kvrelay", *mounts]
+    with pytest.raises(ConfigError, match="mounted into containers: name it by an absolute path"):
+        services(model="./llama")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ("0,0", "gpus names one twice: 0,0"),
+        ("all", "gpus must be indices"),
+        ("0,GPU-a", "gpus must be all indices or all UUIDs, got 0,GPU-a"),
+    ],
+)
+def test_wrong_gpus_are_refused(gpus: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        services(gpus=gpus)
+    with pytest.raises(ConfigError, match="device cuda needs --gpus"):
+        services(engine={"device": "cuda"})
+    with pytest.raises(ConfigError, match="device cpu and gpus contradict each other"):
+        services(gpus="0", engine={"device": "cpu"})
+    with pytest.raises(ConfigError, match="name must be lower-case letters"):
+        services(name="My cluster")
+
+
+def test_the_demo_in_deploy_is_what_this_command_writes(repository: Path) -> None:
+    folder = repository / "deploy" / "compose"
+    lines = (folder / ".env").read_text().splitlines()
+    env = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    demo = yaml.safe_load(interpolated((folder / "compose.yaml").read_text(), env))["services"]
+    for profile, gpus in (("cpu", ""), ("gpu", "0,1")):
+        config = ComposeConfig(ClusterConfig(EngineConfig("")), (gpus,) if gpus else ())
+        values = env | environment_of(config, str, env)
+        values["KVRELAY_MONITORING"] = env["KVRELAY_MONITORING"]
+        text = yaml.safe_dump(compose_of(config))
+        made = yaml.safe_load(interpolated(text, values))["services"]
+        for name, service in made.items():
+            theirs = dict(demo[f"{name}-gpu" if gpus and name in nodes(made) else name])
+            if name in nodes(made):
+                assert theirs.pop("profiles") == [profile]
+                theirs["command"] = [word for word in theirs["command"] if word != "--model="]
+                theirs["networks"] = {"default": {"aliases": theirs["networks"]["default"]["aliases"][:1]}}
+            theirs.pop("build", None)
+            assert theirs == service, name
+
+
+def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> None:
+    values: dict[str, object] = {"output": str(tmp_path), "prefill": 2}
+    assert write(values, QUIET) == 0
+    first = (tmp_path / ".env").read_text()
+    secrets = re.findall(r"^(?:KVRELAY_NODE_API_KEY|KVRELAY_CLUSTER_SECRET|GRAFANA_PASSWORD)=(.+)$", first, re.M)
+    assert len(set(secrets)) == 3
+    assert min(map(len, secrets)) > 40
+    assert stat.S_IMODE(os.stat(tmp_path / ".env").st_mode) == 0o600
+    (tmp_path / ".env").write_text(first.replace("KVRELAY_API_KEY=", "KVRELAY_API_KEY=mine") + "MY_OWN=1\n")
+    assert write(values | {"prefill": 1, "decode": 3}, QUIET) == 0
+    second = (tmp_path / ".env").read_text()
+    assert all(secret in second for secret in secrets)
+    assert "KVRELAY_API_KEY=mine" in second
+    assert "MY_OWN=1" in second
+    assert "decode-2" in yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
+    (tmp_path / "compose.yaml").write_text("services: {}\n")
+    with pytest.raises(ConfigError, match="was not written by `kvrelay compose`"):
+        write(values, QUIET)
+
+
+def test_paths_are_made_absolute_and_names_on_the_hub_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    write({"output": "here", "model": "llama", "lora": ("a=./x",)}, QUIET)
+    made = yaml.safe_load((tmp_path / "here" / "compose.yaml").read_text())["services"]["decode-0"]
+    assert f"--model={tmp_path}/llama" in made["command"]
+    assert f"--lora=a={tmp_path}/x" in made["command"]
+    write({"output": "here", "model": "org/name"}, QUIET)
+    made = yaml.safe_load((tmp_path / "here" / "compose.yaml").read_text())["services"]["decode-0"]
+    assert "--model=org/name" in made["command"]
+    assert made["volumes"] == ["cache:/var/cache/kvrelay"]

@@ -1,0 +1,52 @@
+"""`kvrelay top`: one picture into a pipe, and what it says when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvrelay import cli
+from kvrelay.top import drawn
+from tests.router.router_doubles import cluster, decode, prefill
+
+
+async def test_it_prints_nodes_and_requests_once_into_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    p, d = prefill(), decode()
+    async with cluster(p, d, admin_key="operator") as c:
+        await c.text(headers={"x-request-id": "mine"})
+        await asyncio.to_thread(c.router.pool.drain, c.node(d), 0.0)
+        flags = ["top", "--router", c.url, "--admin-key", "operator"]
+        assert await asyncio.to_thread(cli.run, flags) == 0
+        told = capsys.readouterr().out
+        for name in (p.url, d.url):
+            assert name.removeprefix("http://") in told
+        assert "unavailable" in told
+        assert "draining" in told
+        assert "mine" in told
+
+        assert await asyncio.to_thread(cli.run, flags[:3]) == 1
+        assert "admin key" in capsys.readouterr().err
+
+
+def test_who_is_not_there_and_what_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["top", "--router", "http://127.0.0.1:9"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err
+    assert cli.run(["top", "--router", "somewhere"]) == 2
+    assert cli.run(["top", "--interval", "0"]) == 2
+
+
+async def test_it_says_that_a_picture_is_old_and_that_a_process_is_silent() -> None:
+    async with cluster() as c:
+        seen = await c.router.lookout.picture(0.0)
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as told:
+        console.print(drawn(msgspec.structs.replace(seen, wanted=2), "cannot be reached; what is shown is 7 s old"))
+    assert "7 s old" in told.get()
+    assert "1 of 2 router processes" in told.get()

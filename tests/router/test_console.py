@@ -1,0 +1,191 @@
+"""The console's routes: its page, who may look, and the JSON that page and `kvrelay top` read."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from router_doubles import MODEL, Call, Cluster, cluster, decode, prefill, until
+
+from router.console.picture import Picture
+from wire.frames import Frame, FrameKind
+from wire.outputs import Load
+
+FOLDER = Path(__file__).parents[2] / "router" / "console" / "static"
+KEY = {"authorization": "Bearer operator"}
+SECRET = "the plan of the treasure island"
+
+
+async def fetched(c: Cluster, path: str, **headers: str) -> tuple[int, Any, bytes]:
+    async with c.http.get(c.url + path, headers=headers, allow_redirects=False) as answer:
+        return answer.status, answer.headers, await answer.read()
+
+
+async def picture(c: Cluster, since: float = 0.0, **headers: str) -> Picture:
+    status, _, body = await fetched(c, f"/console/state?since={since}", **headers)
+    assert status == 200, body
+    return msgspec.json.decode(body, type=Picture)
+
+
+async def decode_with_kv(call: Call) -> None:
+    """Tokens 12 and 13, and the times of a fetch."""
+    await call.tokens(12, "b", 2)
+    timing = {"transfer": 8.0, "exposed": 0.5, "decode_queue": 1.0, "decode": 20.0, "transfer_bytes": 4096.0}
+    await call.send(Frame(FrameKind.END, b"{}", [13], 3, usage=(3, 3, 1), timing=timing))
+
+
+# The page.
+
+
+async def test_the_page_and_its_files_come_from_the_router_alone_and_are_asked_for_again() -> None:
+    async with cluster(admin_key="operator", api_key="client") as c:
+        for name in ["", *(f"/{file.name}" for file in FOLDER.iterdir())]:
+            status, headers, body = await fetched(c, f"/console{name}")
+            assert (status, body) == (200, (FOLDER / (name[1:] or "index.html")).read_bytes())
+            policy = dict(part.split(" ", 1) for part in headers["content-security-policy"].split("; "))
+            assert policy.pop("default-src") == "'none'"
+            assert set(policy.values()) == {"'self'", "'none'"}
+            assert headers["x-content-type-options"] == "nosniff"
+            tag = headers["etag"]
+            status, headers, body = await fetched(c, f"/console{name}", **{"if-none-match": tag})
+            assert (status, headers["etag"], body) == (304, tag, b"")
+
+
+@pytest.mark.parametrize("path", ["nothing.js", "..%2froutes.py", "%2e%2e/routes.py", "routes.py", "a/b.js"])
+async def test_no_other_file_is_served(path: str) -> None:
+    async with cluster() as c:
+        status, _, body = await fetched(c, f"/console/{path}")
+        assert (status, msgspec.json.decode(body)["error"]["type"]) == (404, "not_found_error")
+
+
+def test_the_page_names_only_files_that_are_there_and_no_other_host() -> None:
+    files = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.iterdir()}
+    page = files["index.html"]
+    asked = set(re.findall(r'(?:src|href)="console/([^"]+)"', page))
+    for name, text in files.items():
+        if name.endswith(".js"):
+            asked |= set(re.findall(r'from "\./([^"]+)"', text))
+    assert asked | {"index.html"} == set(files)
+    everything = "".join(files.values()).replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?://\w|url\(|@import|import\(|eval|innerHTML|document\.write", everything)
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script>", page)  # the policy would not let them
+
+
+def test_the_page_is_in_the_wheel(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))
+    globs = project["tool"]["setuptools"]["package-data"]["router.console"]
+    packaged = {file for each in globs for file in (FOLDER.parent).glob(each)}
+    assert packaged == set(FOLDER.iterdir())
+
+
+# Who may look.
+
+
+async def test_with_a_key_only_who_has_it_may_look() -> None:
+    async with cluster(admin_key="operator", api_key="client") as c:
+        for headers in ({}, {"authorization": "Bearer client"}):
+            status, _, body = await fetched(c, "/console/state", **headers)
+            assert (status, msgspec.json.decode(body)["error"]["type"]) == (401, "authentication_error")
+        assert (await picture(c, **KEY)).workers
+        elsewhere = {"origin": "http://elsewhere", "host": "router.example:8000", **KEY}
+        assert (await picture(c, **elsewhere)).workers  # who has it needs nothing else
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "rebound.example:8000"},
+        {"host": "[::1"},
+        {"origin": "http://elsewhere"},
+        {"origin": "http://127.0.0.1:1"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"x-forwarded-for": "10.0.0.1"},
+    ],
+)
+async def test_without_a_key_neither_other_sites_nor_proxies_may_look_or_drain(headers: dict[str, str]) -> None:
+    d = decode()
+    async with cluster(prefill(), d) as c:
+        assert (await fetched(c, "/console/state", **headers))[0] == 401
+        async with c.http.post(f"{c.url}/admin/drain", json={"url": d.url}, headers=headers) as answer:
+            assert answer.status == 401
+        assert c.node(d).up
+
+
+async def test_without_a_key_a_page_of_this_router_may_look_and_drain() -> None:
+    d = decode()
+    async with cluster(prefill(), d) as c:
+        ours = {"sec-fetch-site": "same-origin"}
+        assert (await picture(c, **ours)).health == "ok"
+        async with c.http.post(f"{c.url}/admin/drain", json={"url": d.url}, headers={"origin": c.url} | ours) as answer:
+            assert answer.status == 200
+        seen = {node.url: node for node in (await picture(c)).nodes}[d.url]
+        assert (seen.up, seen.draining, seen.reason) == (False, True, "it is draining")
+
+
+# What there is to see.
+
+
+async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_text() -> None:
+    p, d = prefill(), decode(decode_with_kv)
+    async with cluster(p, d) as c:
+        asked = {"messages": [{"role": "user", "content": SECRET}]}
+        await c.text(asked, headers={"x-request-id": "mine"})
+        status, _, body = await fetched(c, "/console/state")
+        assert status == 200
+        assert SECRET.encode() not in body
+        seen = msgspec.json.decode(body, type=Picture)
+        request = seen.requests[0]
+        assert (request.id, request.status, request.path) == ("mine", 200, "/v1/chat/completions")
+        assert (request.prefill, request.decode, request.local) == (p.url, d.url, False)
+        assert (request.prompt_tokens, request.output_tokens, request.cached_tokens) == (3, 3, 1)
+        assert request.kv_bytes == 4096
+        assert request.stages_s["transfer"] == 0.008
+        assert request.stages_s["total"] >= (request.ttft_s or 0.0) > 0
+        edge = seen.edges[0]
+        assert (edge.prefill, edge.decode, edge.handovers, edge.bytes) == (p.url, d.url, 1, 4096)
+        assert seen.ttft.count == seen.total.count == 1
+        assert sum(seen.series.ended) == 1
+        assert seen.counts["requests"] == {"200": 1.0}
+        assert seen.counts["disaggregated"] == {"": 1.0}
+        assert not (await picture(c, request.ended)).requests  # no news
+
+
+async def test_the_nodes_are_told_as_the_router_sees_them() -> None:
+    load = Load(running=2, waiting=1, waiting_tokens=40, free_blocks=30, total_blocks=40, block_tokens=16)
+    p, d = prefill(load=load), decode(health_status=500)
+    async with cluster(p, d, ready=False) as c:
+        await until(lambda: c.node(p).up and "500" in c.node(d).reason)
+        seen = await picture(c)
+        first, second = sorted(seen.nodes, key=lambda node: node.role, reverse=True)
+        assert (first.url, first.role, first.up, first.up_in, first.model) == (p.url, "prefill", True, 1, MODEL)
+        assert (first.running, first.waiting, first.free_blocks, first.total_blocks) == (2, 1, 30, 40)
+        assert first.sources == ["static"]
+        assert (second.url, second.up, second.up_in, second.draining) == (d.url, False, 0, False)
+        assert seen.health == "unavailable"
+
+
+async def test_a_request_that_fails_is_told_with_what_a_log_may_say() -> None:
+    async def refused(call: Call) -> Any:
+        await call.send(Frame(FrameKind.ERROR, status=500))
+
+    async with cluster(prefill(refused), decode(refused)) as c:
+        async with c.post({"messages": [{"role": "user", "content": SECRET}]}) as answer:
+            assert answer.status >= 500
+        seen = await picture(c)
+        assert seen.requests[0].status >= 500
+        assert seen.requests[0].error
+        assert sum(seen.series.failed) == 1
+        assert seen.total.count == 0
+
+
+@pytest.mark.parametrize("since", ["soon", "nan", "inf", "1" * 40])
+async def test_what_is_no_time_is_refused(since: str) -> None:
+    async with cluster() as c:
+        status, _, body = await fetched(c, f"/console/state?since={since}")
+        assert (status, msgspec.json.decode(body)["error"]["param"]) == (400, "since")

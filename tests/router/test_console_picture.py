@@ -1,0 +1,227 @@
+"""What the console remembers is bounded and its percentiles are true; what several workers see becomes one picture."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.console.picture import (
+    BreakerSeen,
+    EdgeRow,
+    Health,
+    NodeSeen,
+    Picture,
+    WorkerRow,
+    WorkerSeen,
+    picture_of,
+)
+from router.console.recent import KEPT_REQUESTS, MAX_EDGES, SLOT_S, SLOTS, Edge, Ended, Recent, bucket_of, quantile
+from router.workers.messages import Frames, FromParent, FromWorker, Look, Seen, packed
+
+P, D = "http://p:1", "http://d:1"
+
+
+def request(at: float, **fields: Any) -> Ended:
+    every: dict[str, Any] = {
+        "id": f"r{at}",
+        "path": "/v1/completions",
+        "model": "m",
+        "key": "anyone",
+        "status": 200,
+        "error": "",
+        "stream": True,
+        "local": False,
+        "ended": at,
+        "ttft_s": 0.1,
+        "inter_token_s": 0.01,
+        "prompt_tokens": 5,
+        "cached_tokens": 0,
+        "output_tokens": 7,
+        "prefill": P,
+        "decode": D,
+        "kv_bytes": 0,
+        "stages_s": {"total": 0.5},
+    }
+    return Ended(**(every | fields))
+
+
+def note(recent: Recent, ended: float, now: float, **fields: Any) -> None:
+    """A request ends there."""
+    told = request(ended, **fields)
+    recent.ended(now, told.status, told.output_tokens, told.ttft_s, told.inter_token_s, told.stages_s["total"])
+    recent.keep(told)
+
+
+def node(url: str = P, **fields: Any) -> NodeSeen:
+    every: dict[str, Any] = {
+        "url": url,
+        "role": "prefill",
+        "kind": "kvrelay",
+        "model": "m",
+        "adapters": [],
+        "up": True,
+        "draining": False,
+        "reason": "",
+        "for_s": 1.0,
+        "sources": ["static"],
+        "legs": 1,
+        "held_blocks": 0,
+        "queue_depth": 1.0,
+        "running": 1,
+        "waiting": 0,
+        "waiting_tokens": 0,
+        "free_blocks": 9,
+        "total_blocks": 10,
+        "block_tokens": 16,
+        "breakers": {},
+    }
+    return NodeSeen(**(every | fields))
+
+
+def worker(index: int = 0, recent: Recent | None = None, now: float = 1000.0, **fields: Any) -> WorkerSeen:
+    recent = recent or Recent()
+    every: dict[str, Any] = {
+        "index": index,
+        "uptime_s": 60.0,
+        "running": 1,
+        "waiting": 2,
+        "waiting_for_room": 0,
+        "nodes": [node()],
+        "slots": recent.slots(now),
+        "requests": recent.requests(0.0),
+        "counts": {"requests": {"200": 1.0}},
+        "failed_pairs": [],
+    }
+    return WorkerSeen(**(every | fields))
+
+
+def shown(own: WorkerSeen, *others: WorkerSeen, wanted: int = 1, monotonic: float = 1000.0) -> Picture:
+    named: dict[str, Any] = {"health": Health.OK, "models": {"m": True}, "version": "1"}
+    return picture_of(own, others, wanted=wanted, now=5000.0, monotonic=monotonic, **named)
+
+
+# What is remembered.
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(0, 3)), max_size=400))
+def test_what_is_kept_is_bounded_whatever_comes(steps: list[tuple[float, int]]) -> None:
+    recent, now, ended = Recent(), 0.0, []
+    for passed, times in steps:
+        now += passed
+        for _ in range(times):
+            note(recent, now, now)
+            ended.append(now)
+            recent.moved(P, D, 1, 0.1, 0.1)
+    assert [each.ended for each in recent.requests(-1.0)] == ended[-KEPT_REQUESTS:]
+    slots = recent.slots(now)
+    assert len(slots) <= SLOTS
+    first = (now // SLOT_S - SLOTS + 1) * SLOT_S
+    assert sum(slot.ended for slot in slots) == sum(at >= first for at in ended)
+
+
+def test_pairs_of_nodes_are_counted_apart_up_to_a_bound() -> None:
+    recent = Recent()
+    note(recent, 0.0, 0.0)
+    for at in range(MAX_EDGES + 50):
+        recent.moved(f"p{at}", D, 10, 0.5, 0.25)
+    recent.moved("p0", D, 5, 0.5, 0.25)
+    edges = recent.slots(0.0)[0].edges
+    assert len(edges) == MAX_EDGES
+    assert edges["p0", D] == Edge(2, 15, 1.0, 0.5)
+
+
+@given(st.lists(st.floats(2e-4, 1000.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99]))
+def test_a_percentile_is_off_by_less_than_three_percent(values: list[float], share: float) -> None:
+    counts: dict[int, int] = {}
+    for value in values:
+        counts[bucket_of(value)] = counts.get(bucket_of(value), 0) + 1
+    found = quantile([counts], (share,))
+    assert found is not None
+    exact = sorted(values)[math.ceil(share * len(values)) - 1]
+    assert found[0] == pytest.approx(exact, rel=0.03)
+
+
+def test_nothing_has_no_percentile_and_any_time_has_a_bucket() -> None:
+    assert quantile([{}], (0.5,)) is None
+    assert bucket_of(0.0) == bucket_of(-1.0) == 0
+    assert bucket_of(1e9) == bucket_of(1e12)
+
+
+# What several see.
+
+
+def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
+    one, two = Recent(), Recent()
+    note(two, 4900.0, 900.0, ttft_s=0.4)
+    two.moved(P, D, 900, 0.5, 0.1)  # longer ago than a minute
+    for at in range(10):
+        note(one, 4990.0 + at, 990.0 + at, ttft_s=0.1)
+        note(two, 4990.5 + at, 990.0 + at, ttft_s=0.4, status=500 if at == 9 else 200)
+    one.moved(P, D, 100, 0.5, 0.1)
+    two.moved(P, D, 300, 0.25, 0.1)
+    seen = shown(worker(1, one, nodes=[node(legs=3)]), worker(0, two, nodes=[node(legs=4)]), wanted=3)
+    assert (seen.running, seen.waiting, seen.asked, seen.wanted) == (2, 4, 1, 3)
+    assert [row.index for row in seen.workers] == [0, 1]
+    assert seen.nodes[0].legs == 7
+    assert seen.counts == {"requests": {"200": 2.0}}
+    assert (sum(seen.series.ended), sum(seen.series.failed), sum(seen.series.output_tokens)) == (21, 1, 147)
+    assert len(seen.series.ended) == len(seen.series.ttft_p50_s) == SLOTS
+    assert (seen.ttft.count, seen.total.count) == (21, 20)
+    assert seen.ttft.p50_s == pytest.approx(0.4, rel=0.03)
+    assert seen.ttft.p99_s == pytest.approx(0.4, rel=0.03)
+    assert seen.requests_per_s == pytest.approx(2.0)
+    assert [(edge.handovers, edge.bytes, edge.transfer_s) for edge in seen.edges] == [(2, 400, 0.75)]
+    assert [each.ended for each in seen.requests[:3]] == [4999.5, 4999.0, 4998.5]
+
+
+def test_of_what_each_finds_out_by_itself_the_worst_is_told() -> None:
+    half, is_open = BreakerSeen("half_open", "was slow"), BreakerSeen("open", "cut", 3.0)
+    own = worker(0, nodes=[node(breakers={"decode": half})])
+    other = worker(1, nodes=[node(up=False, breakers={"decode": is_open, "prefill": half}), node(D)])
+    seen = shown(own, other, wanted=2)
+    first, second = seen.nodes
+    assert (first.up, first.up_in) == (True, 1)
+    assert first.breakers == {"decode": is_open, "prefill": half}
+    assert (second.url, second.up_in) == (D, 1)
+    assert [row.nodes_up for row in seen.workers] == [1, 1]
+
+
+def test_a_picture_of_nothing_is_one() -> None:
+    seen = shown(worker(nodes=[], counts={}))
+    assert (seen.ttft.count, seen.ttft.p50_s, seen.requests_per_s, seen.edges) == (0, None, 0.0, [])
+
+
+def test_what_workers_tell_each_other_of_it_arrives_as_it_was() -> None:
+    recent = Recent()
+    note(recent, 4999.0, 999.0)
+    recent.moved(P, D, 100, 0.5, 0.1)
+    told = Seen([worker(1, recent)])
+    assert list(Frames(FromWorker).take(packed(-3, told))) == [(-3, told)]
+    assert list(Frames(FromParent).take(packed(4, Look(12.5)))) == [(4, Look(12.5))]
+
+
+def test_the_json_is_the_same_for_whoever_reads_it() -> None:
+    """A contract: the page and `kvrelay top` read these names."""
+    seen = msgspec.to_builtins(shown(worker()))
+    assert set(seen) == {
+        "now", "version", "health", "models", "asked", "wanted", "workers", "running", "waiting", "waiting_for_room",
+        "requests_per_s", "output_tokens_per_s", "window_s", "ttft", "inter_token", "total", "series", "nodes",
+        "edge_window_s", "edges", "failed_pairs", "counts", "requests",
+    }  # fmt: skip
+
+
+def test_the_page_reads_no_name_that_is_not_told(repository: Path) -> None:
+    told = {"picture": Picture, "node": NodeSeen, "request": Ended, "edge": EdgeRow, "worker": WorkerRow}
+    only_here = {("edge", "failed"), ("edge", "reason")}  # rows of pairs that failed, which the page makes
+    read: set[tuple[str, str]] = set()
+    for file in (repository / "router" / "console" / "static").glob("*.js"):
+        read |= set(re.findall(rf"\b({'|'.join(told)})\.(\w+)", file.read_text(encoding="utf-8")))
+    assert {("picture", "series"), ("node", "breakers"), ("request", "stages_s")} <= read
+    assert not {(of, name) for of, name in read - only_here if name not in told[of].__struct_fields__}

@@ -1,0 +1,75 @@
+"""Log lines as text and as JSON: one template for both."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from wire.config_checks import check_log_format
+from wire.errors import ConfigError
+from wire.log_lines import Fields, JsonLines, formatter
+
+
+def record(template: str, *values: object, **more: Any) -> logging.LogRecord:
+    return logging.LogRecord("kvrelay.node", logging.INFO, "", 1, template, values, more.get("exc_info"))
+
+
+def told(template: str, *values: object) -> dict[str, Any]:
+    line = JsonLines("decode").format(record(template, *values))
+    assert "\n" not in line
+    return dict(json.loads(line))
+
+
+def test_named_values_are_members_with_their_types() -> None:
+    line = told("id=%s status=%d took %.1f s share=%.2f of %s 100%%", "a-1", 200, 1.5, 0.25, "x")
+    assert line["message"] == "id=a-1 status=200 took 1.5 s share=0.25 of x 100%"
+    assert (line["request_id"], line["status"], line["share"]) == ("a-1", 200, 0.25)
+    assert (line["level"], line["logger"], line["process"]) == ("INFO", "kvrelay.node", "decode")
+    assert line["time"].endswith("+00:00")
+    assert set(line) == {"time", "level", "logger", "process", "message", "request_id", "status", "share"}
+
+
+def test_several_values_at_once() -> None:
+    fields = Fields({"queue_ms": 1.23456, "trace": "ab", "client_gone": "no"})
+    assert str(fields) == "queue_ms=1.23 trace=ab client_gone=no"
+    line = told("id=%s %s", "a", fields)
+    assert line["message"] == "id=a queue_ms=1.23 trace=ab client_gone=no"
+    assert (line["queue_ms"], line["trace_id"], line["client_gone"]) == (1.235, "ab", "no")
+    assert told("%s", fields)["queue_ms"] == 1.235
+
+
+def test_a_value_takes_nobody_elses_place() -> None:
+    line = told("level=%s message=%s id=%s id=%s", "1", "2", "a", "b")
+    assert (line["level"], line["request_id"]) == ("INFO", "a")
+    assert "level=1 message=2" in line["message"]
+
+
+def test_what_a_value_says_makes_no_member() -> None:
+    assert "status" not in told("error=%s", "x status=200\nnext")
+
+
+def test_an_exception_is_a_member() -> None:
+    try:
+        raise ValueError("no")
+    except ValueError:
+        line = json.loads(JsonLines("router", worker=3).format(record("broke", exc_info=sys.exc_info())))
+    assert "ValueError: no" in line["exception"]
+    assert line["worker"] == 3
+
+
+def test_what_is_no_json_is_told_as_text() -> None:
+    assert told("id=%s", {1})["request_id"] == "{1}"
+
+
+def test_text_is_as_ever() -> None:
+    line = formatter("text", "router", 2).format(record("id=%s", "a"))
+    assert line.endswith("INFO kvrelay.node[2] id=a")
+
+
+def test_a_form_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="'xml' is not one of text, json"):
+        check_log_format("xml")

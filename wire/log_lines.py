@@ -1,0 +1,87 @@
+"""What a log line looks like, as text or as a JSON object. The same in all processes. Pure.
+
+A value that stands in a template as `name=%s` is a member of the object by that name, with its own type; so a line is
+written once and read by people and by programs. Values of any names at once are one `%s`: Fields.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import lru_cache
+
+__all__ = ["LOG_FORMATS", "Fields", "JsonLines", "formatter"]
+
+LOG_FORMATS = ("text", "json")
+
+_CONVERSION = re.compile(r"(?:\b(\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?([sdrfgiexX]))")
+_TEXT = "%(asctime)s %(levelname)s %(name)s{} %(message)s"
+_LONGER = {"id": "request_id", "trace": "trace_id"}  # as log stores know them
+_OWN = ("time", "level", "logger", "process", "worker", "message", "exception")
+
+
+class Fields(dict[str, object]):
+    """Named values of a log line, in the place of one `%s`: `a=1 b=2.00` as text."""
+
+    def __str__(self) -> str:
+        return " ".join(
+            [f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}" for name, value in self.items()]
+        )
+
+    def named(self) -> Mapping[str, object]:
+        """What they are in JSON."""
+        return self
+
+
+def formatter(log_format: str, process: str, worker: int | None = None) -> logging.Formatter:
+    """For the lines of a process; `process` says which, for example router or prefill, `worker` which of several."""
+    if log_format == "json":
+        return JsonLines(process, worker)
+    return logging.Formatter(_TEXT.format("" if worker is None else f"[{worker}]"))
+
+
+class JsonLines(logging.Formatter):
+    """A line is one JSON object: time (UTC), level, logger, process, message, and what its template names."""
+
+    def __init__(self, process: str, worker: int | None = None) -> None:
+        super().__init__()
+        self._of: dict[str, object] = {"process": process} | ({} if worker is None else {"worker": worker})
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Never raises because of a value: what is no JSON is told as its text."""
+        told: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            **self._of,
+            "message": record.getMessage(),
+        }
+        for name, value in _fields(record):
+            if name not in _OWN:
+                told.setdefault(_LONGER.get(name, name), round(value, 3) if isinstance(value, float) else value)
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told, ensure_ascii=False, default=str)
+
+
+def _fields(record: logging.LogRecord) -> list[tuple[str, object]]:
+    if isinstance(record.args, Fields):  # the only value: logging unwraps it
+        return list(record.args.named().items())
+    if not isinstance(record.msg, str) or not isinstance(record.args, tuple):
+        return []
+    found: list[tuple[str, object]] = []
+    for name, value in zip(_names(record.msg), record.args, strict=False):
+        if isinstance(value, Fields):
+            found += value.named().items()
+        elif name:
+            found.append((name, value))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _names(template: str) -> tuple[str, ...]:
+    """Of each conversion of a template the name before it, or nothing."""
+    return tuple(found[1] or "" for found in _CONVERSION.finditer(template) if found[2])
