@@ -33,7 +33,7 @@ from wire.router_config import RouterConfig
 __all__ = ["main", "run"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
-_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL", "gpus": "IDS"}
+_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL", "vllm_kv_events": "[URL=]EVENTS:REPLAY", "gpus": "IDS"}
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
+from functools import partial
 
 import uvloop
 
@@ -130,7 +131,7 @@ class _Worker:
                 pass_fds=(its.fileno(),),
                 env={**os.environ, PARENT_PID: str(os.getpid())},
             )
-        await self._parent.join(self._index, ours)
+        await self._parent.join(self._index, ours, partial(_kill, process))
         return process
 
     async def _was_ready(self, process: Process, began: float) -> bool:
@@ -143,6 +144,11 @@ class _Worker:
                 _log.error("worker %d is killed: it does not serve after %g s", self._index, _START_DEADLINE_S)
                 process.kill()
         return True
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
 
 
 def _fate(code: int) -> str:

@@ -135,7 +135,7 @@ class Router:
             self.config.attempts,
             self.config.request_deadline_s,
         )
-        events = KvEvents(self.pool.prefixes, self.metrics.prefix)
+        events = KvEvents(self.pool.prefixes, self.metrics.prefix, self.config.vllm_event_ports)
         self._vllm_legs = vllm_legs = VllmLegs(self.config, self.chores)
         try:
             config = self.config
@@ -236,7 +236,8 @@ class Router:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
         assert self._legs is not None
         body = translate(await self._body(request))
-        return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
+        async with self.gate.question(_caller(request)):
+            return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
 
     def legs(self) -> Legs:
         """The connections to the nodes."""
@@ -273,7 +274,9 @@ class Router:
         assert self._legs is not None
         _caller(request).check_admin()
         body = await self._body(request)
-        said = await tell_all(self.pool, self._legs, request.url.path, body, self.config.request_deadline_s)
+        said = await tell_all(
+            self.pool, self.shared, self._legs, request.url.path, body, self.config.request_deadline_s
+        )
         return Response(said, media_type="application/json")
 
     def _new_id(self, request: Request) -> str:

@@ -47,6 +47,10 @@ class Shared(Protocol):
         """An operator wants a node to take no new legs, or to take them again. Raises Unavailable."""
         ...
 
+    async def adapter(self, node: Node, name: str, *, loaded: bool) -> None:
+        """A node has just loaded or unloaded an adapter. Who cannot be told sees it at his next health check."""
+        ...
+
     async def legs_elsewhere(self) -> dict[str, int]:
         """By the addresses of nodes, the legs of the others."""
         ...
@@ -112,6 +116,10 @@ class Alone:
         """See Shared."""
         change = self._pool.drain if begin else self._pool.undrain
         change(node, time.monotonic())
+
+    async def adapter(self, node: Node, name: str, *, loaded: bool) -> None:
+        """See Shared."""
+        self._pool.note_adapter(node, name, loaded=loaded, now=time.monotonic())
 
     async def legs_elsewhere(self) -> dict[str, int]:
         """See Shared."""

@@ -93,6 +93,9 @@ class RouterConfig:
     compute prompts only where no prefill node can."""
     p2p_nccl_port: int = 0
     """If set, vLLM nodes with a P2pNcclConnector can name themselves on this port (their proxy_port) without a key."""
+    vllm_kv_events: tuple[str, ...] = ()
+    """Ports of vLLM nodes' KV events: EVENTS:REPLAY, or EVENTS alone, on each node's host, or URL=EVENTS:REPLAY for the
+    node at this address; as in their --kv-events-config. Give it again for more."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
     log_format: str = "text"
@@ -118,6 +121,7 @@ class RouterConfig:
         check_log_format(self.log_format)
         require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
         self._check_entry()
+        _ = self.vllm_event_ports  # raises
         for role in ("prefill", "decode"):
             name = getattr(self, f"{role}_policy")
             require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
@@ -157,6 +161,28 @@ class RouterConfig:
         for name, equals, model in pairs:
             require(bool(name and equals and model), f"alias {name + equals + model!r} must be name=model")
         return {name: model for name, _, model in pairs}
+
+    @property
+    def vllm_event_ports(self) -> dict[str, tuple[int, int]]:
+        """What `vllm_kv_events` says, by a node's address, which is empty for all that are not named. Replay port 0:
+        none. Raises ConfigError."""
+        ports: dict[str, tuple[int, int]] = {}
+        for text in self.vllm_kv_events:
+            url, _, numbers = text.rpartition("=")
+            found = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", numbers)
+            require(
+                found is not None and (not url or is_base_url(url)),
+                f"vllm_kv_events {text!r} must be EVENTS:REPLAY, or EVENTS, or URL=EVENTS:REPLAY, with two ports",
+            )
+            assert found is not None
+            both = int(found[1]), int(found[2] or 0)
+            require(
+                0 < both[0] < 65536 and both[1] < 65536, f"vllm_kv_events {text!r} has a port that is not below 65536"
+            )
+            url = url.rstrip("/")
+            require(url not in ports, f"vllm_kv_events names {url or 'all nodes'} twice; say it once")
+            ports[url] = both
+        return ports
 
     def _check_entry(self) -> None:
         for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):

@@ -10,6 +10,8 @@ import asyncio
 import enum
 import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,6 +22,7 @@ from router.admission.keys import Caller
 from router.admission.metrics import AdmissionMetrics
 from router.admission.rate_limits import Exceeded, Limits, Taken
 from router.admission.saturation import Nodes
+from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
 from router.walk.job import Job, prefix_of
 from wire.config import Role
@@ -113,7 +116,11 @@ class Gate:
             line = self._lines[base] = _Line(Admission(self._config.max_queue))
         nodes = self._nodes(job.model)
         entrant = self._entrant(caller, job, targets, arrived, nodes)
-        taken = await self._take(caller, entrant, now)
+        tokens = entrant.tokens
+        if caller.quota.tokens_per_minute:
+            # A long answer may be thought of that never comes: alone it is no reason to refuse.
+            tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
+        taken = await self._take(caller, tokens, now)
         now = time.monotonic()
         turn = Turn(caller, entrant, line, taken)
         try:
@@ -156,6 +163,17 @@ class Gate:
             self._limits.give_back(turn.taken, None, now)
         self._pump(line, now)
 
+    @asynccontextmanager
+    async def question(self, caller: Caller) -> AsyncIterator[None]:
+        """A short question, which runs no leg and waits in no queue, for the length of the block.
+
+        To its key's limits it is a request of no tokens. Raises RateLimited, Unavailable."""
+        taken = await self._take(caller, 0, time.monotonic())
+        try:
+            yield
+        finally:
+            self._limits.give_back(taken, 0, time.monotonic())
+
     async def close(self) -> None:
         """Look no more."""
         if self._looking is not None:
@@ -183,14 +201,13 @@ class Gate:
 
     def _cached(self, job: Job, nodes: Nodes) -> int:
         """Tokens of its prompt that the luckiest prefill node is believed to have."""
-        cached = self._pool.prefixes.lookup(prefix_of(job))
+        prefix = prefix_of(job)
+        if any(node.kind is not NodeKind.KVRELAY for node in self._pool.up(Role.PREFILL, model=job.model)):
+            prefix = prefix.for_contents()
+        cached = self._pool.prefixes.lookup(prefix)
         return max((cached.get(node.url) for node in nodes.prefill), default=0)
 
-    async def _take(self, caller: Caller, entrant: Entrant, now: float) -> Taken:
-        tokens = entrant.tokens
-        if caller.quota.tokens_per_minute:
-            # A long answer may be thought of that never comes: alone it is no reason to refuse.
-            tokens = max(entrant.prompt_tokens, min(tokens, caller.quota.tokens_per_minute))
+    async def _take(self, caller: Caller, tokens: int, now: float) -> Taken:
         taken = await self._limits.take(caller.name, caller.quota, tokens, now)
         if not isinstance(taken, Exceeded):
             return taken

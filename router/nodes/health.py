@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from router.legs.legs import Legs
-from router.nodes.node import HealthReport, Node
+from router.nodes.node import HealthReport, Node, NodeKind
 from router.nodes.pool import Pool
 from router.prefix.kv_events import KvEvents
 
@@ -66,6 +66,9 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
     else:
         if isinstance(report, HealthReport):
             pool.report(node, report, started, time.monotonic())
-            events.heard(node.url, report.generation, report.kv_events)
+            if report.kind is NodeKind.KVRELAY:
+                events.heard(node.url, report.generation, report.kv_events)
+            else:
+                events.heard_vllm(node.url, report.generation, report.engines, report.aliases)
         else:
             pool.unready(node, report, time.monotonic())

@@ -57,6 +57,10 @@ class HealthReport(msgspec.Struct, frozen=True):
     kv: KvFacts | None = None
     kv_events: KvEventsReport | None = None
     kind: NodeKind = NodeKind.KVRELAY
+    aliases: list[str] = []
+    """Of `adapters` of a vLLM node, those that are further names of its model."""
+    engines: int = 1
+    """Of a vLLM node, those behind its address; each has a prefix cache of its own."""
     held_blocks: int = 0
     leg_stream: int = 0
     """The oldest version of the leg stream that it speaks; 0: none. Routers of version 1 want theirs here."""

@@ -2,8 +2,10 @@
 
 Of a node that tells KV events it is what the events say: the text leads to the keys of blocks
 (router/prefix/text_tree.py), as nodes have called them when they were sent such texts, and these to the nodes that hold
-them (router/prefix/held_blocks.py). Legs that are under way count too: what they compute is there for whoever comes
-next. Of a node whose events are not to be had, or not in order, it is what this router has sent there.
+them (router/prefix/held_blocks.py). vLLM's nodes call the same block otherwise each, so theirs are called by their
+content (router/prefix/contents.py), and texts lead to these apart from those of our nodes. Legs that are under way
+count too: what they compute is there for whoever comes next. Of a node whose events are not to be had, or not in order,
+or begin too late, it is what this router has sent there.
 
 Texts are kept as 64-bit hashes of their chunks, by a secret of this process; they cannot be read back.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from router.prefix.contents import BlockContents
 from router.prefix.held_blocks import HeldBlocks
 from router.prefix.text_tree import CHUNK_BYTES, Edge, Path, Step, TextTree
 from wire.outputs import PromptBlocks
@@ -39,13 +42,15 @@ Sent = tuple[Edge, int]
 class Prefix(msgspec.Struct, frozen=True):
     """By what the index knows a prompt. `chunks` begin with a number for all that decides its tokens beside the text.
 
-    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_tokens` each."""
+    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_tokens` each. `by_content`:
+    keys are those of router/prefix/contents.py, not nodes' own names."""
 
     chunks: array[int]
     text_bytes: int
     keys: array[int] | None = None
     tokens: int = 0
     block_tokens: int = 0
+    by_content: bool = False
 
     @classmethod
     def of(cls, context: int, text: bytes) -> Prefix:
@@ -57,7 +62,17 @@ class Prefix(msgspec.Struct, frozen=True):
         """The same prompt, of which a node has said what its blocks are called."""
         halves = array("Q")
         halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
-        return msgspec.structs.replace(self, keys=halves[::2], tokens=tokens, block_tokens=blocks.block_tokens)
+        return self.called(halves[::2], tokens, blocks.block_tokens)
+
+    def called(self, keys: array[int], tokens: int, block_tokens: int) -> Prefix:
+        """The same prompt, the keys of whose blocks are known otherwise."""
+        return msgspec.structs.replace(self, keys=keys, tokens=tokens, block_tokens=block_tokens)
+
+    def for_contents(self) -> Prefix:
+        """The same prompt, for nodes whose blocks are called by their content."""
+        chunks = self.chunks[:]
+        chunks[0] = hash(("content", chunks[0]))
+        return msgspec.structs.replace(self, chunks=chunks, by_content=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +130,8 @@ class PrefixIndex:
     def __init__(self, texts: TextTree | None = None, blocks: HeldBlocks | None = None) -> None:
         self.texts = texts or TextTree()
         self.blocks = blocks or HeldBlocks()
+        self.contents: dict[str, BlockContents] = {}
+        """Of the nodes whose blocks are called by it, by URL."""
         self._numbers: dict[str, int] = {}
         self._next = 0
         self._free: list[int] = []
@@ -122,7 +139,10 @@ class PrefixIndex:
         self._clearing = 0
         self._known = 0
         self._trusted = 0
-        self._block_tokens = 0
+        self._partly = 0
+        """Of those that are trusted: they hold more than was told of them."""
+        self._block_tokens = {False: 0, True: 0}
+        """As last seen, by whether blocks are called by their content."""
         self._tokens_per_byte = _TOKENS_PER_BYTE
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -134,19 +154,20 @@ class PrefixIndex:
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte
         if keys is None:
             keys, depth = self.texts.known_keys(path)
-            block_tokens = self._block_tokens
+            block_tokens = self._block_tokens[prefix.by_content]
             unknown_bytes = prefix.text_bytes - max(0, depth - 1) * CHUNK_BYTES
             tokens = len(keys) * block_tokens + int(max(0, unknown_bytes) * per_byte)
         held = self.blocks.steps(keys, self._trusted) if self._trusted else []
         sent, going = self.texts.steps(path)
         chunk_tokens = CHUNK_BYTES * per_byte
+        known_wholly = self._trusted & ~self._partly
         return Cached(
             tokens,
             self._numbers,
             (
                 [(count * block_tokens, marks) for count, marks in held],
-                _in_tokens(sent, chunk_tokens, self._known & ~self._trusted),
-                _in_tokens(going, chunk_tokens, self._trusted),
+                _in_tokens(sent, chunk_tokens, self._known & ~known_wholly),
+                _in_tokens(going, chunk_tokens, known_wholly),
             ),
             path,
             self.texts.shape,
@@ -166,7 +187,7 @@ class PrefixIndex:
         """What a node has said of a prompt (Prefix.known)."""
         if prefix.keys is None or not prefix.tokens or not prefix.text_bytes:
             return
-        self._block_tokens = prefix.block_tokens
+        self._block_tokens[prefix.by_content] = prefix.block_tokens
         per_byte = prefix.tokens / prefix.text_bytes
         self._tokens_per_byte += _LEARNING_RATE * (per_byte - self._tokens_per_byte)
         if prefix.text_bytes <= MAX_TEXT_BYTES:
@@ -174,6 +195,10 @@ class PrefixIndex:
         else:
             keys = prefix.keys[: int(MAX_TEXT_BYTES * per_byte) // prefix.block_tokens]
         self.texts.learn(prefix.chunks, keys, CHUNK_BYTES * per_byte / prefix.block_tokens)
+
+    def knows(self, prefix: Prefix) -> bool:
+        """Whether the blocks of all of its text were learned."""
+        return self.texts.known_keys(self.texts.path(prefix.chunks))[1] == len(prefix.chunks)
 
     # --- KV events -----------------------------------------------------------------------------------------------
 
@@ -185,9 +210,13 @@ class PrefixIndex:
         """It holds these no more."""
         self.blocks.removed(1 << self._number(url), keys)
 
-    def trust(self, url: str) -> None:
-        """All that was told of this node is true from now on."""
-        self._trusted |= 1 << self._number(url)
+    def trust(self, url: str, *, whole: bool = True) -> None:
+        """All that was told of this node is true from now on.
+
+        Not `whole`: there is more than was told, so what was sent there counts, too."""
+        mark = 1 << self._number(url)
+        self._trusted |= mark
+        self._partly = self._partly & ~mark if whole else self._partly | mark
 
     def doubt(self, url: str) -> None:
         """What was told of it may be old: what was sent there counts, until it is trusted again."""
@@ -203,6 +232,7 @@ class PrefixIndex:
         if number is not None:
             self._known &= ~(1 << number)
             self._trusted &= self._known
+            self._partly &= self._known
             self._gone |= 1 << number
             self._recycle()
 

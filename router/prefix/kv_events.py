@@ -3,6 +3,10 @@
 PUB/SUB may lose anything at any time. A missing number is asked for again; that nothing is missing at the end is seen
 from the health report, which says what number comes next. While a node's events are not to be had, the index goes by
 what was sent there. Nothing here delays a request.
+
+A vLLM node does not say where its events are, nor which number comes next: the ports are configured, a loss at the end
+is looked for once the node is quiet, and where its replays reach back too little, what is told of it is not all that it
+holds.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
 
+from router.prefix.contents import BlockContents
 from router.prefix.event_stream import EventStream
 from router.prefix.index import PrefixIndex
 from router.prefix.metrics import PrefixMetrics
@@ -39,6 +45,8 @@ __all__ = ["KvEvents"]
 REPLAY_DEADLINE_S = 10.0
 RETRY_S = 2.0
 """Between two replays that failed."""
+LOOK_AGAIN_S = 5.0
+"""Between two replays that a quiet vLLM node is asked for, in case its last batches were lost."""
 _MAX_MESSAGE_BYTES = 64 << 20
 # Batches that are taken before requests have their turn again.
 _AT_ONCE = 32
@@ -50,9 +58,17 @@ _log = logging.getLogger("kvrelay.router")
 class KvEvents:
     """All nodes that are listened to, by URL. Call it on the event loop; `close` it."""
 
-    def __init__(self, index: PrefixIndex, metrics: PrefixMetrics) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        metrics: PrefixMetrics,
+        vllm_ports: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    ) -> None:
+        """`vllm_ports`: where vLLM nodes tell events and replay them (0: they do not), by URL; the empty one is that of
+        all others."""
         self._index = index
         self._metrics = metrics
+        self._vllm_ports = vllm_ports
         self._sources: dict[str, _Source] = {}
         metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
 
@@ -61,22 +77,31 @@ class KvEvents:
         if report is None:
             self.leave(url)
             return
-        host = urlsplit(url).hostname or ""
-        host = f"[{host}]" if ":" in host else host
-        self.follow(url, generation, f"tcp://{host}:{report.port}", f"tcp://{host}:{report.replay_port}", rebuilds=True)
+        self._follow(url, generation, report.port, report.replay_port)
         self._sources[url].should_have(report.next_number)
 
-    def follow(self, url: str, generation: str, events: str, replays: str, *, rebuilds: bool) -> None:
-        """Listen to a node at these ZMQ endpoints; no `replays` if it has none.
+    def heard_vllm(self, url: str, generation: str, engines: int, aliases: Sequence[str]) -> None:
+        """The same of a vLLM node, with so many engines behind its address, and further names of its model."""
+        ports = self._vllm_ports.get(url, self._vllm_ports.get(""))
+        if ports is None or engines > 1:  # each engine has a cache of its own, and nobody knows who gets a request
+            self.leave(url)
+        else:
+            self._follow(url, generation, *ports, vllm=True)
+            self._index.contents[url].aliases = frozenset(aliases)
+            self._sources[url].look_again()
 
-        `rebuilds`: its replays never end with less than all that it holds (vLLM's do)."""
+    def _follow(self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False) -> None:
+        host = urlsplit(url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        told_at = (generation, f"tcp://{host}:{port}", f"tcp://{host}:{replay_port}" if replay_port else "")
         source = self._sources.get(url)
-        if source is not None and source.told_at != (generation, events, replays):
+        if source is not None and source.told_at != told_at:
             self.leave(url)
             source = None
         if source is None:
-            stream = EventStream(rebuilds=rebuilds)
-            self._sources[url] = _Source(url, (generation, events, replays), stream, self._index, self._metrics)
+            # Without replays, what it held before is never told.
+            contents = BlockContents(whole=bool(replay_port)) if vllm else None
+            self._sources[url] = _Source(url, told_at, contents, self._index, self._metrics)
 
     def leave(self, url: str) -> None:
         """The node is gone, or another process now: what was known of it is forgotten."""
@@ -96,15 +121,32 @@ class _Source:
     """One node's events: its socket, and the replay that is under way."""
 
     def __init__(
-        self, url: str, told_at: tuple[str, str, str], stream: EventStream, index: PrefixIndex, metrics: PrefixMetrics
+        self,
+        url: str,
+        told_at: tuple[str, str, str],
+        contents: BlockContents | None,
+        index: PrefixIndex,
+        metrics: PrefixMetrics,
     ) -> None:
+        """`told_at`: its generation, and the ZMQ endpoints of its events and their replays; `contents` if it is vLLM's,
+        whose replays may end with less than all that it holds."""
         self.told_at = told_at
         self._url = url
         self._generation, events, self._replays = told_at
-        self._stream = stream
+        self._stream = EventStream(rebuilds=contents is None)
+        self._contents = contents
+        self._newest = 0.0
+        """When the newest batch that was taken was made, by the node's clock."""
+        if contents is not None:
+            index.contents[url] = contents
         self._index = index
         self._metrics = metrics
         self._expected = 0
+        self._live = False
+        """A batch has come by the subscription: until then it may not be there yet, and what is told be lost."""
+        self._sure = False
+        """Nothing was missing when it was last looked for, and nothing has come since."""
+        self._look_at = 0.0
         self._retry_at = 0.0
         self._failure = ""
         self._replay: asyncio.Task[None] | None = None
@@ -125,6 +167,7 @@ class _Source:
             self._socket.close()
         if self._replay is not None:
             self._replay.cancel()
+        self._index.contents.pop(self._url, None)
         return self._replay
 
     def should_have(self, next_number: int) -> None:
@@ -133,6 +176,16 @@ class _Source:
         if self._stream.next_number < self._expected:
             self._catch_up()
         self._expected = next_number
+
+    def look_again(self) -> None:
+        """The node does not say which number comes next: ask whether batches are missing at the end, if none come."""
+        self._read()
+        number, now = self._stream.next_number, time.monotonic()
+        if number == self._expected and not self._sure and now >= self._look_at and self._replays:
+            self._look_at, self._sure = now + LOOK_AGAIN_S, self._live
+            self._catch_up(missing=False)
+        elif number != self._expected:
+            self._expected, self._sure = number, False
 
     def _read(self) -> None:
         # zmq's descriptor tells once, however much has come: all of it must be read, or the rest be remembered.
@@ -143,6 +196,7 @@ class _Source:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            self._live = True
             self._take(frames[1:])
         else:
             self._loop.call_soon(self._read)
@@ -159,6 +213,8 @@ class _Source:
             return
         if batch.generation and batch.generation != self._generation:
             return  # another process listens there now; the next health report says so
+        if self._contents is not None and number < self._stream.next_number and batch.ts > self._newest:
+            self._restarted()  # its batches name no process, and its health may not either
         self._apply(self._stream.heard(number, batch))
 
     def _apply(self, batches: Sequence[EventBatch]) -> None:
@@ -169,26 +225,46 @@ class _Source:
             for event in batch.events:
                 match event:
                     case AllBlocksCleared():
-                        self._forget()
+                        self._forget(whole=True)
                     case BlockStored() if _counts(event):
-                        self._index.stored(self._url, keys_of(event.block_hashes))
+                        self._index.stored(self._url, self._stored(event))
                         blocks += len(event.block_hashes)
                     case BlockRemoved() if _counts(event):
-                        self._index.removed(self._url, keys_of(event.block_hashes))
+                        self._index.removed(self._url, self._removed(event))
                         blocks += len(event.block_hashes)
+            self._newest = max(self._newest, batch.ts)
             self._metrics.batches.inc()
             self._metrics.event_blocks.inc(blocks)
+        if self._contents is not None and self._index.trusts(self._url):
+            self._trust()
 
-    def _forget(self) -> None:
+    def _stored(self, event: BlockStored) -> list[int]:
+        return keys_of(event.block_hashes) if self._contents is None else self._contents.stored(event)
+
+    def _removed(self, event: BlockRemoved) -> list[int]:
+        return keys_of(event.block_hashes) if self._contents is None else self._contents.removed(event)
+
+    def _forget(self, *, whole: bool) -> None:
+        """It holds nothing; or nothing is known of it, if not `whole`."""
         trusted = self._index.trusts(self._url)
         self._index.forget(self._url)
+        if self._contents is not None:
+            self._contents.cleared(whole=whole)
         if trusted:
-            self._index.trust(self._url)
+            self._trust()
 
-    def _catch_up(self) -> None:
+    def _restarted(self) -> None:
+        self._stream = EventStream(rebuilds=False)
+        self._index.doubt(self._url)
+        self._forget(whole=bool(self._replays))
+
+    def _trust(self) -> None:
+        self._index.trust(self._url, whole=self._contents is None or self._contents.whole)
+
+    def _catch_up(self, *, missing: bool = True) -> None:
         """Begin a replay, unless one is under way or has just failed."""
         if self._replay is None and time.monotonic() >= self._retry_at:
-            if self._stream.complete:
+            if missing and self._stream.complete:
                 self._metrics.gaps.inc()
             self._replay = asyncio.create_task(self._replayed())
 
@@ -199,7 +275,7 @@ class _Source:
                     await self._ask()
             batches, lost = self._stream.replayed()
             if lost:
-                self._forget()
+                self._forget(whole=False)
             self._apply(batches)
             why = "batches are missing after the replay" if self._stream.gap else ""
         except TimeoutError:
@@ -215,7 +291,7 @@ class _Source:
             self._retry_at = time.monotonic() + RETRY_S
             self._index.doubt(self._url)
         else:
-            self._index.trust(self._url)
+            self._trust()
 
     async def _ask(self) -> None:
         """Take all batches from the first missing one on."""

@@ -9,7 +9,7 @@ P2pNcclConnector, the older one, has no such object. Both legs carry a request i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -27,6 +27,7 @@ __all__ = [
     "p2p_request_id",
     "plain_answer",
     "prefill_body",
+    "salt_of",
     "undivided_because",
 ]
 
@@ -44,9 +45,22 @@ _EVENT = b"data: "
 _ERROR_EVENTS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
+    prompt_tokens_details: _Details | None = None
+    """If the node was started with --enable-prompt-tokens-details."""
+
+
+_Ids = list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]]
+
+
+class _Choice(msgspec.Struct):
+    prompt_token_ids: _Ids | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -55,6 +69,13 @@ class _Answer(msgspec.Struct):
     choices: list[msgspec.Raw]
     usage: _Usage | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Prompt(msgspec.Struct):
+    """The tokens of a prompt, which a chat's answer tells once and a text's with its choice."""
+
+    choices: list[_Choice]
+    prompt_token_ids: _Ids | None = None
 
 
 class _Told(msgspec.Struct):
@@ -72,6 +93,10 @@ class Handover(msgspec.Struct, frozen=True):
 
     params: msgspec.Raw | None
     prompt_tokens: int
+    cached_tokens: int | None = None
+    """Of the prompt, in the node's prefix cache; None: it does not say."""
+    token_ids: list[int] | None = None
+    """Of the prompt, if they were asked for; None: it does not say."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -120,8 +145,17 @@ def forces_tools(job: Job) -> bool:
     )
 
 
-def prefill_body(job: Job, *, named_by_id: bool = False) -> bytes:
+def salt_of(job: Job) -> str:
+    """What keeps the KV of this request apart from that of others; empty if nothing does."""
+    try:
+        return msgspec.json.decode(job.fields.get("cache_salt", b"null"), type=str | None) or ""
+    except _MALFORMED:
+        return ""  # the node refuses it
+
+
+def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False) -> bytes:
     """The body of the prefill leg. `named_by_id`: for P2pNcclConnector, whose KV is found by the request's id alone.
+    `with_ids`: the answer is to tell the prompt's token ids, as it does from 0.10.2 on.
 
     The client's fields are all there, so that a request which the decode node would refuse is refused while nothing is
     held; but for those that do not go with one token (min_tokens), and those that make older versions hold
@@ -135,6 +169,9 @@ def prefill_body(job: Job, *, named_by_id: bool = False) -> bytes:
     for name in ("stream_options", "min_tokens", "stop_token_ids"):
         fields.pop(name, None)
     fields["ignore_eos"] = True
+    fields.pop("return_token_ids", None)
+    if with_ids:
+        fields["return_token_ids"] = True
     if not named_by_id:
         fields["kv_transfer_params"] = _ASK_TO_HOLD
     return msgspec.json.encode(fields)
@@ -154,12 +191,23 @@ def p2p_request_id(prefill_address: str, decode_address: str, unique: str) -> st
     return f"___prefill_addr_{prefill_address}___decode_addr_{decode_address}_{unique}"
 
 
-def handover_of(body: bytes) -> Handover:
+def handover_of(body: bytes, *, with_ids: bool = False) -> Handover:
     """What the answer of a prefill leg gives away. Raises NodeFailed for one that is no answer."""
     answer = _decoded(body)
     params = answer.kv_transfer_params
     held = bytes(params).strip()[:1] == b"{" and _holds(params)
-    return Handover(params if held else None, answer.usage.prompt_tokens if answer.usage else 0)
+    usage = answer.usage or _Usage()
+    details = usage.prompt_tokens_details or _Details()
+    ids = _prompt_ids(body) if with_ids else None
+    return Handover(params if held else None, usage.prompt_tokens, details.cached_tokens, ids)
+
+
+def _prompt_ids(body: bytes) -> list[int] | None:
+    try:
+        told = msgspec.json.decode(body, type=_Prompt)
+    except _MALFORMED:
+        return None
+    return told.prompt_token_ids or told.choices[0].prompt_token_ids
 
 
 def _holds(params: msgspec.Raw) -> bool:

@@ -28,6 +28,7 @@ _SAMPLE = re.compile(
     rb"|process_start_time_seconds)(?:\{[^\n]*\})? ([-+.0-9eE]+)\r?$",
     re.MULTILINE,
 )
+_RUNNING = re.compile(rb"^vllm:num_requests_running(?:\{[^\n]*\})? ", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
 _BLOCKS, _BLOCK_TOKENS = re.compile(rb'\bnum_gpu_blocks="(\d+)"'), re.compile(rb'\bblock_size="(\d+)"')
 
@@ -77,6 +78,8 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
         # Other names of the model, and its LoRA adapters.
         adapters=[card.id for card in cards if card.id != base.id],
         kind=NodeKind.VLLM_P2P_NCCL if p2p_address else NodeKind.VLLM,
+        aliases=[card.id for card in cards if card.id != base.id and card.parent is None],
+        engines=max(1, len(_RUNNING.findall(metrics))),
     )
 
 

@@ -29,9 +29,11 @@ from router.metrics import Metrics
 from router.nodes.node import Lease, Node, NodeKind
 from router.nodes.pool import Pool
 from router.policies.policy import Ask
+from router.prefix.contents import keys_of_prompt
 from router.reply import Reply
 from router.timeline import Timeline
 from router.vllm.bodies import (
+    Handover,
     check_fields,
     decode_body,
     forces_tools,
@@ -39,10 +41,12 @@ from router.vllm.bodies import (
     p2p_request_id,
     plain_answer,
     prefill_body,
+    salt_of,
     undivided_because,
 )
 from router.vllm.legs import NotReached, VllmLegs
-from router.walk.job import Job, prefix_of
+from router.vllm.measured import DecodeTimes, prefilled
+from router.walk.job import CHAT_PATH, Job, prefix_of
 from wire.config import Role
 from wire.errors import DeadlineExceeded, NodeFailed
 
@@ -77,15 +81,18 @@ class VllmWalk:
         self.output_tokens = 0
         """As the node counts them; of a stream its events, which are about one per token."""
         self._kind = kind
-        self._prefix = prefix_of(job)
+        self._prefix = prefix_of(job).for_contents()
         self._headers = headers
         self._pool = pool
+        self._index = pool.prefixes
         self._legs = legs
         self._metrics = metrics
         self._attempts = attempts
         self._deadline_s = deadline_s
         self._tried: dict[Role, list[Node]] = {Role.PREFILL: [], Role.DECODE: []}
         self._last: dict[Role, str] = {Role.PREFILL: "", Role.DECODE: ""}
+        self._source: Node | None = None
+        """The prefill node whose KV the decode leg fetches."""
         self._round = 0
 
     @property
@@ -114,6 +121,7 @@ class VllmWalk:
             # Nodes that find KV by the request's id can do nothing undivided: the decode node would wait for the KV.
             alone = None if by_id else undivided_because(self.job)
             headers, params = self._named(None, None), None
+            self._source = None
             if alone is None:
                 headers, params, alone = await self._prefill(decode)
             if alone is not None:
@@ -139,24 +147,30 @@ class VllmWalk:
 
         `decode`: the node that the KV is pushed to, for those that push; it is told nothing.
         """
-        body = prefill_body(self.job, named_by_id=decode is not None)
         while True:
             with self._lease(Role.PREFILL, self.job.prompt_tokens) as lease:
                 node = lease.node
                 headers = self._named(lease, decode)
                 if forces_tools(self.job) and not self._legs.forces_tools(node):
                     return headers, None, "forced_tools"
-                self.timeline.sent = self.timeline.sent or time.monotonic()
+                with_ids = self._wants_ids(node)
+                body = prefill_body(self.job, named_by_id=decode is not None, with_ids=with_ids)
+                sent = time.monotonic()
+                self.timeline.sent = self.timeline.sent or sent
                 try:
-                    handover = handover_of(await self._legs.whole(lease, self.job.path, body, headers))
+                    answer = await self._legs.whole(lease, self.job.path, body, headers)
+                    handover = handover_of(answer, with_ids=with_ids)
                 except LegFailed as why:
                     failure = why
                 except NodeFailed as why:
                     failure = LegFailed(why.message)
                 else:
                     self.timeline.handed_over = time.monotonic()
-                    self.prompt_tokens = handover.prompt_tokens or None
+                    self._handed_over(lease, handover, self.timeline.handed_over - sent)
+                    if with_ids:
+                        self._learn(node, handover.token_ids)
                     if decode is not None or handover.params is not None:
+                        self._source = node
                         return headers, handover.params, None
                     _log.warning("prefill node %s hands no KV over; start it with a NixlConnector", node.url)
                     return headers, None, "no_kv"
@@ -166,26 +180,66 @@ class VllmWalk:
                 return headers, None, "forced_tools"
             self._blame(node, Role.PREFILL, failure)
 
+    def _handed_over(self, lease: Lease, handover: Handover, took_s: float) -> None:
+        """A prefill leg has ended well."""
+        self.prompt_tokens = handover.prompt_tokens or None
+        cached = lease.cached_tokens
+        if handover.cached_tokens is not None:
+            self._metrics.prefix.cached(cached, handover.cached_tokens)
+            cached = handover.cached_tokens
+        prefilled(lease, handover.prompt_tokens, cached, took_s)
+
+    def _wants_ids(self, node: Node) -> bool:
+        """Whether its blocks are called by their content, and those of this prompt are not known yet."""
+        contents = self._index.contents.get(node.url)
+        return contents is not None and contents.tells_prompts and not self._index.knows(self._prefix)
+
+    def _learn(self, node: Node, token_ids: list[int] | None) -> None:
+        """The node was asked for the tokens of the prompt: they name its blocks."""
+        contents, job = self._index.contents.get(node.url), self.job
+        if contents is None:
+            return
+        if token_ids is None:
+            _log.warning(
+                "node %s tells no tokens of prompts, so its KV events are of no use: use vLLM 0.10.2 or newer", node.url
+            )
+            contents.tells_prompts = False
+            if self._index.trusts(node.url):
+                self._index.trust(node.url, whole=False)
+        elif block_tokens := contents.block_tokens or node.load.block_tokens:
+            adapter = "" if job.model == node.model or job.model in contents.aliases else job.model
+            keys = keys_of_prompt(token_ids, block_tokens, adapter, salt_of(job))
+            self._prefix = self._prefix.called(keys, len(token_ids), block_tokens)
+            self._index.learn(self._prefix)
+
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else NodeFailed."""
-        if not self.job.stream:
+        job = self.job
+        times = DecodeTimes(lease, self._source, self.prompt_tokens or 0, time.monotonic())
+        one = max(job.choices, job.best_of) == 1
+        if not job.stream:
             answer = await self._legs.whole(lease, self.job.path, body, headers)
             try:
                 ending = plain_answer(answer)
             except NodeFailed as why:
                 raise LegFailed(why.message) from why
-            self.timeline.tokens(time.monotonic())
+            self.timeline.tokens(now := time.monotonic())
             self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
+            if one:
+                times.whole(ending.prompt_tokens, ending.output_tokens, now)
             self.reply.put(self._timed(ending.body))
             return
 
         async def put(events: bytes) -> None:
             if not self.output_tokens:
                 lease.node.answered(lease, 0)
-            self.timeline.tokens(time.monotonic())
-            self.output_tokens += events.count(b"data: {")
+            self.timeline.tokens(now := time.monotonic())
+            count = events.count(b"data: {")
+            self.output_tokens += count
+            times.come(count, now)
             self.reply.put(self._timed(events))
             if (room := self.reply.room()) is not None:
+                times.held_up()
                 await room
 
         try:
@@ -198,6 +252,8 @@ class VllmWalk:
                 "the decode node broke in the middle of the answer, which a vLLM node's answer cannot be continued "
                 f"after; send the request again ({why.message})"
             ) from why
+        if one:
+            times.streamed((job.path == CHAT_PATH) + job.include_usage)
 
     def _timed(self, end: bytes) -> bytes:
         """With the stages at the end of the answer, if the client asked for them."""

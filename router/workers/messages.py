@@ -21,6 +21,7 @@ from wire.router_config import RouterConfig
 
 __all__ = [
     "MAX_BYTES",
+    "Adapter",
     "Added",
     "Address",
     "Answer",
@@ -175,6 +176,14 @@ class Drained(_Message, frozen=True):
     begin: bool
 
 
+class Adapter(_Message, frozen=True):
+    """A node has loaded an adapter, or unloaded it."""
+
+    url: str
+    name: str
+    loaded: bool
+
+
 # From a worker.
 
 
@@ -247,6 +256,7 @@ FromWorker = (
     | Added
     | Removed
     | Drained
+    | Adapter
     | Listening
     | Take
     | GiveBack
@@ -325,6 +335,7 @@ FromParent = (
     | Added
     | Removed
     | Drained
+    | Adapter
     | Heard
     | Address
     | TakeOver

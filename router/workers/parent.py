@@ -12,7 +12,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +28,7 @@ from router.reload import Reread, read_again, static_nodes
 from router.vllm.pings import hearing_pings
 from router.workers.link import Link
 from router.workers.messages import (
+    Adapter,
     Added,
     Address,
     Begin,
@@ -75,6 +76,11 @@ _ASK_S = 2.0
 """Of one worker; it must be less than a worker waits for its parent."""
 _SAMPLE_S = 10.0
 """A worker that is killed takes the counts of at most so long with it."""
+BEAT_S = 1.0
+BEAT_DEADLINE_S = 2.0
+MISSED_BEATS = 5
+"""So many in a row and a worker hangs: 15 s. One that was late once, as all are after a machine was suspended, does
+not."""
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -84,12 +90,15 @@ class _Peer:
     """One worker process."""
 
     index: int
+    end: Callable[[], None]
     link: Link | None = None
     listening: bool = False
     held: dict[int, Taken] = field(default_factory=dict)
     """What its requests hold of the limits, by the number of the message that asked for it."""
     families: list[Family] = field(default_factory=list)
     """Its metrics when they were last asked for."""
+    missed: int = 0
+    """Beats that it has not answered, in a row."""
 
 
 def share_of(config: RouterConfig, port: int) -> RouterConfig:
@@ -129,6 +138,9 @@ class Parent:
         """What is measured here, beside what the workers measure."""
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(self.listening)
         self.restarts = Counter("kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry)
+        self._hung = Counter(
+            "kvrelay_router_worker_hung", "Of these, processes that did not answer their parent.", registry=registry
+        )
         self._members.tell(Source.STATIC, static_nodes(config))
 
     @asynccontextmanager
@@ -140,12 +152,13 @@ class Parent:
             hearing_pings(self, config.host, config.p2p_nccl_port),
             discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self.registry),
         ):
-            sampling = asyncio.create_task(self._sample_for_ever())
+            tasks = [asyncio.create_task(self._sample_for_ever()), asyncio.create_task(self._beat_for_ever())]
             try:
                 yield
             finally:
-                sampling.cancel()
-                await asyncio.gather(sampling, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def reload(self) -> list[str]:
         """All workers take the configuration over that is read now: the settings that are new.
@@ -169,11 +182,11 @@ class Parent:
         """Whether this worker takes connections."""
         return index in self._peers and self._peers[index].listening
 
-    async def join(self, index: int, end: socket.socket) -> None:
-        """A worker has been started; this is our end of its pair."""
-        peer = _Peer(index)
+    async def join(self, index: int, pair: socket.socket, end: Callable[[], None]) -> None:
+        """A worker has been started; this is our end of its pair. `end` is called if it hangs: it kills the process."""
+        peer = _Peer(index, end)
         peer.link = await Link.over(
-            end, FromWorker, lambda message, number: self._hear(peer, message, number), lambda: self._left(peer)
+            pair, FromWorker, lambda message, number: self._hear(peer, message, number), lambda: self._left(peer)
         )
         self._peers[index] = peer
         names = [Names(source, self._members.told(source)) for source in Source]
@@ -220,7 +233,7 @@ class Parent:
                 return self._legs(peer)
             case Look():
                 return self._look(peer, message)
-            case Added() | Removed() | Drained():
+            case Added() | Removed() | Drained() | Adapter():
                 return self._change(message)
             case Met():
                 self._say(message)
@@ -252,7 +265,7 @@ class Parent:
             self._responses.delete(response_id)
         return Forgotten(there)
 
-    async def _change(self, change: Added | Removed | Drained) -> Done:
+    async def _change(self, change: Added | Removed | Drained | Adapter) -> Done:
         match change:
             case Added():
                 self._members.add(Source.ADMIN, change.spec)
@@ -262,6 +275,8 @@ class Parent:
                 self._drained[change.url] = change
             case Drained():
                 self._drained.pop(change.url, None)
+            case Adapter():
+                pass  # who begins later asks the nodes first
         for peer in self._peers.values():
             if not peer.listening and peer.link is not None:
                 peer.link.tell(change)
@@ -299,6 +314,25 @@ class Parent:
         while True:
             await asyncio.sleep(_SAMPLE_S)
             await self._sample()
+
+    async def _beat_for_ever(self) -> None:
+        """Find workers that hang (stopped, or in a loop without end): they hold connections and end none."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await asyncio.gather(*(self._beat(peer) for peer in list(self._peers.values()) if peer.listening))
+
+    async def _beat(self, peer: _Peer) -> None:
+        assert peer.link is not None
+        try:
+            await peer.link.ask(Sync(), Done, BEAT_DEADLINE_S)
+        except Unavailable:
+            peer.missed += 1
+        else:
+            peer.missed = 0
+        if peer.missed == MISSED_BEATS and peer.listening:
+            _log.error("worker %d hangs and is killed: it has not answered %d times in a row", peer.index, peer.missed)
+            self._hung.inc()
+            peer.end()
 
     async def _ask_all(self, message: FromParent, kind: Any, but: _Peer | None = None) -> list[tuple[_Peer, Any]]:
         """The answers of those that answer. A worker that does not has it before it anyway, or has ended."""

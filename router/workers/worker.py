@@ -28,6 +28,7 @@ from router.shared import TakesOver, nobody
 from router.workers.link import Link
 from router.workers.listening import shared_port
 from router.workers.messages import (
+    Adapter,
     Added,
     Address,
     Answer,
@@ -63,7 +64,7 @@ from router.workers.messages import (
     Took,
 )
 from router.workers.metric_sums import collected
-from wire.errors import KvrelayError, RequestError
+from wire.errors import KvrelayError, RequestError, Unavailable
 from wire.router_config import RouterConfig
 
 __all__ = ["Worker", "serve_worker"]
@@ -162,6 +163,15 @@ class Worker:
         """See Shared."""
         await self._link.ask(Drained(node.url, node.generation, begin), Done)
 
+    async def adapter(self, node: Node, name: str, *, loaded: bool) -> None:
+        """See Shared."""
+        # Here at once: the others are told by way of the parent, this one too, and that may fail.
+        self._pool.note_adapter(node, name, loaded=loaded, now=time.monotonic())
+        try:
+            await self._link.ask(Adapter(node.url, name, loaded), Done)
+        except Unavailable as why:
+            _log.warning("the other workers see adapter %r at their next health checks: %s", name, why.message)
+
     async def legs_elsewhere(self) -> dict[str, int]:
         """See Shared."""
         return (await self._link.ask(Legs(), LegsOf)).legs
@@ -218,6 +228,10 @@ class Worker:
                 pool.remove(message.url, [Source.ADMIN, Source.STATIC], now)
             case Drained():
                 self._drain(message, now)
+            case Adapter():
+                node = pool.find(message.url)
+                if node is not None:
+                    pool.note_adapter(node, message.name, loaded=message.loaded, now=now)
             case Heard():
                 pool.heard(message.url, message.load, now, draining=message.draining)
             case TakeOver():

@@ -19,8 +19,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvrelay import workers
 from router.admission.keys import hash_of
+from router.workers import parent as parent_module
+from router.workers.listening import shared_port
+from router.workers.metric_sums import collected
+from router.workers.parent import Parent
 from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill
+from wire.router_config import RouterConfig
 
 PATH = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -248,6 +254,34 @@ async def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         r.process.kill()
         await r.process.wait()
         await until(lambda: not any(alive(pid) for pid in left))
+
+
+async def test_a_worker_that_is_stopped_is_killed_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parent_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(parent_module, "BEAT_DEADLINE_S", 0.5)
+    began: list[Parent] = []
+    monkeypatch.setattr(workers, "Parent", lambda *given: began.append(Parent(*given)) or began[0])
+    with shared_port("127.0.0.1", 0) as held:
+        running = asyncio.create_task(workers._run(RouterConfig(workers=1), held.getsockname()[1]))
+        try:
+            await until(lambda: bool(began) and began[0].serves(0))
+            first = began[0]._peers[0]
+            end, stopped = first.end, first.end.args[0].pid  # type: ignore[attr-defined]
+            os.kill(stopped, signal.SIGSTOP)
+            await until(lambda: began[0].listening() == 0)
+            await until(lambda: began[0].serves(0))
+            assert began[0]._peers[0].end is not end
+            assert not alive(stopped)
+            families = {each.name: each.samples[0][2] for each in collected(began[0]._registry)}
+            assert families["kvrelay_router_worker_hung"] == families["kvrelay_router_worker_restarts"] == 1
+            assert "worker 0 hangs and is killed" in caplog.text
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def alive(pid: int) -> bool:

@@ -198,6 +198,22 @@ async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_take
         assert (await asked(c, headers={"x-slo-ttft-ms": "1e8"}))[0] == 200
 
 
+async def test_questions_count_against_the_limits_of_their_key() -> None:
+    async with cluster(prefill(), decode(), keys=keys(requests_per_minute=3, tokens_per_minute=1000)) as c:
+
+        async def ask(path: str, **body: Any) -> tuple[int, str | None]:
+            async with c.post(body, path, headers=ALICE) as answer:
+                return answer.status, answer.headers.get("x-ratelimit-remaining-tokens")
+
+        assert (await ask("/tokenize", prompt="x" * 9999))[0] == 200
+        assert (await ask("/v1/messages/count_tokens"))[0] == 200
+        assert (await ask("/detokenize", tokens=[-1]))[0] == 400
+        assert await ask("/tokenize", prompt="hi") == (429, "1000")
+        assert (await ask("/v1/chat/completions"))[0] == 429
+        async with c.post({"prompt": "hi"}, "/tokenize", headers=BOB) as answer:
+            assert answer.status == 200
+
+
 async def test_limits_of_a_key_are_told_in_headers_and_are_its_own() -> None:
     async with cluster(prefill(), decode(), keys=keys(requests_per_minute=2, tokens_per_minute=10_000)) as c:
         for left in ("1", "0"):

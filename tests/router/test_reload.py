@@ -36,6 +36,7 @@ def test_every_setting_is_live_or_fixed_and_a_fixed_one_is_refused_by_name() -> 
         "tls_key": None,
         "kubernetes_namespace": None,
         "prefill_policy": "random",
+        "log_format": "json",
     }
     odd |= {"decode_policy": "random", "prefill": ("http://p",), "decode": ("http://d",), "alias": ("a=b",)}
     odd |= {"keys": (KeyConfig("k", hash_of("k")),)}

@@ -139,6 +139,8 @@ def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
         generation="1.7952345678e+09",
         load=Load(3, 2, free_blocks=150, total_blocks=200, block_tokens=16),
         adapters=["alias", "x"],
+        aliases=["alias"],
+        engines=2,
         kind=NodeKind.VLLM,
     )
     older = report_of(Role.DECODE, "h:1", MODELS, metrics_text(used=0.5, cache="gpu_cache_usage_perc").encode())

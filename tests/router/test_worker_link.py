@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.pool import Pool
+from router.workers import parent as parent_module
 from router.workers.link import Link
 from router.workers.messages import (
     MAX_BYTES,
@@ -35,6 +37,7 @@ from router.workers.messages import (
     Recall,
     Recalled,
     Scrape,
+    Sync,
     Take,
     packed,
 )
@@ -86,6 +89,7 @@ class Pair:
     def __init__(self) -> None:
         self.parent = Parent(CONFIG, 1)
         self.pools: list[Pool] = []
+        self.killed: list[int] = []
 
     async def worker(self, index: int) -> tuple[Worker, Link]:
         """One that has begun."""
@@ -97,7 +101,7 @@ class Pair:
             heard.append(message)
             return worker[0].hear(message, number) if worker else None
 
-        await self.parent.join(index, ours)
+        await self.parent.join(index, ours, lambda: self.killed.append(index))
         link = await Link.over(its, FromParent, hear, lambda: None)
         await until(lambda: bool(heard))
         rng = random.Random(1)
@@ -139,6 +143,55 @@ async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_la
     pair.parent.tell(Source.HEARTBEATS, [], 0.0)
     await until(lambda: all(pool.find("http://h:1") is None for pool in pair.pools))
     for each in (link, other, third):
+        each.close()
+    await until(lambda: pair.parent.listening() == 0)
+
+
+async def test_an_adapter_is_known_to_all_workers_when_the_first_one_has_been_told() -> None:
+    pair = Pair()
+    (one, link), (_, other) = await pair.worker(0), await pair.worker(1)
+    nodes = [pool.find("http://d:1") for pool in pair.pools]
+    assert nodes[0] is not None
+    await one.adapter(nodes[0], "lora", loaded=True)
+    assert [node.adapters for node in nodes if node] == [{"lora"}, {"lora"}]
+    await one.adapter(nodes[0], "lora", loaded=False)
+    assert [node.adapters for node in nodes if node] == [set(), set()]
+    # The node has loaded it, whoever can be told.
+    link.close()
+    await until(lambda: not pair.parent.serves(0))
+    await one.adapter(nodes[0], "lora", loaded=True)
+    assert [node.adapters for node in nodes if node] == [{"lora"}, set()]
+    other.close()
+    await until(lambda: pair.parent.listening() == 0)
+
+
+async def test_a_worker_that_answers_no_more_is_ended_and_one_that_was_late_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parent_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(parent_module, "BEAT_DEADLINE_S", 0.1)
+    monkeypatch.setattr(parent_module, "MISSED_BEATS", 3)
+    pair = Pair()
+    (one, link), (two, other) = await pair.worker(0), await pair.worker(1)
+    beats, hear = [0, 0], [one.hear, two.hear]
+
+    def slow(index: int, answers: Callable[[int], bool]) -> Callable[[Any, int], Any]:
+        def heard(message: Any, number: int) -> Any:
+            if not isinstance(message, Sync):
+                return hear[index](message, number)
+            beats[index] += 1
+            return Done() if answers(beats[index]) else None
+
+        return heard
+
+    monkeypatch.setattr(one, "hear", slow(0, lambda count: count % 3 == 0))
+    monkeypatch.setattr(two, "hear", slow(1, lambda count: count < 3))
+    async with pair.parent.running():
+        await until(lambda: bool(pair.killed))
+        await until(lambda: beats[0] > 6)
+    assert pair.killed == [1]
+    assert beats[1] >= 5
+    for each in (link, other):
         each.close()
     await until(lambda: pair.parent.listening() == 0)
 

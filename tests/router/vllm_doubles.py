@@ -235,6 +235,8 @@ class VllmNode:
     health_status: int = 200
     health_hangs: bool = False
     running_requests: int = 0
+    engines: int = 2
+    started: float = 1.7952345678e9
     adapters: tuple[str, ...] = ()
     url: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -294,7 +296,7 @@ class VllmNode:
         return web.json_response({"object": "list", "data": cards})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=metrics_text(running=self.running_requests))
+        return web.Response(text=metrics_text(self.running_requests, engines=self.engines, started=self.started))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"count": 3, "max_model_len": 128, "tokens": [1, 2, 3], "token_strs": None})
@@ -320,19 +322,26 @@ class VllmNode:
             await runner.cleanup()
 
 
-def metrics_text(running: int = 0, waiting: int = 0, used: float = 0.25, cache: str = "kv_cache_usage_perc") -> str:
-    """As vLLM's /metrics says it, of two engines; what is not about them is there too."""
+def metrics_text(
+    running: int = 0,
+    waiting: int = 0,
+    used: float = 0.25,
+    cache: str = "kv_cache_usage_perc",
+    engines: int = 2,
+    started: float = 1.7952345678e9,
+) -> str:
+    """As vLLM's /metrics says it, the last engine at work; what is not about them is there too."""
     samples = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
-    for engine in (0, 1):
+    for engine in range(engines):
         labels = f'{{engine="{engine}",model_name="a/b {{x}}"}}'
         samples += [
-            f"vllm:num_requests_running{labels} {float(running if engine else 0)}",
-            f"vllm:num_requests_waiting{labels} {float(waiting if engine else 0)}",
+            f"vllm:num_requests_running{labels} {float(running if engine == engines - 1 else 0)}",
+            f"vllm:num_requests_waiting{labels} {float(waiting if engine == engines - 1 else 0)}",
             f'vllm:num_requests_waiting_by_reason{{engine="{engine}",reason="capacity"}} 70.0',
             f"vllm:{cache}{labels} {used}",
             f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="100",engine="{engine}"}} 1.0',
         ]
-    return "\n".join([*samples, "process_start_time_seconds 1.7952345678e+09", ""])
+    return "\n".join([*samples, *([f"process_start_time_seconds {started:.10e}"] if started else []), ""])
 
 
 def pair(store: Store | None = None, **fields: Any) -> tuple[VllmNode, VllmNode]:

@@ -1,0 +1,137 @@
+"""What the blocks of vLLM nodes are called here: by their content. Pure.
+
+Each vLLM node hashes with a seed of its own, so the same block has another name on every node, and no prompt leads to
+either. But its events say which tokens a block has and which one is before it. A key made of these is the same for all
+nodes, and can be made of any prompt whose tokens are known. Keys are 64 bits of a hash by a secret of this process: the
+tokens cannot be read back.
+
+What else decides KV counts, too, as far as events tell it: the adapter's name, the salt, what images a block has. Older
+versions tell neither (adapters by numbers of their own): their blocks with adapters are left out, and those with a salt
+are taken for blocks without.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from wire.kv_events import BlockRemoved, BlockStored, key_of
+
+__all__ = ["BlockContents", "keys_of_prompt"]
+
+LIMIT = 1_000_000
+"""Blocks of one node that are told apart: about 120 bytes each."""
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_TOKEN_BYTES = 8
+
+
+def keys_of_prompt(tokens: Sequence[int], block_tokens: int, adapter: str = "", salt: str = "") -> array[int]:
+    """The keys of the full blocks of a prompt. `adapter` is empty for the model itself."""
+    root = [salt] if salt else []
+    keys: array[int] = array("Q")
+    before = _first(adapter)
+    for at, block in enumerate(_blocks(tokens, block_tokens)):
+        before = _next(before, block, _packed(root) if not at else b"")
+        keys.append(before)
+    return keys
+
+
+class BlockContents:
+    """The blocks of one node, by the node's names for them."""
+
+    def __init__(self, *, whole: bool, limit: int = LIMIT) -> None:
+        """`whole`: all that the node holds is told from now on, beginning with nothing."""
+        self.tells_prompts = True
+        """Whether its answers tell the tokens of a prompt, if asked for them. Else no prompt leads to these keys."""
+        self.block_tokens = 0
+        """Of its blocks; 0 until some are told of."""
+        self.aliases: frozenset[str] = frozenset()
+        """Further names of its model, which are no adapters."""
+        self._limit = limit
+        self._whole = whole
+        self._keys: dict[int, int] = {}
+        # A block that two requests have computed at the same time is there twice, and is told so.
+        self._copies: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def whole(self) -> bool:
+        """Whether what is not told of is not there. Else the node has blocks that nobody can find here."""
+        return self._whole and self.tells_prompts
+
+    def stored(self, event: BlockStored) -> list[int]:
+        """The keys of the blocks that it tells of. None of a chain whose beginning is not known."""
+        keys: list[int] = []
+        for name, key in self._named(event):
+            if name in self._keys:
+                self._copies[name] = self._copies.get(name, 1) + 1
+            elif len(self._keys) >= self._limit:
+                self._whole = False
+                break
+            else:
+                self._keys[name] = key
+            keys.append(self._keys[name])
+        return keys
+
+    def removed(self, event: BlockRemoved) -> list[int]:
+        """The keys of those that are there no more."""
+        gone: list[int] = []
+        for block_hash in event.block_hashes:
+            name = key_of(block_hash)
+            copies = self._copies.pop(name, 1) - 1
+            if copies > 1:
+                self._copies[name] = copies
+            elif not copies and (key := self._keys.pop(name, None)) is not None:
+                gone.append(key)
+        return gone
+
+    def cleared(self, *, whole: bool) -> None:
+        """It holds nothing; or nothing is known of it, if not `whole`."""
+        self._keys.clear()
+        self._copies.clear()
+        self._whole = whole
+
+    def _named(self, event: BlockStored) -> Iterable[tuple[int, int]]:
+        """Each block's name and key."""
+        adapter, before, blocks = event.lora_name or "", None, _blocks(event.token_ids, event.block_size)
+        if blocks and len(blocks) == len(event.block_hashes) and len(event.token_ids) == len(blocks) * event.block_size:
+            if event.parent_block_hash is not None:
+                before = self._keys.get(key_of(event.parent_block_hash))
+            elif adapter or event.lora_id is None:
+                before = _first(adapter)
+        if before is None:
+            self._whole = False
+            return
+        self.block_tokens = event.block_size
+        extras = event.extra_keys if isinstance(event.extra_keys, list) else []
+        for at, block in enumerate(blocks):
+            extra = extras[at] if at < len(extras) else None
+            more = [each for each in extra if each != adapter] if isinstance(extra, list) else []
+            before = _next(before, block, _packed(more))
+            yield key_of(event.block_hashes[at]), before
+
+
+def _blocks(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """The full ones; none if these cannot be tokens."""
+    try:
+        packed, size = array("q", tokens).tobytes(), block_tokens * _TOKEN_BYTES
+    except OverflowError:
+        return []
+    return [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)] if size > 0 else []
+
+
+def _first(adapter: str) -> int:
+    return hash(("", adapter)) & _MASK
+
+
+def _next(before: int, block: bytes, extras: bytes) -> int:
+    return hash((before, block, extras)) & _MASK
+
+
+def _packed(extras: Sequence[Any]) -> bytes:
+    return msgspec.msgpack.encode(extras) if extras else b""
