@@ -48,7 +48,7 @@ def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
         return runner.run(_run(config, held.getsockname()[1], reread))
 
 
-async def _run(config: RouterConfig, port: int, reread: Reread | None) -> int:
+async def _run(config: RouterConfig, port: int, reread: Reread | None = None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -30,27 +30,13 @@ FIELDS = {field.name for field in dataclasses.fields(RouterConfig)}
 def test_every_setting_is_live_or_fixed_and_a_fixed_one_is_refused_by_name() -> None:
     assert LIVE < FIELDS
     old = RouterConfig()
-    others: dict[type, Any] = {int: 7, float: 7.5, bool: True, str: "x", tuple: ()}
-    odd = {
-        "conditional_disaggregation": False,
-        "tls_key": None,
-        "kubernetes_namespace": None,
-        "prefill_policy": "random",
-        "log_format": "json",
-    }
-    odd |= {"decode_policy": "random", "prefill": ("http://p",), "decode": ("http://d",), "alias": ("a=b",)}
-    odd |= {"keys": (KeyConfig("k", hash_of("k")),)}
     for name in sorted(FIELDS):
-        value = odd.get(name, others[type(getattr(old, name))])
-        if value is None:
-            continue  # is nothing without another setting
-        new = dataclasses.replace(old, **{name: value})
+        new = RouterConfig()
+        object.__setattr__(new, name, "another")  # whatever values it may have
         if name in LIVE:
             assert changes(old, new) == [name]
         else:
-            with pytest.raises(
-                ConfigError, match=f"^{name} cannot change while the router runs, so nothing was changed"
-            ):
+            with pytest.raises(ConfigError, match=f"^{name} cannot change while the router runs"):
                 changes(old, new)
     assert changes(old, RouterConfig()) == []
 
