@@ -274,7 +274,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
             await until(lambda: began[0].serves(0))
             assert began[0]._peers[0].end is not end
             assert not alive(stopped)
-            families = {each.name: each.samples[0][2] for each in collected(began[0]._registry)}
+            families = {each.name: each.samples[0][2] for each in collected(began[0].registry)}
             assert families["kvrelay_router_worker_hung"] == families["kvrelay_router_worker_restarts"] == 1
             assert "worker 0 hangs and is killed" in caplog.text
         finally:
