@@ -85,11 +85,13 @@ def _drain(
     admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
     node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 600.0,
+    undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
 ) -> int:
     """Have a node take nothing new, and wait until all that it has is done: then it can be stopped at no cost."""
     from kvrelay.drain import run as run_drain
 
-    return run_drain(node, router, admin_key, node_api_key, wait, Console(highlight=False, soft_wrap=True))
+    console = Console(highlight=False, soft_wrap=True)
+    return run_drain(node, router, admin_key, node_api_key, wait, console, undo=undo)
 
 
 def _supervise(

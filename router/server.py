@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 from collections.abc import Sequence
 from functools import partial
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -42,10 +44,19 @@ def settle() -> None:
     setattr(logging, "_srcfile", None)  # noqa: B010 - as the logging module's own page on speed has it
 
 
+class _Server(uvicorn.Server):
+    """Ended by a signal it has ended as it should: exit code 0. uvicorn's own dies of the signal after all."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one lets requests end, a second SIGINT does not."""
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True
+
+
 def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
     """A server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError."""
     check_certificate(config)
-    return uvicorn.Server(
+    return _Server(
         uvicorn.Config(
             create_app(config, shared=shared),
             host=config.host,
@@ -70,10 +81,13 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address.
 
-    SIGHUP reloads the configuration, if there is something to be read again."""
+    SIGHUP reloads the configuration, if there is something to be read again; else it ends the router, too."""
     server = make_server(config, partial(Alone, reread=reread))
     if reread is not None:
         reload_on_hangup(server.config.app.state.router.shared.reload)  # type: ignore[union-attr]
+    else:  # a terminal that is closed
+        hangup = signal.SIGHUP
+        asyncio.get_running_loop().add_signal_handler(hangup, server.handle_exit, hangup, None)
     await server.serve(sockets=None if listening is None else list(listening))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,22 @@ def test_values_of_secrets_are_not_told() -> None:
     with pytest.raises(ConfigError) as told:
         changes(RouterConfig(node_api_key="secret-1"), RouterConfig(node_api_key="secret-2", api_key="secret-3"))
     assert "secret" not in told.value.message
+
+
+@contextmanager
+def caplog_of(name: str) -> Iterator[list[str]]:
+    """What a logger says."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class File:
@@ -168,6 +185,16 @@ async def test_without_a_file_there_is_nothing_to_reload() -> None:
     async with router_over(RouterConfig(heartbeat_port=0)) as c:
         code, told = await reloaded(c)
     assert (code, "started without --config" in told["error"]["message"]) == (400, True)
+
+
+async def test_without_a_file_sighup_ends_the_router_as_it_should_and_so_does_sigterm() -> None:
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        with socket.create_server(("127.0.0.1", 0)) as listening, caplog_of("uvicorn.error") as said:
+            serving = asyncio.create_task(serve(RouterConfig(), [listening]))
+            await until(lambda said=said: any("startup complete" in line for line in said))
+            os.kill(os.getpid(), number)
+            await asyncio.wait_for(serving, 10)  # and does not die of it
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
 
 
 async def test_sighup_reloads_and_the_log_says_what_came_of_it(
