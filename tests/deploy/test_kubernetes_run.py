@@ -81,9 +81,9 @@ class Kubelet:
         found = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
         found |= {"PYTHONPATH": str(ROOT), "KUBECONFIG": str(self.folder / "kubeconfig")}
         for variable in pod.main["env"]:
-            source = variable["valueFrom"]
+            name, source = variable["name"], variable.get("valueFrom", {})
             field = source.get("fieldRef", {}).get("fieldPath")
-            found[variable["name"]] = fields[field] if field else SECRETS[variable["name"]]
+            found[name] = variable.get("value") or (fields[field] if field else SECRETS[name])
         return found
 
     async def start(self, pod: PodOf, engine: str) -> Running:
