@@ -29,6 +29,7 @@ from router.workers.listening import shared_port
 from router.workers.parent import Parent
 from router.workers.worker import serve_worker
 from wire.router_config import RouterConfig
+from wire.versions import RELEASE
 
 __all__ = ["run_workers"]
 
@@ -126,7 +127,7 @@ class _Worker:
         with its:
             # Also on the main thread: Linux sends the parent's death to the children of a *thread* that ends.
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers", str(its.fileno()), str(self._index)),
+                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers", str(its.fileno()), str(self._index), RELEASE),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(its.fileno(),),
                 env={**os.environ, PARENT_PID: str(os.getpid())},
@@ -156,11 +157,14 @@ def _fate(code: int) -> str:
 
 
 def main() -> None:
-    """A worker process: `python -m kvrelay.workers FD INDEX`."""
+    """A worker process: `python -m kvrelay.workers FD INDEX RELEASE`. A parent of another release it does not understand."""
     die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal, to all at once: the parent says what follows
     descriptor, index = map(int, sys.argv[1:3])
     log_to_stderr("router", worker=index)
+    if sys.argv[3] != RELEASE:  # the package was replaced under a running router, and a worker has ended since
+        _log.error("this worker is of kvrelay %s and its parent of %s; restart the router", RELEASE, sys.argv[3])
+        sys.exit(2)
     settle()
     # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

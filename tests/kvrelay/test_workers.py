@@ -27,6 +27,7 @@ from router.workers.metric_sums import collected
 from router.workers.parent import Parent
 from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill
 from wire.router_config import RouterConfig
+from wire.versions import RELEASE
 
 PATH = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -282,6 +283,14 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
             await asyncio.gather(running, return_exceptions=True)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_a_worker_of_another_release_than_its_parent_says_so_and_ends() -> None:
+    command = (sys.executable, "-P", "-m", "kvrelay.workers", "0", "1", "0.0.9")
+    worker = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, said = await asyncio.wait_for(worker.communicate(), 60)
+    assert worker.returncode == 2
+    assert f"this worker is of kvrelay {RELEASE} and its parent of 0.0.9; restart the router" in said.decode()
 
 
 def alive(pid: int) -> bool:
