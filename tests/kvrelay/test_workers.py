@@ -261,7 +261,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(parent_module, "BEAT_S", 0.1)
-    monkeypatch.setattr(parent_module, "BEAT_DEADLINE_S", 0.5)
+    monkeypatch.setattr(parent_module, "BEAT_DEADLINE_S", 2.0)
     began: list[Parent] = []
     monkeypatch.setattr(workers, "Parent", lambda *given: began.append(Parent(*given)) or began[0])
     with shared_port("127.0.0.1", 0) as held:

@@ -23,7 +23,7 @@ from wire.config import EngineConfig, NodeConfig
 from wire.errors import RequestError
 from wire.router_config import RouterConfig
 
-NOT_FOR_CLIENTS = ("/kv/", "/admin/", "/drain", "/undrain")
+NOT_FOR_CLIENTS = ("/kv/", "/admin/", "/drain", "/undrain", "/console")
 """What the cluster itself asks, and who runs it; the document is of what clients may."""
 
 
