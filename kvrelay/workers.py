@@ -157,7 +157,7 @@ def _fate(code: int) -> str:
 
 
 def main() -> None:
-    """A worker process: `python -m kvrelay.workers FD INDEX RELEASE`. A parent of another release it does not understand."""
+    """A worker process: `python -m kvrelay.workers FD INDEX RELEASE`, the release being the parent's."""
     die_with_parent()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal, to all at once: the parent says what follows
     descriptor, index = map(int, sys.argv[1:3])
