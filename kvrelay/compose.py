@@ -43,6 +43,7 @@ _NAME = r"[a-z0-9][a-z0-9_-]*"
 _CACHE = "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 # The role is the command, and the rest comes with the environment.
 _NOT_FLAGS = frozenset({"role", "api_key", "hub_token", "cluster_secret"})
+_TRACES = {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"}
 _PROMETHEUS = "docker.io/prom/prometheus:v3.5.0"
 _GRAFANA = "docker.io/grafana/grafana:12.1.0"
 # Drained nodes end sooner; this is for the longest answer that a node lets end (drain 30 s) and its own way out.
@@ -150,9 +151,9 @@ def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mappin
         CLUSTER_SECRET: "",
         "GRAFANA_PASSWORD": "",
         "HF_TOKEN": "",
-        "KVRELAY_MONITORING": "./monitoring",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "",
     }
-    drawn = (NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
+    drawn = (ADMIN_KEY, NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
     return {name: given.get(name) or (draw() if name in drawn else value) for name, value in values.items()}
 
 
@@ -213,6 +214,7 @@ def _node(
         NODE_API_KEY: _wanted(NODE_API_KEY),
         CLUSTER_SECRET: _wanted(CLUSTER_SECRET),
         "HF_TOKEN": "${HF_TOKEN:-}",
+        **_TRACES,
     }
     kind = "node-cuda" if share else "node-cpu"
     service = {
@@ -261,31 +263,31 @@ def _router(config: ComposeConfig, urls: Sequence[str]) -> dict[str, Any]:
             API_KEY: f"${{{API_KEY}:-}}",
             ADMIN_KEY: f"${{{ADMIN_KEY}:-}}",
             NODE_API_KEY: _wanted(NODE_API_KEY),
+            **_TRACES,
         },
         "ports": [f"{host}:{cluster.port}:{_PORT}"],
     } | _contained()
 
 
 def _monitoring() -> dict[str, Any]:
-    """Prometheus and Grafana, with the files of deploy/monitoring, at the host's own ports."""
-    folder = "${KVRELAY_MONITORING:-./monitoring}"
+    """Prometheus and Grafana, with the files that kvrelay/monitoring/ makes, on ports that this host alone reaches."""
     return {
         "prometheus": {
             "image": f"${{PROMETHEUS_IMAGE:-{_PROMETHEUS}}}",
             "profiles": ["monitoring"],
             "restart": "unless-stopped",
-            "ports": ["127.0.0.1:9090:9090"],
-            "volumes": [f"{folder}/prometheus:/etc/prometheus:ro", "prometheus:/prometheus"],
+            "ports": ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"],
+            "volumes": ["./monitoring/prometheus:/etc/prometheus:ro", "prometheus:/prometheus"],
         },
         "grafana": {
             "image": f"${{GRAFANA_IMAGE:-{_GRAFANA}}}",
             "profiles": ["monitoring"],
             "restart": "unless-stopped",
             "environment": {"GF_SECURITY_ADMIN_PASSWORD": _wanted("GRAFANA_PASSWORD")},
-            "ports": ["127.0.0.1:3000:3000"],
+            "ports": ["127.0.0.1:${GRAFANA_PORT:-3000}:3000"],
             "volumes": [
-                f"{folder}/grafana/provisioning:/etc/grafana/provisioning:ro",
-                f"{folder}/grafana/dashboards:/var/lib/grafana/dashboards:ro",
+                "./monitoring/grafana/provisioning:/etc/grafana/provisioning:ro",
+                "./monitoring/grafana/dashboards:/var/lib/grafana/dashboards:ro",
                 "grafana:/var/lib/grafana",
             ],
             "depends_on": {"prometheus": {"condition": "service_started"}},

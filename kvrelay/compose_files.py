@@ -1,7 +1,7 @@
-"""`kvrelay compose`: writes compose.yaml and .env into a folder.
+"""`kvrelay compose`: writes compose.yaml, .env and the files of Prometheus and Grafana into a folder.
 
 Owns where they lie and what is never overwritten: a compose file that somebody wrote, and what stands in a .env file.
-What is in them is compose.py's.
+What is in them is compose.py's and monitoring/'s.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from kvrelay.compose import ComposeConfig, compose_of, environment_of
+from kvrelay.monitoring.files import files
 from kvrelay.settings import build
 from wire.config import EngineConfig
 from wire.errors import ConfigError
@@ -48,14 +49,8 @@ def _path(text: str) -> str:
     return str(Path(text).expanduser().absolute())
 
 
-def _monitoring() -> Path:
-    """Prometheus's and Grafana's files in a checkout; beside compose.yaml where there is none."""
-    here = Path(__file__).resolve().parent.parent / "deploy" / "monitoring"
-    return here if here.is_dir() else Path("./monitoring")
-
-
 def write(values: Mapping[str, object], console: Console) -> int:
-    """Write both files into the folder `output` of the values, and say what to type next.
+    """Write all files into the folder `output` of the values, and say what to type next.
 
     Raises ConfigError if a setting is wrong, or a file is not ours or cannot be written.
     """
@@ -67,7 +62,7 @@ def write(values: Mapping[str, object], console: Console) -> int:
         if target.exists() and not target.read_text(encoding="utf-8").startswith(_MARK):
             raise ConfigError(f"{target} was not written by `kvrelay compose`; remove it or take another --output")
         # Secrets stay: nodes that run have them.
-        given = {"KVRELAY_MONITORING": str(_monitoring())} | (_read(environment) if environment.exists() else {})
+        given = _read(environment) if environment.exists() else {}
         cores = len(os.sched_getaffinity(0))
         text = yaml.dump(compose_of(config, cores), Dumper=_Plain, sort_keys=False, width=120)
         values = environment_of(config, lambda: secrets.token_urlsafe(32), given)
@@ -77,6 +72,10 @@ def write(values: Mapping[str, object], console: Console) -> int:
         half.touch(mode=0o600)
         half.write_text(f"# For compose.yaml: secrets and what is this host's own.\n{lines}", encoding="utf-8")
         half.replace(environment)
+        for path, content in files().items():
+            if path.startswith(("prometheus/", "grafana/")):  # the others are for Kubernetes
+                (folder / "monitoring" / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / "monitoring" / path).write_text(content, encoding="utf-8")
         target.write_text(f"{_MARK}, for a host with {cores} cores; run it again for another size.\n{text}", "utf-8")
     except OSError as why:
         raise ConfigError(f"cannot write the compose files to {folder}: {why.strerror}") from why

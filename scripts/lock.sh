@@ -27,11 +27,11 @@ http*) from=(--index "$TORCH_CPU" --index-strategy unsafe-best-match) ;;
 *) from=(--find-links "$TORCH_CPU") ;;
 esac
 # The package nixl asks for its builds for CUDA 12 and CUDA 13; one is enough, and either works without a GPU.
-node=(--extra node --extra nixl --no-emit-package nixl-cu12)
+node=(--extra tracing --extra node --extra nixl --no-emit-package nixl-cu12)
 
 lock build - <<<"setuptools$(sed -n 's/^requires = .*setuptools\([^"]*\)".*/\1/p' pyproject.toml)"
 lock model - --no-deps <<<"$(sed -n 's/^INSTALL = .* \(.*\)"/\1/p' kvrelay/embedded.py)"
-lock router pyproject.toml
-lock router-kubernetes pyproject.toml --extra kubernetes
+lock router pyproject.toml --extra tracing
+lock router-kubernetes pyproject.toml --extra tracing --extra kubernetes
 lock node-cpu pyproject.toml "${node[@]}" "${from[@]}" --override "$cpu_build"
 lock node-cuda pyproject.toml "${node[@]}"

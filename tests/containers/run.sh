@@ -9,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$(realpath -s "$1")
 work=$PWD/.cache/containers
-: "${DEBIAN_MIRROR:=http://deb.debian.org/debian}" "${KVRELAY_PORT:=18000}"
-export KVRELAY_PORT COMPOSE_PROFILES=cpu
+: "${DEBIAN_MIRROR:=http://deb.debian.org/debian}" "${KVRELAY_PORT:=18000}" "${PROMETHEUS_PORT:=18090}"
+export KVRELAY_PORT PROMETHEUS_PORT COMPOSE_PROFILES=cpu PROMETHEUS_IMAGE=localhost/prometheus:debian
 export CONTAINERS_CONF=$work/containers.conf CONTAINERS_STORAGE_CONF=$work/storage.conf
 
 fail() {
@@ -63,11 +63,11 @@ clusters=()
 cleanup() {
     local status=$? folder
     for folder in "${clusters[@]}"; do
-        if [ "$status" != 0 ]; then (cd "$folder" && compose logs --tail 20 2>&1 | grep -v level=) >&2 || true; fi
-        (cd "$folder" && compose down -t 10 -v >/dev/null 2>&1) || true
+        if [ "$status" != 0 ]; then (cd "$folder" && compose logs --tail 8 2>&1 | grep -v level=) >&2 || true; fi
+        (cd "$folder" && COMPOSE_PROFILES=cpu,monitoring compose down -t 10 -v >/dev/null 2>&1) || true
     done
     podman system reset --force >/dev/null 2>&1 || true
-    rm -rf "$work/storage" "$work/run" "$work/tools" "$work"/cluster-*
+    rm -rf "$work/storage" "$work/run" "$work/tools" "$work/prometheus-image" "$work"/cluster-*
     exit "$status"
 }
 trap cleanup EXIT
@@ -132,6 +132,16 @@ for target in ${TARGETS:-router node-cpu}; do build "$target"; done
 podman images --filter reference='localhost/kvrelay/*' --format '{{.Repository}} {{.Size}}' | sort
 echo "base image: $(podman images --filter reference="$BASE_IMAGE" --format '{{.Size}}')"
 
+# Debian's Prometheus in place of its own image, which only a registry has.
+mkdir -p prometheus-image
+cat >prometheus-image/Dockerfile <<END
+FROM $BASE_IMAGE
+RUN apt-get update && apt-get install -y --no-install-recommends prometheus && rm -rf /var/lib/apt/lists/*
+ENTRYPOINT ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
+END
+step "building an image of Debian's Prometheus" build-prometheus buildah bud --isolation chroot --pull-never \
+    -t "$PROMETHEUS_IMAGE" prometheus-image
+
 step "the router's image has no torch, no pip and no cache" router-contents podman run --rm --network none --read-only \
     --entrypoint sh localhost/kvrelay/router:0.1.0 -c \
     'set -e; test "$(id -u)" = 10001; ! python -c "import torch"; ! python -m pip; ! test -e /root/.cache; kvrelay --help'
@@ -148,7 +158,7 @@ up() {
 }
 
 down() {
-    for folder in "${clusters[@]}"; do (cd "$folder" && compose down -t 10 -v >/dev/null 2>&1); done
+    for folder in "${clusters[@]}"; do (cd "$folder" && COMPOSE_PROFILES=cpu,monitoring compose down -t 10 -v >/dev/null 2>&1); done
     clusters=()
 }
 
@@ -159,12 +169,16 @@ for name in prefill-0 decode-0 router; do
     podman healthcheck run "kvrelay_${name}_1" || fail "the health check of $name says no"
 done
 podman logs kvrelay_decode-0_1 2>&1 | grep "comes by direct" | tail -n 1
+podman exec kvrelay_router_1 kvrelay doctor || fail "kvrelay doctor finds something wrong"
 down
 
 say "2P2D, from kvrelay compose"
 "$python" -m kvrelay.cli compose --prefill 2 --decode 2 --port "$KVRELAY_PORT" --output cluster-2p2d
 up "$work/cluster-2p2d"
 try --nodes 2 2 --kill kvrelay_decode-0_1 --kill kvrelay_prefill-1_1
+say "Prometheus (Debian's), with the configuration that it has in compose"
+(cd cluster-2p2d && COMPOSE_PROFILES=monitoring compose up -d --no-deps prometheus >"$work/up.log" 2>&1) || { cat "$work/up.log" >&2; fail "no Prometheus"; }
+try --nodes 2 2 --scraped "http://127.0.0.1:$PROMETHEUS_PORT"
 down
 
 say "1P1D over the containers' network, by NIXL"

@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 
 _READY_DEADLINE_S = 300.0
 _STREAM_DEADLINE_S = 300.0
+_SCRAPED_DEADLINE_S = 60.0
 _TOKENS = 48
 _QUESTIONS = [f"Tell me a story about {thing}." for thing in ("a router", "two nodes", "a lease", "a block")]
 
@@ -71,6 +72,25 @@ async def _all(client: AsyncOpenAI, model: str, begun: asyncio.Event | None = No
         return list(await asyncio.gather(*(_stream(client, model, question, begun) for question in _QUESTIONS)))
 
 
+async def _scraped(prometheus: str, targets: int) -> None:
+    """Wait until Prometheus has so many targets, all of them up."""
+    deadline = time.monotonic() + _SCRAPED_DEADLINE_S
+    found: object = None
+    async with aiohttp.ClientSession() as session:
+        while time.monotonic() < deadline:
+            try:
+                async with session.get(f"{prometheus}/api/v1/targets?state=active") as answer:
+                    found = [(one["labels"], one["health"]) for one in (await answer.json())["data"]["activeTargets"]]
+                if len(found) == targets and all(health == "up" for _, health in found):
+                    jobs = sorted(labels["job"] for labels, _ in found)
+                    print(f"  Prometheus scrapes {targets} targets: {', '.join(jobs)}", flush=True)
+                    return
+            except (aiohttp.ClientError, OSError, ValueError, KeyError) as why:
+                found = repr(why)
+            await asyncio.sleep(0.5)
+    raise SystemExit(f"Prometheus does not have {targets} targets up after {_SCRAPED_DEADLINE_S:g} s: {found}")
+
+
 def _kill(container: str) -> None:
     """End the container's first process as a crash would."""
     asked = ["podman", "inspect", "--format", "{{.State.Pid}}", container]
@@ -115,8 +135,12 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--nodes", nargs=2, type=int, required=True, metavar=("PREFILL", "DECODE"))
     parser.add_argument("--kill", action="append", default=[], metavar="CONTAINER")
+    parser.add_argument("--scraped", default="", metavar="PROMETHEUS", help="Only ask whether it scrapes all of them.")
     given = parser.parse_args()
-    asyncio.run(_run(given.url, (given.nodes[0], given.nodes[1]), given.kill))
+    if given.scraped:
+        asyncio.run(_scraped(given.scraped, sum(given.nodes) + 1))
+    else:
+        asyncio.run(_run(given.url, (given.nodes[0], given.nodes[1]), given.kill))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,10 @@ def locked(repository: Path, name: str) -> dict[str, str]:
 )
 def test_a_lock_file_has_what_its_image_needs(repository: Path, name: str, extras: tuple[str, ...]) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in ("tracing", *extras) for line in project["optional-dependencies"][extra]),
+    ]
     packages = locked(repository, name)
     missing = {normal(re.split(r"[^\w.-]", line)[0]) for line in wanted} - set(packages)
     assert not missing, f"{name}.lock lacks {', '.join(sorted(missing))}: {REMEDY}"

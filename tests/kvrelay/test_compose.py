@@ -138,10 +138,8 @@ def test_the_demo_in_deploy_is_what_this_command_writes(repository: Path) -> Non
     demo = yaml.safe_load(interpolated((folder / "compose.yaml").read_text(), env))["services"]
     for profile, gpus in (("cpu", ""), ("gpu", "0,1")):
         config = ComposeConfig(ClusterConfig(EngineConfig("")), (gpus,) if gpus else ())
-        values = env | environment_of(config, str, env)
-        values["KVRELAY_MONITORING"] = env["KVRELAY_MONITORING"]
-        text = yaml.safe_dump(compose_of(config))
-        made = yaml.safe_load(interpolated(text, values))["services"]
+        text = yaml.safe_dump(compose_of(config)).replace("./monitoring", "../monitoring")
+        made = yaml.safe_load(interpolated(text, env | environment_of(config, str, env)))["services"]
         for name, service in made.items():
             theirs = dict(demo[f"{name}-gpu" if gpus and name in nodes(made) else name])
             if name in nodes(made):
@@ -156,8 +154,9 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
     values: dict[str, object] = {"output": str(tmp_path), "prefill": 2}
     assert write(values, QUIET) == 0
     first = (tmp_path / ".env").read_text()
-    secrets = re.findall(r"^(?:KVRELAY_NODE_API_KEY|KVRELAY_CLUSTER_SECRET|GRAFANA_PASSWORD)=(.+)$", first, re.M)
-    assert len(set(secrets)) == 3
+    drawn = "KVRELAY_ADMIN_KEY|KVRELAY_NODE_API_KEY|KVRELAY_CLUSTER_SECRET|GRAFANA_PASSWORD"
+    secrets = re.findall(rf"^(?:{drawn})=(.+)$", first, re.M)
+    assert len(set(secrets)) == 4
     assert min(map(len, secrets)) > 40
     assert stat.S_IMODE(os.stat(tmp_path / ".env").st_mode) == 0o600
     (tmp_path / ".env").write_text(first.replace("KVRELAY_API_KEY=", "KVRELAY_API_KEY=mine") + "MY_OWN=1\n")
@@ -167,6 +166,8 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
     assert "KVRELAY_API_KEY=mine" in second
     assert "MY_OWN=1" in second
     assert "decode-2" in yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
+    assert (tmp_path / "monitoring" / "prometheus" / "prometheus.yml").exists()
+    assert (tmp_path / "monitoring" / "grafana" / "dashboards").is_dir()
     (tmp_path / "compose.yaml").write_text("services: {}\n")
     with pytest.raises(ConfigError, match="was not written by `kvrelay compose`"):
         write(values, QUIET)
