@@ -97,9 +97,14 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None] | 
 
 
 def _quieten() -> None:
-    """Progress bars are for terminals; and each request would be a line in the log of a node."""
-    from huggingface_hub.utils import disable_progress_bars
-
+    """Progress bars are for terminals; and each request would be a line in the log of a node. Raises ConfigError."""
+    try:
+        from huggingface_hub.utils import disable_progress_bars
+    except ModuleNotFoundError as why:
+        raise ConfigError(
+            "a model on the Hub needs huggingface_hub, which is not installed here; pip install huggingface_hub, or pass "
+            "a path"
+        ) from why
     if not sys.stderr.isatty():
         disable_progress_bars()
     for library in ("httpx", "httpx2"):

@@ -130,6 +130,14 @@ def test_a_download_that_breaks_off_is_1_goes_on_where_it_was_and_then_needs_no_
     assert (offline.returncode, offline.stdout.splitlines()[0]) == (0, path)
 
 
+def test_a_hub_id_where_the_library_is_missing_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
+    assert cli.run(["prefetch", "org/name"]) == 2
+    assert "pip install huggingface_hub" in capsys.readouterr().err
+
+
 def test_offline_and_not_there_is_1_and_a_name_that_nobody_has_is_2(
     hub: FakeHub, tmp_path: Path, repository: Path
 ) -> None:
