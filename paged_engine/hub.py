@@ -102,8 +102,8 @@ def _quieten() -> None:
         from huggingface_hub.utils import disable_progress_bars
     except ModuleNotFoundError as why:
         raise ConfigError(
-            "a model on the Hub needs huggingface_hub, which is not installed here; pip install huggingface_hub, or pass "
-            "a path"
+            "a model on the Hub needs huggingface_hub, which is not installed here; pip install huggingface_hub, or "
+            "pass a path"
         ) from why
     if not sys.stderr.isatty():
         disable_progress_bars()
