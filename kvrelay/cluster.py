@@ -114,7 +114,7 @@ def _invite(console: Console, endpoint: Endpoint, model: str) -> None:
     key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if endpoint.api_key else ""
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     lines = (
-        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\n\n"
+        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\nwatch it, chat with it: {endpoint.url}/console\n\n"
         f"curl -N {endpoint.url}/v1/chat/completions -H 'content-type: application/json' \\\n{key}  -d '{body}'\n"
     )
     console.print(Text(lines))

@@ -161,6 +161,7 @@ def test_it_fits_a_phone_and_nothing_moves_when_news_come(browser: Any, cluster:
             page.get_by_role("tab", name=view).click()
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
         page.get_by_role("tab", name="Cluster").click()
+        assert page.evaluate("scrollY") == 0
         before = page.locator("#nodes").bounding_box()
         shifted = "new Promise(done => { let sum = 0; new PerformanceObserver(list => list.getEntries().forEach("
         shifted += "each => sum += each.hadRecentInput ? 0 : each.value)).observe({type: 'layout-shift'}); "
@@ -189,26 +190,27 @@ def test_pictures(browser: Any, cluster: Cluster) -> None:
     folder = Path(SCREENSHOTS)
     folder.mkdir(parents=True, exist_ok=True)
 
-    def shoot(page: Any, name: str, whole: bool = False) -> None:
-        page.screenshot(path=folder / f"console-{name}.png", full_page=whole)
+    def shoot(page: Any, name: str) -> None:
+        page.screenshot(path=folder / f"console-{name}.png")
 
     def ended() -> bool:
-        return len(httpx2.get(f"{cluster.url}/console/state", timeout=10).json()["requests"]) >= 60
+        return len(httpx2.get(f"{cluster.url}/console/state", timeout=10).json()["requests"]) >= 40
 
     with load(cluster, 5):
-        wait_until(ended, 300, "60 requests")
+        wait_until(ended, 300, "40 requests")
         for scheme in ("light", "dark"):
             with page_of(browser, cluster, color_scheme=scheme, device_scale_factor=1.5) as page:
-                page.locator("#wires .busy").first.wait_for()
+                page.locator("#wires .busy").first.wait_for(state="attached")
                 shoot(page, scheme)
                 page.get_by_role("tab", name="Requests").click()
                 page.locator("#log tbody button").nth(2).click()
-                shoot(page, f"requests-{scheme}")
+                if scheme == "light":
+                    shoot(page, "requests")
         phone = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "color_scheme": "light"}
         with page_of(browser, cluster, **phone) as page:
-            page.locator("#wires .busy").first.wait_for()
+            page.locator("#wires .busy").first.wait_for(state="attached")
             shoot(page, "phone")
-    with page_of(browser, cluster, color_scheme="light", device_scale_factor=1.5) as page:
+    with page_of(browser, cluster, color_scheme="dark", device_scale_factor=1.5) as page:
         chat(page, "In one or two sentences: what is a key-value cache?", 64)
         chat(page, "And why would one move it to another machine?", 64)
-        shoot(page, "chat-light")
+        shoot(page, "chat")

@@ -3,7 +3,7 @@
 import { age, byId, bytes, count, h, keyed, mark, rate, s, say, short, time } from "./dom.js";
 import { bar, line } from "./charts.js";
 
-const MOST_IN_FLOW = 8; // of a role; the table has all
+const MOST_IN_FLOW = 6; // of a role; the table has all
 const CARD = 66; // height of a node in the flow, as parts.css has it
 const GAP = 8;
 
@@ -168,7 +168,7 @@ function counts(picture) {
   const rows = [
     ["Answers by status", statuses || "none"],
     ["Handed over", count(of("disaggregated"))],
-    ["Prefilled on decode nodes", of("local_prefills") ? `${count(of("local_prefills"))} (${by("local_prefills")})` : "0"],
+    ["On decode nodes alone", of("local_prefills") ? `${count(of("local_prefills"))} (${by("local_prefills")})` : "0"],
     ["Fail-overs", of("failovers") ? `${count(of("failovers"))} (${by("failovers")})` : "0"],
     ["KV that did not come", of("kv_failures") ? `${count(of("kv_failures"))} (${by("kv_failures")})` : "0"],
   ];

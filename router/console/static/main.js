@@ -129,7 +129,8 @@ function show(view) {
     mark(byId(`tab-${each}`), "aria-selected", String(chosen));
     byId(`tab-${each}`).tabIndex = chosen ? 0 : -1;
   }
-  if (location.hash !== `#${view}`) history.replaceState(null, "", `#${view}`);
+  // No name of an element: the page is not to be scrolled to it.
+  if (location.hash !== `#/${view}`) history.replaceState(null, "", `#/${view}`);
 }
 
 function startTabs() {
@@ -145,7 +146,7 @@ function startTabs() {
       tabs[next].focus();
     });
   });
-  const named = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : VIEWS[0]);
+  const named = () => (VIEWS.includes(location.hash.slice(2)) ? location.hash.slice(2) : VIEWS[0]);
   addEventListener("hashchange", () => show(named()));
   show(named());
 }
