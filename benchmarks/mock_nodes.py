@@ -21,9 +21,10 @@ import msgspec
 import uvloop
 
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
-from wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, LEGS_VERSION, Answer, Kind, MessageReader, message
+from wire.leg_stream import LEGS_MEDIA_TYPE, LEGS_PATH, Answer, Kind, MessageReader, message
 from wire.outputs import Finish, Load
 from wire.transfer import KvTransferParams, packed
+from wire.versions import LEGS
 
 __all__ = ["MODEL", "MOST_TOKENS", "PROMPT_BYTES"]
 
@@ -255,7 +256,8 @@ class _Node(asyncio.Protocol):
                 "engine_id": f"engine-{self._role}",
                 "generation": "g",
                 "load": _LOAD,
-                "leg_stream": 0 if "--http" in sys.argv else LEGS_VERSION,
+                "leg_stream": 0 if "--http" in sys.argv else LEGS.oldest,
+                "leg_stream_newest": LEGS.newest,
                 "object": "list",
                 "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "mock"}],
             }

@@ -24,7 +24,8 @@ from kv_transfer.open import open_connector
 from node.parent import die_with_parent
 from wire.config import TransferConfig
 from wire.errors import ConfigError, KvrelayError, TransferError
-from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
+from wire.transfer import Fingerprint, KvTransferParams
+from wire.versions import HANDOVER
 
 # Of the memory that is free when a process starts. Both ends may be in the same memory, and see the same free bytes.
 POOL_SHARE = 0.3
@@ -77,7 +78,7 @@ class End:
                 torch.add(self._base, block * BLOCK_STEP, out=row)
             self._settle()
         fingerprint = Fingerprint(
-            protocol=PROTOCOL_VERSION,
+            protocol=HANDOVER.newest,
             model="benchmarks.transfer",
             kv_dtype="bfloat16",
             block_tokens=self._block_tokens(),

@@ -33,7 +33,7 @@ from kv_transfer.messages import MAX_MESSAGE_BYTES, Message, Refused, decode, en
 from kv_transfer.poke import Poke
 from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError
-from wire.transfer import PROTOCOL_VERSION
+from wire.versions import HANDOVER
 
 __all__ = ["ENDED", "ENDED_EARLY", "ControlDesk", "ControlThread"]
 
@@ -201,7 +201,7 @@ class ControlThread:
                     None if answer is None else encode(answer)
                 )  # ValueError too: an answer may be longer than a question
             except (msgspec.DecodeError, ValueError):
-                reply = encode(Refused(f"message not understood; this node speaks protocol {PROTOCOL_VERSION}"))
+                reply = encode(Refused(f"message not understood; this node speaks protocol {HANDOVER}"))
             if reply is not None:
                 # A reader that does not take its answers loses them, and then its leases; nobody waits for it.
                 with contextlib.suppress(zmq.Again):

@@ -50,6 +50,8 @@ class _Peer:
     """The process is gone for certain."""
     words: HeldWords | None = None
     """Its leases, if it runs on this host."""
+    protocol: int = 0
+    """The version that both speak, once it is welcomed."""
     plane: str = ""
     """The plane that we read through, or are about to."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
@@ -178,7 +180,7 @@ class Peers:
         if error is not None:
             self._try_next_plane(peer, known, error, now)
             return
-        log.info("KV of %s:%d comes by %s", peer.host, peer.port, known.plane)
+        log.info("KV of %s:%d comes by %s, protocol %d", peer.host, peer.port, known.plane, known.protocol)
         known.joined = True
         self._fetches.peer_ready(peer, now)
 
@@ -215,12 +217,13 @@ class Peers:
             self._lose(peer, PeerLost(restarted), now)
             self.vanished(peer, now)
             return
-        difference = self._hello.fingerprint.difference(welcome.fingerprint)
-        if difference is not None:
+        mine, theirs = self._hello.fingerprint, welcome.fingerprint
+        difference, protocol = mine.difference(theirs), mine.protocols.common(theirs.protocols)
+        if difference is not None or protocol is None:
             differs = f"{where}: {difference}; both nodes need the same model and KV settings"
             self._lose(peer, Incompatible(differs), now)
             return
-        known.welcomed, known.due = True, now + self._config.heartbeat_s
+        known.welcomed, known.due, known.protocol = True, now + self._config.heartbeat_s, protocol
         if welcome.lease_words is not None and known.words is None:
             with contextlib.suppress(TransferError):  # another host, or another user: we ask
                 known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)

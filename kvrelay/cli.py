@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from kvrelay.commands import add_commands
 from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
@@ -27,7 +28,6 @@ from node.parent import die_with_parent
 from node.process_log import LOG_FORMAT, log_to_stderr
 from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from wire.errors import ConfigError, KvrelayError
-from wire.key_config import KeyConfig
 from wire.router_config import RouterConfig
 
 __all__ = ["main", "run"]
@@ -38,7 +38,6 @@ _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="kvrelay: LLM serving with prefill and decode on different nodes.",
@@ -67,14 +66,9 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
     return serve
 
 
-def _serving_router(values: dict[str, object]) -> int:
-    config = build(RouterConfig, values)
-    announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
-    if not (config.prefill and config.decode) and not announced:
-        raise ConfigError(
-            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
-            "announce themselves, or --kubernetes-selector for pods"
-        )
+def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
+    config = _router_config(values)
+    reread = None if again is None else lambda: _router_config(again())
     check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
@@ -88,10 +82,21 @@ def _serving_router(values: dict[str, object]) -> int:
     if config.workers > 1:
         from kvrelay.workers import run_workers
 
-        return run_workers(config)
+        return run_workers(config, reread)
     from router.server import run as run_router
 
-    return run_router(config)
+    return run_router(config, reread)
+
+
+def _router_config(values: Mapping[str, object]) -> RouterConfig:
+    config = build(RouterConfig, values)
+    announced = config.heartbeat_port or config.p2p_nccl_port or config.kubernetes_selector
+    if not (config.prefill and config.decode) and not announced:
+        raise ConfigError(
+            "a router needs at least one --prefill URL and one --decode URL, or --heartbeat-port for nodes that "
+            "announce themselves, or --kubernetes-selector for pods"
+        )
+    return config
 
 
 def _serving_ranks(values: dict[str, object]) -> int:
@@ -161,14 +166,17 @@ def _add(
     name: str,
     about: str,
     config: type,
-    serve: Callable[[dict[str, object]], int],
+    serve: Callable[..., int],
     skip: Sequence[str],
     env: Mapping[str, str],
     own: Sequence[inspect.Parameter] = (),
+    *,
+    reloads: bool = False,
 ) -> None:
     """Make a command whose flags are the settings of a config type. `env` names variables that stand in for flags.
 
-    `own` are parameters of the command itself; their values are handed over beside the settings.
+    `own` are parameters of the command itself; their values are handed over beside the settings. One that `reloads` is
+    given how its settings are read again, too: None without a config file.
     """
     known = settings_of(config, skip)
 
@@ -179,7 +187,11 @@ def _add(
         if cpu and given["device"] not in (None, "cpu"):
             raise ConfigError(f"--cpu and --device {given['device']} contradict each other")
         flags = {setting: value or None if isinstance(value, list) else value for setting, value in given.items()}
-        return serve(merge(known, flags | ({"device": "cpu"} if cpu else {}), file) | mine)
+
+        def read() -> dict[str, object]:
+            return merge(known, flags | ({"device": "cpu"} if cpu else {}), file) | mine
+
+        return serve(read(), read if file else None) if reloads else serve(read())
 
     parameters = [*own, *(_parameter(setting, env.get(setting.name)) for setting in known.values())]
     if "device" in known:
@@ -273,6 +285,7 @@ _add(
     _serving_router,
     (),
     {"api_key": API_KEY, "node_api_key": NODE_API_KEY, "admin_key": ADMIN_KEY, "log_format": LOG_FORMAT},
+    reloads=True,
 )
 
 _add(
@@ -308,61 +321,7 @@ _add(
 )
 
 
-@app.command("chat")
-def _chat(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str, typer.Option(help="The key that it wants.", envvar=API_KEY)] = "",
-) -> int:
-    """Talk to a running cluster in the terminal. From a pipe: one question per line."""
-    from kvrelay.chat import Endpoint, chat
-
-    return chat(Endpoint(url.rstrip("/").removesuffix("/v1"), api_key), Console(highlight=False, soft_wrap=True))
-
-
-@app.command("key")
-def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:
-    """Draw an API key for the router, and print it once with what its configuration needs of it: not the key."""
-    from router.admission.keys import draw_key, hash_of
-
-    key = draw_key()
-    checked = KeyConfig(name, hash_of(key))
-    typer.echo(f"{key}\n\n# for the router's --config file; add limits here\nkeys:")
-    typer.echo(f'  - name: "{checked.name}"\n    sha256: "{checked.sha256}"')
-    return 0
-
-
-@app.command("doctor")
-def _doctor(
-    router: Annotated[
-        str, typer.Option(help="The router, which names the nodes. [default: http://127.0.0.1:8000]")
-    ] = "",
-    prefill: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Prefill nodes, instead of a router.")
-    ] = None,
-    decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="Decode nodes, instead of a router.")] = None,
-    node_api_key: Annotated[str, typer.Option(help="The key that the nodes want.", envvar=NODE_API_KEY)] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-) -> int:
-    """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and how fast?"""
-    from kvrelay.doctor import run as run_doctor
-
-    return run_doctor(router, prefill or [], decode or [], node_api_key, as_json=json)
-
-
-@app.command("drain")
-def _drain(
-    node: Annotated[str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")],
-    router: Annotated[
-        str, typer.Option(help="A router to ask; without one the node is asked, and all routers see it.")
-    ] = "",
-    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
-    node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 600.0,
-) -> int:
-    """Have a node take nothing new, and wait until all that it has is done: then it can be stopped at no cost."""
-    from kvrelay.drain import run as run_drain
-
-    return run_drain(node, router, admin_key, node_api_key, wait, Console(highlight=False, soft_wrap=True))
+add_commands(app)
 
 
 @app.command("top")
@@ -385,7 +344,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         message = _usage(why)  # empty if no command was named: then typer has shown the help
         return _fail(message, 2) if message else 2
     except ConfigError as why:
-        return _fail(why.message, 2)
+        return _fail(why.message, why.exit_code)
     except KvrelayError as why:
         return _fail(why.message, 1)
     except (KeyboardInterrupt, typer.Abort):

@@ -20,6 +20,7 @@ __all__ = ["DrainFailed", "Refusal", "run"]
 
 _CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _TICK_S = 0.2
+_WHICH_KEY = "; a router wants --admin-key (KVRELAY_ADMIN_KEY), a node --node-api-key (KVRELAY_NODE_API_KEY)"
 
 
 class DrainFailed(KvrelayError):
@@ -54,12 +55,27 @@ class _Told(msgspec.Struct):
     node_told: bool
 
 
-def run(node: str, router: str, admin_key: str, node_api_key: str, wait_s: float, console: Console) -> int:
-    """The command: 0 when the node is idle. Raises ConfigError, DrainFailed, DeadlineExceeded after `wait_s`."""
+def run(
+    node: str, router: str, admin_key: str, node_api_key: str, wait_s: float, console: Console, *, undo: bool = False
+) -> int:
+    """The command: 0 when the node is idle, or with `undo` takes requests again.
+
+    Raises ConfigError, DrainFailed, DeadlineExceeded after `wait_s`."""
     for url in filter(None, (node, router)):
         if not is_base_url(url):
             raise ConfigError(f"address {url!r} must be http:// or https://, a host and a port")
-    return asyncio.run(_drain(node.rstrip("/"), router.rstrip("/"), (admin_key, node_api_key), wait_s, console))
+    at, keys = (node.rstrip("/"), router.rstrip("/")), (admin_key, node_api_key)
+    return asyncio.run(_undrain(*at, keys, console) if undo else _drain(*at, keys, wait_s, console))
+
+
+async def _undrain(node: str, router: str, keys: tuple[str, str], console: Console) -> int:
+    async with aiohttp.ClientSession(timeout=_CALL) as session:
+        if router:
+            await _call(session, "POST", f"{router}/admin/undrain", keys[0], {"url": node})
+        else:
+            await _call(session, "POST", f"{node}/undrain", keys[1], {})
+    console.print(f"{node} takes requests again")
+    return 0
 
 
 async def _drain(node: str, router: str, keys: tuple[str, str], wait_s: float, console: Console) -> int:
@@ -103,6 +119,7 @@ async def _call(
     if answer.status == 200 or (draining and answer.status == 503):
         return said
     try:
-        raise DrainFailed(f"{url}: {msgspec.json.decode(said, type=Refusal).error.message}")
+        message = msgspec.json.decode(said, type=Refusal).error.message
+        raise DrainFailed(f"{url}: {message}{_WHICH_KEY if answer.status == 401 else ''}")
     except msgspec.DecodeError as why:
         raise DrainFailed(f"{url} answers {answer.status}") from why

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvrelay.plan import ClusterConfig, Machine
 from wire.errors import ConfigError
 
-__all__ = ["this_machine"]
+__all__ = ["check_port", "environ", "this_machine"]
 
 _NVIDIA_SMI_DEADLINE_S = 20.0
 
@@ -23,7 +23,7 @@ def this_machine(config: ClusterConfig) -> Machine:
         wanted = [(config.host, config.port)] + [("127.0.0.1", 0)] * (config.prefill + config.decode)
         ports = tuple(held.enter_context(_bound(*address)).getsockname()[1] for address in wanted)
     gpus = () if config.engine.device == "cpu" else _gpus()
-    return Machine(len(os.sched_getaffinity(0)), gpus, ports, _environ())
+    return Machine(len(os.sched_getaffinity(0)), gpus, ports, environ())
 
 
 def check_port(host: str, port: int) -> None:
@@ -57,7 +57,7 @@ def _gpus() -> tuple[str, ...]:
     return tuple(str(index) for index in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines())))
 
 
-def _environ() -> dict[str, str]:
+def environ() -> dict[str, str]:
     """Our environment, in which children find the packages where we found them: a checkout need not be installed."""
     environ = dict(os.environ)
     root = Path(__file__).resolve().parent.parent

@@ -22,12 +22,14 @@ import uvloop
 from kvrelay.supervisor import Backoff, ChildFailed
 from node.parent import PARENT_PID, die_with_parent
 from node.process_log import log_to_stderr
+from router.reload import Reread, reload_on_hangup
 from router.server import DRAIN_S, settle
 from router.tls import check_certificate
 from router.workers.listening import shared_port
 from router.workers.parent import Parent
 from router.workers.worker import serve_worker
 from wire.router_config import RouterConfig
+from wire.versions import RELEASE
 
 __all__ = ["run_workers"]
 
@@ -37,21 +39,23 @@ _STOP_DEADLINE_S = DRAIN_S + 15.0
 _log = logging.getLogger("kvrelay.router")
 
 
-def run_workers(config: RouterConfig) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process.
+def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; the exit code. Leaves no process. SIGHUP reloads, if there is `reread`.
 
     Raises ConfigError, RequestError, ChildFailed.
     """
     check_certificate(config)
     with shared_port(config.host, config.port) as held, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(config, held.getsockname()[1]))
+        return runner.run(_run(config, held.getsockname()[1], reread))
 
 
-async def _run(config: RouterConfig, port: int) -> int:
+async def _run(config: RouterConfig, port: int, reread: Reread | None = None) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    parent = Parent(config, port)
+    parent = Parent(config, port, reread)
+    if reread is not None:
+        reload_on_hangup(parent.reload)
     workers = [_Worker(parent, index) for index in range(config.workers)]
     async with parent.running():
         tasks = [asyncio.create_task(worker.keep()) for worker in workers]
@@ -123,7 +127,7 @@ class _Worker:
         with its:
             # Also on the main thread: Linux sends the parent's death to the children of a *thread* that ends.
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers", str(its.fileno()), str(self._index)),
+                *(sys.executable, "-P", "-u", "-m", "kvrelay.workers", str(its.fileno()), str(self._index), RELEASE),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(its.fileno(),),
                 env={**os.environ, PARENT_PID: str(os.getpid())},
@@ -153,10 +157,14 @@ def _fate(code: int) -> str:
 
 
 def main() -> None:
-    """A worker process: `python -m kvrelay.workers FD INDEX`."""
+    """A worker process: `python -m kvrelay.workers FD INDEX RELEASE`, the release being the parent's."""
     die_with_parent()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal, to all at once: the parent says what follows
     descriptor, index = map(int, sys.argv[1:3])
     log_to_stderr("router", worker=index)
+    if sys.argv[3] != RELEASE:  # the package was replaced under a running router, and a worker has ended since
+        _log.error("this worker is of kvrelay %s and its parent of %s; restart the router", RELEASE, sys.argv[3])
+        sys.exit(2)
     settle()
     # Ctrl-C in a terminal reaches all processes at once; uvicorn has drained before it is raised here.
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

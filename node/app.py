@@ -29,7 +29,7 @@ from node.engine_client import EngineClient, Updates
 from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
 from node.kv_events import KvEvents
-from node.leg_stream import LegStreams
+from node.leg_stream import LegStreams, check_version
 from node.metrics import NodeMetrics
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
@@ -49,9 +49,10 @@ from wire.errors import (
     RequestError,
 )
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MAX_HANDOVER_BYTES, Frame, FrameKind, pack
-from wire.leg_stream import LEGS_PATH, LEGS_VERSION
+from wire.leg_stream import LEGS_PATH
 from wire.outputs import Finish, Load
 from wire.sampling import Constraint
+from wire.versions import LEGS, RELEASE
 
 __all__ = ["Node", "create_app", "frames_of", "legs_of"]
 
@@ -134,6 +135,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     @app.post(LEGS_PATH)
     async def leg_stream(request: Request) -> Response:
         authorize(node.config.api_key, request)
+        check_version(request.headers)
         node.ready()
         return node.streams.stream(partial(_streamed, node), node.config.max_body_bytes + MAX_HANDOVER_BYTES)
 
@@ -204,7 +206,9 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
                 "load": node.engine.load,
-                "leg_stream": LEGS_VERSION,
+                "release": RELEASE,
+                "leg_stream": LEGS.oldest,
+                "leg_stream_newest": LEGS.newest,
                 "kv": serving.info.kv,
                 "kv_events": None if node.kv_events is None else node.kv_events.report(),
                 "requests": node.engine.queue_depth(),

@@ -54,7 +54,8 @@ from wire.engine_messages import (
 )
 from wire.errors import KvNotLoaded, KvrelayError
 from wire.outputs import Finish
-from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvFacts, KvTransferParams
+from wire.transfer import Fingerprint, KvFacts, KvTransferParams
+from wire.versions import HANDOVER
 
 __all__ = ["EngineProcess", "connected", "main"]
 
@@ -111,7 +112,7 @@ class EngineProcess:
     def _fingerprint(self) -> Fingerprint:
         engine, model = self.engine, self.engine.model
         return Fingerprint(
-            protocol=PROTOCOL_VERSION,
+            protocol=HANDOVER.oldest,
             model=model.name,
             kv_dtype=str(engine.pool.dtype).removeprefix("torch."),
             block_tokens=engine.pool.block_tokens,
@@ -121,6 +122,7 @@ class EngineProcess:
             window=model.window,
             tp_size=self._config.engine.tensor_parallel,
             rope=engine.rope_variant,
+            protocol_newest=HANDOVER.newest,
         )
 
     def _announce(self, load_s: float) -> None:

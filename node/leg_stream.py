@@ -19,6 +19,7 @@ from wire.errors import KvrelayError, NodeFailed, RequestError
 from wire.frames import Frame, FrameKind
 from wire.leg_stream import (
     LEGS_MEDIA_TYPE,
+    LEGS_VERSION_HEADER,
     WINDOW_BYTES,
     Answer,
     Kind,
@@ -29,8 +30,9 @@ from wire.leg_stream import (
     message,
 )
 from wire.outputs import Load
+from wire.versions import LEGS
 
-__all__ = ["Begin", "LegStream", "LegStreams"]
+__all__ = ["Begin", "LegStream", "LegStreams", "check_version"]
 
 Begin = Callable[[str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGenerator[Frame, None]]]]
 """Given path, headers and body of a leg: the node's load and the leg's frames. Raises KvrelayError."""
@@ -38,6 +40,16 @@ Begin = Callable[[str, Mapping[str, str], bytes], Awaitable[tuple[Load, AsyncGen
 _GOES_ON = (FrameKind.TOKENS, FrameKind.TICKET)
 
 log = logging.getLogger("kvrelay.node")
+
+
+def check_version(headers: Mapping[str, str]) -> None:
+    """Raise RequestError for a leg stream of a version that is not spoken here."""
+    asked = headers.get(LEGS_VERSION_HEADER, "1")
+    if not (asked.isascii() and asked.isdigit() and int(asked) in LEGS):
+        raise RequestError(
+            f"this node speaks version {LEGS} of the leg stream, and was asked for {asked[:20]!r}; the router and its "
+            "nodes must be of one release, or of two that follow each other"
+        )
 
 
 class LegStreams:

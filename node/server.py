@@ -117,7 +117,7 @@ class _Server(uvicorn.Server):
         self._drain.begin()
         if not await self._drain.over(DRAIN_DEADLINE_S):
             log.warning("not drained within %g s: what is left goes on elsewhere", DRAIN_DEADLINE_S)
-        super().handle_exit(self._told, None)
+        self.should_exit = True  # not by uvicorn, which would then die of the signal: this is an orderly end
 
 
 def _facts(node: Node) -> Heartbeat | None:

@@ -35,6 +35,7 @@ from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
 from wire.engine_messages import STEP_TOKENS, Submit
 from wire.sampling import SamplingParams
+from wire.versions import RELEASE
 
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
 
@@ -287,7 +288,8 @@ def _open_runner(
     config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks
 ) -> tuple[Runner, AdapterReader, list[Adapter]]:
     """The rank's runner, and the adapters that were named at start: read first, because that fails soonest."""
-    ranks.agree({"model": str(replace(model, name="")), **{name: str(getattr(config, name)) for name in _ALIKE}})
+    alike = {name: str(getattr(config, name)) for name in _ALIKE}
+    ranks.agree({"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike})
     reader = AdapterReader(model, compute_dtype(config, model, device), config.max_lora_rank, ranks)
     given = reader.given(config)
     return _loaded_runner(config, model, device, ranks), reader, given

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import cast
 from wire.config import EngineConfig
 from wire.errors import ConfigError
 
-__all__ = ["resolve_model"]
+__all__ = ["SMALL_FILES", "DownloadFailed", "resolve_model", "weight_files"]
 
 log = logging.getLogger("kvrelay.engine")
 
@@ -35,7 +35,7 @@ _AT_A_TIME = 4
 
 _ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?P<file>/[^@]+\.gguf)?(?:@(?P<revision>[\w./-]+))?")
 _INDEX = "model.safetensors.index.json"
-_SMALL_FILES = (
+SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -45,6 +45,12 @@ _SMALL_FILES = (
     "chat_template.json",
     _INDEX,
 )
+
+
+class DownloadFailed(ConfigError):
+    """The Hub could not be reached, or broke off: the same may work later."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +65,14 @@ class _Wanted:
         return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
 
 
-def resolve_model(config: EngineConfig) -> Path:
+def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None] | None = None) -> Path:
     """The folder or file of the model that an engine on this machine is to serve.
 
     It is a path, or on the Hub org/name, or org/name/file.gguf, each with @revision behind it if wanted (or in
     `revision`). An empty `hub_token` leaves it to HF_TOKEN and to stored logins. With load_format dummy only config and
-    tokenizer of a repository are downloaded. Raises ConfigError saying what is wrong and what to do: before weights are
-    downloaded, if the model cannot be served as configured.
+    tokenizer of a repository are downloaded. `check` is asked before weights are: by default whether an engine on this
+    machine can serve the model (which imports torch). Raises ConfigError saying what is wrong and what to do: before
+    weights are downloaded, if the model cannot be served as configured.
     """
     model, revision = config.model, config.revision
     path = Path(model).expanduser()
@@ -86,43 +93,48 @@ def resolve_model(config: EngineConfig) -> Path:
     wanted = _Wanted(found["repo"], revision or behind_id or "main", config.hub_token or None)
     _quieten()
     with _told(wanted):
-        return _file(wanted, found["file"][1:]) if found["file"] else _folder(wanted, config)
+        return _file(wanted, found["file"][1:]) if found["file"] else _folder(wanted, config, check)
 
 
 def _quieten() -> None:
-    """Progress bars are for terminals; and each request would be a line in the log of a node."""
-    from huggingface_hub.utils import disable_progress_bars
-
+    """Progress bars are for terminals; and each request would be a line in the log of a node. Raises ConfigError."""
+    try:
+        from huggingface_hub.utils import disable_progress_bars
+    except ModuleNotFoundError as why:
+        raise ConfigError(
+            "a model on the Hub needs huggingface_hub, which is not installed here; pip install huggingface_hub, or "
+            "pass a path"
+        ) from why
     if not sys.stderr.isatty():
         disable_progress_bars()
     for library in ("httpx", "httpx2"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
-def _folder(wanted: _Wanted, config: EngineConfig) -> Path:
+def _folder(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None] | None) -> Path:
     """The snapshot with all that is needed. Small files come first: they tell whether the large ones are of use."""
     from huggingface_hub import snapshot_download
 
     if config.load_format == "gguf":
         raise _not_one_file(wanted)
-    allowed = list(_SMALL_FILES)
+    allowed = list(SMALL_FILES)
     folder = Path(snapshot_download(wanted.repo, revision=wanted.revision, token=wanted.token, allow_patterns=allowed))
     if not (folder / "config.json").exists():
         raise _absent(wanted, "config.json", folder.name)
     if config.load_format == "dummy":
         return folder
-    missing = [name for name in _weight_files(folder) if not (folder / name).exists()]
+    missing = [name for name in weight_files(folder) if not (folder / name).exists()]
     if missing:
         # The commit and not the branch: it may move meanwhile.
         files = [_large_file(wanted, name, folder.name) for name in missing]
-        _check_before_download(wanted, replace(config, model=str(folder)))
+        _check_before_download(wanted, replace(config, model=str(folder)), check)
         _bring(wanted, files)
         snapshot_download(wanted.repo, revision=folder.name, token=wanted.token, allow_patterns=missing)
         log.info("%s is in %s", wanted, folder)
     return folder
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """The safetensors that make up a model: those of its index, for a repository may hold others too."""
     index = folder / _INDEX
     if not index.exists():
@@ -136,11 +148,13 @@ def _weight_files(folder: Path) -> list[str]:
     return names
 
 
-def _check_before_download(wanted: _Wanted, config: EngineConfig) -> None:
+def _check_before_download(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None] | None) -> None:
     """Refuse before the first gigabyte what would be refused after the last."""
-    from paged_engine.before_loading import check_engine
+    if check is None:
+        from paged_engine.before_loading import check_engine
 
-    check_engine(config)
+        check = check_engine
+    check(config)
     if not Path(config.model, "tokenizer.json").exists():
         raise ConfigError(
             f"{wanted} on the Hub holds no tokenizer.json; download it, add one (transformers' "
@@ -322,11 +336,11 @@ def _told(wanted: _Wanted) -> Iterator[None]:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as why:
         offline = isinstance(why, errors.OfflineModeIsEnabled) or isinstance(why.__cause__, errors.OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE forbids to download it" if offline else "the Hub cannot be reached"
-        raise ConfigError(f"{wanted} is not, or not wholly, in the cache {_cache()}, and {reason}") from why
+        raise DownloadFailed(f"{wanted} is not, or not wholly, in the cache {_cache()}, and {reason}") from why
     except errors.HFValidationError as why:
         raise ConfigError(f"model {wanted.repo!r} is neither a path that exists nor a Hub id: {why}") from why
     except failures as why:
-        raise ConfigError(f"{wanted} cannot be downloaded: {_reason(why)}") from why
+        raise DownloadFailed(f"{wanted} cannot be downloaded: {_reason(why)}") from why
 
 
 def _reason(why: BaseException) -> str:

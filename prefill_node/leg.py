@@ -17,6 +17,7 @@ from wire.engine_messages import RequestUpdate, Submit
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
 from wire.transfer import KvTransferParams, packed
+from wire.versions import PACKS_PROMPTS
 
 __all__ = ["PrefillLeg"]
 
@@ -46,12 +47,10 @@ class PrefillLeg(Leg):
         if update.held is None or update.finish is not None:
             yield from super().frames(update, load)
         elif self._asked.pipelined and self.submits[0].params.prompt_logprobs is None:
-            early = msgspec.structs.replace(
-                self._params(update, None),
-                sent_text=None,
-                prompt_token_ids=None,
-                packed_prompt=packed(self.submits[0].prompt_token_ids),
-            )
+            early = msgspec.structs.replace(self._params(update, None), sent_text=None)
+            if self._asked.leg_version >= PACKS_PROMPTS:
+                ids = packed(self.submits[0].prompt_token_ids)
+                early = msgspec.structs.replace(early, prompt_token_ids=None, packed_prompt=ids)
             self._prompt_told = True
             yield Frame(FrameKind.TICKET, params=early, load=load, blocks=update.blocks)
 

@@ -23,7 +23,7 @@ from router.operators import check_operator, peer_of
 from router.shared import Shared
 from router.state import node_of
 from wire.config import Role
-from wire.errors import NotFound, RequestError
+from wire.errors import ConfigError, NotFound, RequestError
 
 __all__ = ["add_admin_routes"]
 
@@ -79,6 +79,11 @@ def add_admin_routes(
         asked = _decoded(await read(request), _Name)
         return _json(await desk.drain(asked.url, peer_of(request), begin=request.url.path == "/admin/drain"))
 
+    @app.post("/admin/reload", response_model=None)
+    async def reload(request: Request) -> Response:
+        check_operator(key, request)
+        return _json(await desk.reload(peer_of(request)))
+
 
 class _Desk:
     """What the routes do."""
@@ -128,6 +133,14 @@ class _Desk:
         status, _ = await self._legs().tell(node, path, b"{}", _TELL_DEADLINE_S)
         _log.info("admin: %s asks to %s node %s, which answers %d", peer, path[1:], node.url, status)
         return {"node_told": status == 200, "node": self.row(node)}
+
+    async def reload(self, peer: str) -> dict[str, Any]:
+        try:
+            changed = await self._shared.reload()
+        except ConfigError as why:
+            raise RequestError(why.message) from why
+        _log.info("admin: %s has the configuration reloaded, new: %s", peer, ", ".join(changed) or "nothing")
+        return {"changed": changed}
 
 
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:

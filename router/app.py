@@ -107,6 +107,7 @@ class Router:
         self.metrics.running.set_function(lambda: len(self._live))
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router", f"{config.host}:{config.port}")
         self.shared = shared(self.pool, self.doors, self.metrics)
+        self.shared.reloads(config, self.take_over)
         self.gate = Gate(config, self.pool, self.shared.limits, self.metrics.admission)
         self.chores = Chores()
         self._legs: Legs | None = None
@@ -154,6 +155,16 @@ class Router:
             await vllm_legs.close()
             if self.tracing is not None:
                 await asyncio.to_thread(self.tracing.close)
+
+    def take_over(self, config: RouterConfig) -> None:
+        """This is the configuration for requests that come from now on. Nodes are told to the pool by others."""
+        self.config = config
+        self.keyring.take_over(config.api_key, config.keys)
+        self.models.take_over(config.aliases)
+        self.gate.take_over(config)
+        self.pool.policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
+        if self._means is not None:
+            self._means = self._means.under(config)
 
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 from collections.abc import Sequence
+from functools import partial
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -14,6 +17,7 @@ import uvloop
 from router.app import create_app
 from router.client import ClientConnection
 from router.connections import connections
+from router.reload import Reread, reload_on_hangup
 from router.shared import Alone, Make
 from router.tls import check_certificate
 from wire.router_config import RouterConfig
@@ -40,10 +44,19 @@ def settle() -> None:
     setattr(logging, "_srcfile", None)  # noqa: B010 - as the logging module's own page on speed has it
 
 
+class _Server(uvicorn.Server):
+    """Ended by a signal it has ended as it should: exit code 0. uvicorn's own dies of the signal after all."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one lets requests end, a second SIGINT does not."""
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True
+
+
 def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
     """A server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError."""
     check_certificate(config)
-    return uvicorn.Server(
+    return _Server(
         uvicorn.Config(
             create_app(config, shared=shared),
             host=config.host,
@@ -63,14 +76,24 @@ def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
     )
 
 
-async def serve(config: RouterConfig, listening: Sequence[socket.socket] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address."""
-    await make_server(config).serve(sockets=None if listening is None else list(listening))
+async def serve(
+    config: RouterConfig, listening: Sequence[socket.socket] | None = None, reread: Reread | None = None
+) -> None:
+    """Serve until SIGINT or SIGTERM, on the given sockets or on the configured address.
+
+    SIGHUP reloads the configuration, if there is something to be read again; else it ends the router, too."""
+    server = make_server(config, partial(Alone, reread=reread))
+    if reread is not None:
+        reload_on_hangup(server.config.app.state.router.shared.reload)  # type: ignore[union-attr]
+    else:  # a terminal that is closed
+        hangup = signal.SIGHUP
+        asyncio.get_running_loop().add_signal_handler(hangup, server.handle_exit, hangup, None)
+    await server.serve(sockets=None if listening is None else list(listening))
 
 
-def run(config: RouterConfig) -> int:
+def run(config: RouterConfig, reread: Reread | None = None) -> int:
     """Serve on an event loop of our own until SIGINT or SIGTERM; the exit code."""
     settle()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config))
+        runner.run(serve(config, reread=reread))
     return 0

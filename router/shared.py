@@ -18,8 +18,13 @@ from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.node import Node
 from router.nodes.pool import Pool
+from router.reload import Reread, read_again, static_nodes
+from wire.router_config import RouterConfig
 
-__all__ = ["Alone", "Make", "Shared"]
+__all__ = ["Alone", "Make", "Shared", "TakesOver", "nobody"]
+
+TakesOver = Callable[[RouterConfig], None]
+"""Serves with this configuration from now on."""
 
 
 class Shared(Protocol):
@@ -58,6 +63,14 @@ class Shared(Protocol):
         """Two nodes have met, or were seen to be unable to."""
         ...
 
+    def reloads(self, config: RouterConfig, take_over: TakesOver) -> None:
+        """This is the configuration now, and this takes another one over."""
+        ...
+
+    async def reload(self) -> list[str]:
+        """All take over what is read now: the names of settings that are new. Raises RequestError, ConfigError."""
+        ...
+
     def shows(self, look: Callable[[float], WorkerSeen]) -> None:
         """For the console of whichever is asked: what this one sees, its requests that ended after a Unix time."""
         ...
@@ -84,8 +97,10 @@ class Alone:
 
     warms = True
 
-    def __init__(self, pool: Pool, doors: Doors, metrics: Metrics) -> None:
-        self._pool, self._doors, self._metrics = pool, doors, metrics
+    def __init__(self, pool: Pool, doors: Doors, metrics: Metrics, reread: Reread | None = None) -> None:
+        self._pool, self._doors, self._metrics, self._reread = pool, doors, metrics, reread
+        self._config = RouterConfig()
+        self._take_over: TakesOver = nobody
         self.limits: Limits = HeldHere()
         self.responses: Responses = KeptHere()
 
@@ -118,6 +133,19 @@ class Alone:
         """See Shared."""
         self._doors.met(prefill, decode, failed=failed, now=time.monotonic())
 
+    def reloads(self, config: RouterConfig, take_over: TakesOver) -> None:
+        """See Shared."""
+        self._config, self._take_over = config, take_over
+
+    async def reload(self) -> list[str]:
+        """See Shared."""
+        config, changed = read_again(self._config, self._reread)
+        if {"prefill", "decode"} & set(changed):  # else a node that an operator has removed would come back
+            self._pool.tell(Source.STATIC, static_nodes(config), time.monotonic())
+        self._take_over(config)
+        self._config = config
+        return changed
+
     def shows(self, look: Callable[[float], WorkerSeen]) -> None:
         """See Shared."""
 
@@ -128,3 +156,7 @@ class Alone:
     def workers(self) -> dict[str, int] | None:
         """See Shared."""
         return None
+
+
+def nobody(_: RouterConfig) -> None:
+    """Before there is a router."""

@@ -30,6 +30,8 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
         "model": node.model,
         "adapters": sorted(node.adapters),
         "generation": node.generation,
+        "release": node.release,
+        "leg_version": node.leg_version,
         "sources": pool.members.sources(node.url) if node.wanted else [],
         "legs": len(node.leases),
         "held_blocks": node.held_blocks,

@@ -96,6 +96,9 @@ class KvrelayError(Exception):
 class ConfigError(KvrelayError):
     """A flag, a config file or a model folder is wrong. Ends the process before it serves."""
 
+    exit_code = 2
+    """Of a command that ends by it: the same words will not work the next time either."""
+
 
 class RequestError(KvrelayError):
     """The client's request is wrong and would be wrong again."""

@@ -23,7 +23,7 @@ __all__ = [
     "HEAD_BYTES",
     "LEGS_MEDIA_TYPE",
     "LEGS_PATH",
-    "LEGS_VERSION",
+    "LEGS_VERSION_HEADER",
     "WINDOW_BYTES",
     "Answer",
     "Kind",
@@ -38,7 +38,8 @@ __all__ = [
 
 LEGS_PATH = "/kv/legs"
 LEGS_MEDIA_TYPE = "application/vnd.kvrelay.legs"
-LEGS_VERSION = 1
+LEGS_VERSION_HEADER = "x-kvrelay-legs"
+"""Of the POST: which version of it this is (wire/versions.py). Without the header it is 1."""
 WINDOW_BYTES = 1 << 20
 
 _HEAD = struct.Struct("<IIB")

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from wire.config_checks import check_log_format, is_base_url, is_loopback, positive, require
 from wire.key_config import KeyConfig
 
-__all__ = ["POLICY_NAMES", "RouterConfig"]
+__all__ = ["LIVE", "POLICY_NAMES", "RouterConfig"]
 
 # How a router may choose nodes (router/policies/).
 POLICY_NAMES = ("cost", "least_queue", "power_of_two", "prefix", "random", "round_robin", "session")
 MAX_WORKERS = 256
+LIVE = frozenset(
+    {
+        *("prefill", "decode", "alias", "api_key", "keys"),
+        *("max_body_bytes", "request_deadline_s", "max_queue", "ttft_target_ms", "tpot_target_ms", "attempts"),
+        *("prefill_policy", "decode_policy", "conditional_disaggregation", "log_bodies"),
+    }
+)
+"""Settings that a running router takes over when its file is read again (router/reload.py). All others are fixed at its
+start."""
 
 
 @dataclass(frozen=True, slots=True)

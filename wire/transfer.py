@@ -16,10 +16,10 @@ import msgspec
 
 from wire.errors import RequestError
 from wire.outputs import Finish, TokenLogprobs
+from wire.versions import PACKS_PROMPTS, Versions
 
-__all__ = ["PROTOCOL_VERSION", "ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
+__all__ = ["ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
 
-PROTOCOL_VERSION = 1
 _ID_BYTES = 4
 
 
@@ -66,6 +66,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     client_max_tokens: int = 0
     # To the prefill node: send a TICKET frame before the prompt is computed.
     pipelined: bool = False
+    # To both nodes: the version that this leg is of (wire/versions.py, LEGS). The prefill node answers in its words.
+    leg_version: int = 1
     # To both nodes: made once by the router and carried on, so that all chunks of a stream agree.
     created: int | None = None
     # Of a request with several prompts this is one: its choices are counted from here, and what ends the answer (usage
@@ -90,7 +92,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     # What the decode node would otherwise compute twice: the answer so far. Of its first choice in four fields, of the
     # others (after a fail-over) as a list.
     prompt_token_ids: list[int] | None = None
-    # The same for who speaks frames, 4 bytes each (base64 in JSON): a router passes them on and reads none.
+    # The same in legs of version 2, 4 bytes each (base64 in JSON): a router passes them on and reads none.
     packed_prompt: bytes | None = None
     generated: list[int] = []
     generated_logprobs: list[TokenLogprobs] = []
@@ -124,6 +126,12 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ids.byteswap()
         return ids.tolist()
 
+    def in_version(self, version: int) -> KvTransferParams:
+        """The same for a leg of this version. Raises RequestError if what it says is malformed."""
+        if version >= PACKS_PROMPTS or self.packed_prompt is None:
+            return msgspec.structs.replace(self, leg_version=version)
+        return msgspec.structs.replace(self, leg_version=version, prompt_token_ids=self.prompt(), packed_prompt=None)
+
     def so_far(self, choices: int) -> list[ChoiceSoFar]:
         """The first `choices` choices of the answer; those that have not begun are empty."""
         first = ChoiceSoFar(
@@ -133,12 +141,17 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return known + [ChoiceSoFar()] * (choices - len(known))
 
 
+_MAY_DIFFER = ("tp_size", "protocol", "protocol_newest")
+
+
 class Fingerprint(msgspec.Struct, frozen=True):
     """What must be equal on both ends of a transfer, compared at the handshake: refuse, never corrupt.
 
-    `tp_size` alone may differ: `kv_heads` are those of all ranks, and a rank reads the heads that it holds."""
+    Two may differ: `tp_size`, because `kv_heads` are those of all ranks and a rank reads the heads that it holds; and
+    the versions of the protocol, as long as one is common."""
 
     protocol: int
+    """The oldest version that is spoken. Code of version 1 looks at nothing else, and wants its own."""
     model: str
     kv_dtype: str
     block_tokens: int
@@ -149,12 +162,21 @@ class Fingerprint(msgspec.Struct, frozen=True):
     tp_size: int
     rope: str = ""
     """What of the rotary frequencies depends on a node's own limit: keys turned by others would be nonsense."""
+    protocol_newest: int = 0
+    """The newest version that is spoken; 0 says nothing: then it is `protocol`."""
+
+    @property
+    def protocols(self) -> Versions:
+        """All versions of the protocol that are spoken."""
+        return Versions(self.protocol, max(self.protocol, self.protocol_newest))
 
     def difference(self, other: Fingerprint) -> str | None:
         """None if KV may be exchanged, else one clause naming the first field that differs and both values."""
+        if self.protocols.common(other.protocols) is None:
+            return f"protocol is {self.protocols} here and {other.protocols} there"
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs and name != "tp_size":
+            if mine != theirs and name not in _MAY_DIFFER:
                 return f"{name} is {mine!r} here and {theirs!r} there"
         return None
 

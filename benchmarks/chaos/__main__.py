@@ -94,7 +94,7 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     cluster.supervise()
     watching = asyncio.create_task(_watch(cluster, sizes))
     clients = [
-        crowd.keep_asking(random.Random(f"{options.seed} {at}"), began + options.seconds)
+        crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: time.monotonic() < began + options.seconds)
         for at in range(options.streams)
     ]
     faults = drawn(options.seed, options.seconds, options.every_s, range(len(cluster.nodes)))

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,9 +95,9 @@ class Crowd:
         known = {ask.number: asyncio.ensure_future(one(ask)) for ask in waiting}
         await asyncio.gather(*known.values())
 
-    async def keep_asking(self, rng: random.Random, until: float) -> None:
-        """One client, until this monotonic second; the last answer is read to its end."""
-        while time.monotonic() < until:
+    async def keep_asking(self, rng: random.Random, going: Callable[[], bool]) -> None:
+        """One client, for as long as it is `going`; the last answer is read to its end."""
+        while going():
             ask = rng.choice(self._asks)
             salt = {"cache_salt": f"{rng.getrandbits(60):x}"} if rng.random() < SALTED else {}
             self.asked += 1

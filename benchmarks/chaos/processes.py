@@ -88,6 +88,8 @@ class Cluster:
         self.struck: list[Struck] = []
         self.surprises: list[str] = []
         """Processes that ended though nobody had struck them."""
+        self.code: dict[str, Path] = {}
+        """Other code than this checkout's, by the role of the processes that are started with it."""
         self._secret = secrets.token_urlsafe()
         self._tasks: list[asyncio.Task[None]] = []
         self._supervised = False
@@ -242,7 +244,7 @@ class Cluster:
         return Node(role, port, argv, log, self._popen(argv, log, role))
 
     def _popen(self, argv: Sequence[str], log: Path, role: str) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(self.code.get(role, _ROOT)), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         if role != "router":
             env["KVRELAY_CLUSTER_SECRET"] = self._secret

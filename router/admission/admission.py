@@ -63,6 +63,10 @@ class Admission:
         self._next_late = math.inf
         """Nobody in the queue is late before."""
 
+    def take_over(self, max_queue: int) -> None:
+        """So many may wait from now on; those that wait go on waiting."""
+        self._max_queue = max_queue
+
     def arrive(self, entrant: Entrant, nodes: Nodes, now: float, max_of_key: int = 0) -> Arrival:
         """A newcomer. `max_of_key` bounds how many of its key may wait; 0 does not."""
         never = self._never(entrant, nodes)

@@ -97,6 +97,12 @@ class Gate:
         self._looking: asyncio.Task[None] | None = None
         metrics.waiting.set_function(self.waiting)
 
+    def take_over(self, config: RouterConfig) -> None:
+        """Its limits and targets are for those who come from now on."""
+        self._config = config
+        for line in self._lines.values():
+            line.admission.take_over(config.max_queue)
+
     def waiting(self) -> int:
         """Requests in all queues."""
         return sum(len(line.admission.queue) for line in self._lines.values())

@@ -94,6 +94,10 @@ class Keyring:
     """All keys: those of the configuration, and the one that was given in clear, if any."""
 
     def __init__(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
+        self.take_over(api_key, keys)
+
+    def take_over(self, api_key: str, keys: Sequence[KeyConfig]) -> None:
+        """These are the keys from now on."""
         self._callers = [(bytes.fromhex(key.sha256), Caller.of(key)) for key in keys]
         if api_key:
             self._callers.append((hashlib.sha256(api_key.encode()).digest(), Caller("api-key")))

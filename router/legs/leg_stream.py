@@ -29,7 +29,7 @@ from wire.leg_stream import (
     HEAD_BYTES,
     LEGS_MEDIA_TYPE,
     LEGS_PATH,
-    LEGS_VERSION,
+    LEGS_VERSION_HEADER,
     MALFORMED,
     WINDOW_BYTES,
     Answer,
@@ -328,7 +328,8 @@ class LegStreams:
 
     async def heard(self, node: Node, report: HealthReport) -> None:
         """A node has reported its health: see that its stream stands, and that it is this process's."""
-        if report.leg_stream != LEGS_VERSION:
+        version = report.leg_version
+        if version is None:
             self.forget(node)
             return
         link, now = self._links.setdefault(node, _Link()), time.monotonic()
@@ -338,7 +339,7 @@ class LegStreams:
             link.stream.ping(now, self._silence_s)
         if (link.stream is None or link.stream.broken) and now >= link.next_try:
             link.stream, link.generation = None, report.generation
-            await self._connect(node, link)
+            await self._connect(node, link, version)
 
     def forget(self, node: Node) -> None:
         """No legs go there any more."""
@@ -351,10 +352,11 @@ class LegStreams:
         for node in list(self._links):
             self.forget(node)
 
-    async def _connect(self, node: Node, link: _Link) -> None:
+    async def _connect(self, node: Node, link: _Link, version: int) -> None:
         at = urlsplit(node.url)
         lines = [f"POST {at.path}{LEGS_PATH} HTTP/1.1", f"host: {at.netloc}", f"content-type: {LEGS_MEDIA_TYPE}"]
-        lines += ["transfer-encoding: chunked", *(f"{name}: {value}" for name, value in self._headers.items())]
+        lines += ["transfer-encoding: chunked", f"{LEGS_VERSION_HEADER}: {version}"]
+        lines += [f"{name}: {value}" for name, value in self._headers.items()]
         head = "".join(f"{line}\r\n" for line in (*lines, "")).encode()
         stream: LegStream | None = None
         secure = at.scheme == "https"

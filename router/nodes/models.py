@@ -26,6 +26,10 @@ class Models:
         self._aliases = dict(aliases)
         self._created = created
 
+    def take_over(self, aliases: Mapping[str, str]) -> None:
+        """These are the aliases from now on."""
+        self._aliases = dict(aliases)
+
     def named(self, name: str) -> str:
         """The model or adapter that a request means. Raises NotFound, naming what is served, or NoNode."""
         meant = self._aliases.get(name, name)

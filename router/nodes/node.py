@@ -19,6 +19,7 @@ from wire.config import Role
 from wire.kv_events import KvEventsReport
 from wire.outputs import Load
 from wire.transfer import KvFacts
+from wire.versions import LEGS, Versions
 
 __all__ = ["DRAINING", "NEW", "HealthReport", "Lease", "Node", "NodeKind"]
 
@@ -62,9 +63,34 @@ class HealthReport(msgspec.Struct, frozen=True):
     """Of a vLLM node, those behind its address; each has a prefix cache of its own."""
     held_blocks: int = 0
     leg_stream: int = 0
-    """The version of the leg stream (wire/leg_stream.py) that it speaks; 0: none."""
+    """The oldest version of the leg stream that it speaks; 0: none. Routers of version 1 want theirs here."""
+    leg_stream_newest: int = 0
+    """The newest; 0 says nothing: then it is the oldest."""
+    release: str = ""
+    """Of kvrelay."""
     pod_uid: str = ""
     """Of the Kubernetes pod that it runs in, if it was told."""
+
+    @property
+    def leg_versions(self) -> Versions | None:
+        """Those of the leg stream that it speaks."""
+        return Versions(self.leg_stream, max(self.leg_stream, self.leg_stream_newest)) if self.leg_stream else None
+
+    @property
+    def leg_version(self) -> int | None:
+        """The one that it and this router speak with each other; None: it speaks no leg stream, or none of ours."""
+        return None if self.leg_versions is None else LEGS.common(self.leg_versions)
+
+    @property
+    def unspoken(self) -> str | None:
+        """Why no leg can go there, of a node whose leg streams are all of other versions than ours."""
+        if self.leg_versions is None or self.leg_version is not None:
+            return None
+        older = "router" if self.leg_versions.oldest > LEGS.newest else "node"
+        return (
+            f"it speaks version {self.leg_versions} of the leg stream and this router {LEGS}: upgrade the {older}, one "
+            "release at a time"
+        )
 
     @property
     def draining(self) -> bool:
@@ -117,6 +143,9 @@ class Node(NodeView):
     """An operator drains it through this router: until it is asked to end that, or another process stands there."""
     held_blocks: int = 0
     """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
+    release: str = ""
+    leg_version: int = 1
+    """Of the legs that it and this router speak with each other."""
     misses: int = 0
     blamed_at: float = float("-inf")
     load: Load = field(default_factory=Load)

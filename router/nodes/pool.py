@@ -313,7 +313,7 @@ class Pool:
         known = (node.kind, node.model, node.adapters, node.up)
         node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
-        node.held_blocks = report.held_blocks
+        node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version or 1
         node.note_load(report.load)
         why = self._misfit(node, report)
         if why is not None:
@@ -399,6 +399,8 @@ class Pool:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"
             )
+        if report.unspoken is not None:
+            return report.unspoken
         pod = self.members.spec(Source.KUBERNETES, node.url)
         if pod is not None and report.pod_uid and report.pod_uid != pod.generation:
             return f"pod {pod.generation} had this address, and pod {report.pod_uid} answers there"

@@ -146,7 +146,6 @@ class Walk:
     async def _prefill(self, source: Source) -> bool:
         """True if a decode leg must follow: the prefill node handed over, or broke after token 1 had been sent on, or
         no prefill node is left."""
-        body = prefill_body(self.job)
         ask, tries = source.ask, Tries(self._means)
         nodes: Sequence[Node] = [] if source.node is None else [source.node]
         failure: LegFailed | Refused
@@ -161,7 +160,7 @@ class Walk:
                 self.on_placed(Role.PREFILL)
                 self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
-                    ended = await self._leg(lease, body, Place(), None)
+                    ended = await self._leg(lease, prefill_body(self.job, lease.node.leg_version), Place(), None)
                     if ended is FrameKind.HANDOVER:
                         self.timeline.handed_over = time.monotonic()
                     return ended is FrameKind.HANDOVER
@@ -199,7 +198,8 @@ class Walk:
                     self.on_placed(Role.PREFILL)  # what would have been computed there
                 self.on_placed(Role.DECODE)
                 params = self._bound(params, fetches)
-                await self._leg(lease, decode_body(self.job, params), Place.behind(params), params)
+                body = decode_body(self.job, params, lease.node.leg_version)
+                await self._leg(lease, body, Place.behind(params), params)
                 return
             except Diverged as why:
                 # Nobody's fault; the next leg begins behind what the client has.
@@ -247,7 +247,7 @@ class Walk:
         with self._pool.lease(prefill_ask(self.job, self._prefix), among=[source]) as lease:
             self.prefill_node = source
             try:
-                await self._leg(lease, prefill_body(self.job), Place(again=True), None)
+                await self._leg(lease, prefill_body(self.job, source.leg_version), Place(again=True), None)
             except asyncio.CancelledError:
                 self._prefill_cut = True
                 raise

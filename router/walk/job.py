@@ -238,8 +238,8 @@ def prefix_of(job: Job) -> Prefix:
     return Prefix.of(context, bytes(fields.get(job.prompt_field, b"")))
 
 
-def prefill_body(job: Job) -> bytes:
-    """The body of the prefill leg: one token, and the client's own limits beside it."""
+def prefill_body(job: Job, version: int = 1) -> bytes:
+    """The body of the prefill leg: one token, and the client's own limits beside it. `version` of the leg."""
     fields: dict[str, Any] = dict(job.fields)
     fields["max_tokens"] = 0 if job.prompt_only else 1
     if "max_completion_tokens" in fields:
@@ -259,6 +259,7 @@ def prefill_body(job: Job) -> bytes:
         "remote_port": None,
         "client_max_tokens": job.max_tokens,
         "pipelined": True,
+        "leg_version": version,
         "created": job.created,
         "seed": job.seed,
         **({"part": True, "first_index": job.first_index} if job.part else {}),
@@ -266,13 +267,13 @@ def prefill_body(job: Job) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def decode_body(job: Job, params: KvTransferParams) -> bytes:
-    """The body of a decode leg. The prompt's text stays at home where its token ids go along."""
+def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
+    """The body of a decode leg. The prompt's text stays at home where its token ids go along. `version` of the leg."""
     fields: dict[str, Any] = dict(job.fields)
     if params.prompt_tokens is not None and not job.repeats_prompt:
         fields[job.prompt_field] = [] if job.path == CHAT_PATH else ""
     fields["seed"] = job.seed
-    fields["kv_transfer_params"] = params
+    fields["kv_transfer_params"] = params.in_version(version)
     return msgspec.json.encode(fields)
 
 

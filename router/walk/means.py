@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.chores import Chores
 from router.legs.leg_watch import LegWatches
@@ -15,13 +15,14 @@ from router.nodes.pool import Pool
 from router.walk.binding import Binding
 from router.walk.locality import Locality
 from router.walk.retries import RetryBudget
+from wire.router_config import RouterConfig
 
 __all__ = ["Means"]
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Made once, when the router starts."""
+    """Made when the router starts, and again for a new configuration."""
 
     pool: Pool
     doors: Doors
@@ -36,6 +37,12 @@ class Means:
     """On how many nodes a leg is tried."""
     deadline_s: float
     """Of a request, from its arrival."""
+
+    def under(self, config: RouterConfig) -> Means:
+        """The same under another configuration, for walks that begin from now on."""
+        conditional = config.conditional_disaggregation
+        locality = Locality(self.pool, self.doors, self.binding, self.metrics, conditional)
+        return replace(self, locality=locality, attempts=config.attempts, deadline_s=config.request_deadline_s)
 
     def release(self, node: Node, request_ids: Sequence[str]) -> None:
         """Have a prefill node told that nobody will fetch these."""

@@ -48,6 +48,8 @@ __all__ = [
     "Names",
     "Recall",
     "Recalled",
+    "Reload",
+    "Reloaded",
     "Removed",
     "Samples",
     "Sampled",
@@ -55,6 +57,7 @@ __all__ = [
     "Seen",
     "Sync",
     "Take",
+    "TakeOver",
     "Told",
     "Took",
     "packed",
@@ -134,13 +137,20 @@ class LegsOf(_Message, frozen=True):
     legs: dict[str, int]
 
 
+class Reloaded(_Message, frozen=True):
+    """The settings that are new, or why none is."""
+
+    changed: list[str]
+    refused: str = ""
+
+
 class Seen(_Message, frozen=True):
     """Asked: by all workers but the one that asks; or by one. For the console."""
 
     workers: list[WorkerSeen]
 
 
-Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Seen
+Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded | Seen
 
 
 # Of membership, both ways: a worker asks for it, its parent tells all workers.
@@ -231,6 +241,10 @@ class Legs(_Message, frozen=True):
     """The legs on each node are wanted. Also from the parent."""
 
 
+class Reload(_Message, frozen=True):
+    """The configuration is to be read again."""
+
+
 class Look(_Message, frozen=True):
     """What the console shows is wanted, of requests those that ended after this Unix time. Also from the parent."""
 
@@ -252,6 +266,7 @@ FromWorker = (
     | Scrape
     | Met
     | Legs
+    | Reload
     | Look
 )
 
@@ -298,6 +313,12 @@ class Address(_Message, frozen=True):
     address: str
 
 
+class TakeOver(_Message, frozen=True):
+    """This is its configuration from now on."""
+
+    config: RouterConfig
+
+
 class Samples(_Message, frozen=True):
     """Its metrics are wanted."""
 
@@ -317,6 +338,7 @@ FromParent = (
     | Adapter
     | Heard
     | Address
+    | TakeOver
     | Samples
     | Sync
     | Met

@@ -24,6 +24,7 @@ from router.admission.rate_limits import KeyLimits, Taken
 from router.membership.heartbeats import hearing
 from router.membership.kubernetes_watch import discovering
 from router.membership.members import Members, NodeSpec, Source
+from router.reload import Reread, read_again, static_nodes
 from router.vllm.pings import hearing_pings
 from router.workers.link import Link
 from router.workers.messages import (
@@ -51,6 +52,8 @@ from router.workers.messages import (
     Names,
     Recall,
     Recalled,
+    Reload,
+    Reloaded,
     Removed,
     Sampled,
     Samples,
@@ -58,12 +61,12 @@ from router.workers.messages import (
     Seen,
     Sync,
     Take,
+    TakeOver,
     Told,
     Took,
 )
 from router.workers.metric_sums import collected, lasting, summed, text_of
-from wire.config import Role
-from wire.errors import NotFound, Unavailable
+from wire.errors import ConfigError, NotFound, RequestError, Unavailable
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
@@ -120,8 +123,9 @@ def share_of(config: RouterConfig, port: int) -> RouterConfig:
 class Parent:
     """See the module. A Listener: what sources tell it, all workers hear, also those that begin later."""
 
-    def __init__(self, config: RouterConfig, port: int) -> None:
+    def __init__(self, config: RouterConfig, port: int, reread: Reread | None = None) -> None:
         self._config, self._share = config, share_of(config, port)
+        self._port, self._reread = port, reread
         self._members = Members()
         self._drained: dict[str, Drained] = {}
         self._addresses: dict[str, str] = {}
@@ -137,9 +141,7 @@ class Parent:
         self._hung = Counter(
             "kvrelay_router_worker_hung", "Of these, processes that did not answer their parent.", registry=registry
         )
-        for role, urls in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-            for url in urls:
-                self._members.add(Source.STATIC, NodeSpec(url, role))
+        self._members.tell(Source.STATIC, static_nodes(config))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -157,6 +159,20 @@ class Parent:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def reload(self) -> list[str]:
+        """All workers take the configuration over that is read now: the settings that are new.
+
+        Raises RequestError, ConfigError; then no worker has heard of it."""
+        config, changed = read_again(self._config, self._reread)
+        self._config, self._share = config, share_of(config, self._port)
+        if {"prefill", "decode"} & set(changed):
+            self.tell(Source.STATIC, static_nodes(config), time.monotonic())
+        for peer in self._peers.values():
+            if not peer.listening and peer.link is not None:
+                peer.link.tell(TakeOver(self._share))
+        await self._ask_all(TakeOver(self._share), Done)
+        return changed
 
     def listening(self) -> int:
         """How many workers take connections."""
@@ -221,6 +237,8 @@ class Parent:
                 return self._change(message)
             case Met():
                 self._say(message)
+            case Reload():
+                return self._reloaded()
             case Listening():
                 peer.listening = True
                 self._count()
@@ -264,6 +282,12 @@ class Parent:
                 peer.link.tell(change)
         await self._ask_all(change, Done)
         return Done()
+
+    async def _reloaded(self) -> Reloaded:
+        try:
+            return Reloaded(await self.reload())
+        except (ConfigError, RequestError) as why:
+            return Reloaded([], why.message)
 
     async def _legs(self, peer: _Peer) -> LegsOf:
         legs: dict[str, int] = {}

@@ -24,6 +24,7 @@ from router.nodes.doors import Doors
 from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.server import make_server
+from router.shared import TakesOver, nobody
 from router.workers.link import Link
 from router.workers.listening import shared_port
 from router.workers.messages import (
@@ -49,6 +50,8 @@ from router.workers.messages import (
     Met,
     Recall,
     Recalled,
+    Reload,
+    Reloaded,
     Removed,
     Sampled,
     Samples,
@@ -56,11 +59,13 @@ from router.workers.messages import (
     Seen,
     Sync,
     Take,
+    TakeOver,
     Told,
     Took,
 )
 from router.workers.metric_sums import collected
-from wire.errors import KvrelayError, Unavailable
+from wire.errors import KvrelayError, RequestError, Unavailable
+from wire.router_config import RouterConfig
 
 __all__ = ["Worker", "serve_worker"]
 
@@ -136,6 +141,7 @@ class Worker:
         self.limits: Limits = _LimitsOfParent(link)
         self.responses: Responses = _ResponsesOfParent(link)
         self.warms = begin.index == 0
+        self._take_over: TakesOver = nobody
         self._look: Callable[[float], WorkerSeen] | None = None
         now = time.monotonic()
         for names in begin.names:
@@ -178,6 +184,17 @@ class Worker:
         """See Shared."""
         self._link.tell(Met(prefill.url, decode.url, failed))
 
+    def reloads(self, config: RouterConfig, take_over: TakesOver) -> None:
+        """See Shared."""
+        self._take_over = take_over
+
+    async def reload(self) -> list[str]:
+        """See Shared."""
+        told = await self._link.ask(Reload(), Reloaded)
+        if told.refused:
+            raise RequestError(told.refused)
+        return told.changed
+
     def shows(self, look: Callable[[float], WorkerSeen]) -> None:
         """See Shared."""
         self._look = look
@@ -217,6 +234,8 @@ class Worker:
                     pool.note_adapter(node, message.name, loaded=message.loaded, now=now)
             case Heard():
                 pool.heard(message.url, message.load, now, draining=message.draining)
+            case TakeOver():
+                self._take_over(message.config)
             case Address():
                 pool.note_p2p_address(message.url, message.address)
             case Met():

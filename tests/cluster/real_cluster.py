@@ -69,7 +69,7 @@ def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, inter
         time.sleep(interval_s)
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """One `kvrelay` command."""
 
@@ -121,6 +121,8 @@ class Cluster:
     secret: str = field(default_factory=secrets.token_urlsafe)
     nodes: list[Process] = field(default_factory=list)
     router: Process | None = None
+    others: list[Process] = field(default_factory=list)
+    """Further routers."""
 
     @property
     def url(self) -> str:
@@ -195,7 +197,7 @@ class Cluster:
             raise AssertionError(f"blocks are not free {within_s:g} s later: {reports}") from None
 
     def stop(self) -> None:
-        everything = [*self.nodes, *([self.router] if self.router else [])]
+        everything = [*self.nodes, *([self.router] if self.router else []), *self.others]
         for process in everything:
             if process.popen.poll() is None:
                 process.kill(signal.SIGCONT)

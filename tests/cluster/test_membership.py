@@ -1,4 +1,9 @@
-"""Nodes that announce themselves, meet, drain, and are restarted one after the other under streams: real processes."""
+"""Nodes that announce themselves, meet, drain, and are restarted one after the other under streams: real processes.
+
+The nodes begin with the code of the release before this one, where it is to be had, and are restarted with this one's;
+beside the router stands one of that release. So all of it is a rolling upgrade, too: each role and the router meet
+both.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +12,51 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx2
 import pytest
+from previous_release import previous_release
 from real_cluster import START_DEADLINE_S, Cluster, Process, free_port, tiny_model, wait_until
 
 from kvrelay import cli
+from wire.versions import LEGS, RELEASE
 
 pytestmark = pytest.mark.cluster
 
 STREAMS, TOKENS = 8, 200
+MIXED = 12
+"""Hand-overs to each decode node between two restarts."""
 KEYS = {"KVRELAY_NODE_API_KEY": "nodes", "KVRELAY_ADMIN_KEY": "operator"}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process of the release before this one."""
+    code: Path | None = previous_release(tmp_path_factory.mktemp("release"))
+    return KEYS if code is None else KEYS | {"PYTHONPATH": str(code)}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) -> Iterator[Cluster]:
     """2P2D over NIXL. No list of nodes: they tell the router that they are there."""
     folder = tmp_path_factory.mktemp("members")
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-connector", "nixl"]
     flags += ["--kv-cache-memory", str(8 << 20)]
-    heartbeats = free_port()
+    heartbeats, olds = free_port(), free_port()
     cluster = Cluster(folder, flags)
     try:
-        flags += ["--router", f"tcp://127.0.0.1:{heartbeats}"]
-        cluster.nodes = [cluster.start(role, flags, env=KEYS) for role in ("prefill", "prefill", "decode", "decode")]
-        router_flags = ["--heartbeat-port", str(heartbeats), "--alias", "best=tiny"]
+        flags += ["--router", f"tcp://127.0.0.1:{heartbeats}", "--router", f"tcp://127.0.0.1:{olds}"]
+        cluster.nodes = [cluster.start(role, flags, env=before) for role in ("prefill", "prefill", "decode", "decode")]
+        # Each prompt is handed over, and by each prefill node to each decode node.
+        every = ["--no-conditional-disaggregation", "--prefill-policy", "round_robin", "--decode-policy", "random"]
+        router_flags = ["--heartbeat-port", str(heartbeats), "--alias", "best=tiny", *every]
         cluster.router = cluster.start("router", router_flags, env=KEYS)
-        cluster.wait_ready(*cluster.nodes, cluster.router)
+        # At the nodes of this release it is the other way round: the router is of the one before.
+        cluster.others = [cluster.start("router", ["--heartbeat-port", str(olds), *every], env=before)]
+        cluster.wait_ready(*cluster.nodes, cluster.router, *cluster.others)
         cluster.wait_met(4)
         yield cluster
     finally:
@@ -43,12 +64,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def health(cluster: Cluster) -> dict[str, Any]:
-    return json.loads(httpx2.get(f"{cluster.url}/health", timeout=5).content)
+    return nodes_of(cluster.url)
+
+
+def nodes_of(url: str) -> dict[str, Any]:
+    """What a router says of itself and its nodes."""
+    return json.loads(httpx2.get(f"{url}/health", timeout=5).content)
 
 
 def connections(node: Process) -> list[str]:
     """The peers that a decode node has connected its data plane to, in order."""
     return re.findall(r"KV of (\S+) comes by nixl", node.log.read_text())
+
+
+def test_the_nodes_begin_with_the_release_before(cluster: Cluster, before: dict[str, str]) -> None:
+    if "PYTHONPATH" not in before:
+        pytest.skip("the history of this repository is not here, so nodes of the same release are restarted")
+    assert {(node["up"], node["release"]) for node in health(cluster)["nodes"]} == {(True, "")}
 
 
 def test_the_first_request_finds_its_pair_connected(cluster: Cluster) -> None:
@@ -81,23 +113,36 @@ async def _stream(session: aiohttp.ClientSession, url: str, at: int, stop: async
 
 
 async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> None:
-    """By the operator's way (drain, see that it is idle, restart) and by SIGTERM alone."""
+    """By the operator's way (drain, see that it is idle, restart) and by SIGTERM alone; through either router."""
     stop = asyncio.Event()
+    urls = [cluster.url, *(other.url for other in cluster.others)]
     generations = {node["url"]: node["generation"] for node in health(cluster)["nodes"]}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        streams = [asyncio.create_task(_stream(session, cluster.url, at, stop)) for at in range(STREAMS)]
+        streams = [asyncio.create_task(_stream(session, urls[at % 2], at, stop)) for at in range(STREAMS)]
         by_router, by_node = ["--router", cluster.url, "--admin-key", "operator"], ["--node-api-key", "nodes"]
         (p, q), (d, e) = cluster.of("prefill"), cluster.of("decode")
         for drained, how, other in ((p, by_router, d), (e, by_node, q)):
             await asyncio.to_thread(_restart, cluster, drained, how, other, generations)
+            # Two of each role are of either release now, or all are new.
+            fetched = {node: node.metric("kvrelay_fetches_total") for node in cluster.of("decode")}
+            await asyncio.to_thread(
+                wait_until,
+                lambda fetched=fetched: all(
+                    node.metric("kvrelay_fetches_total") >= before + MIXED for node, before in fetched.items()
+                ),
+                60,
+                f"{MIXED} hand-overs to each decode node",
+            )
             assert not any(stream.done() for stream in streams)
         stop.set()
         counts = await asyncio.gather(*streams)
     assert min(counts) > 0
-    broken = [line for line in cluster.router.log.read_text().splitlines() if "leg broke" in line]  # type: ignore[union-attr]
-    assert broken == []
-    text = httpx2.get(f"{cluster.url}/metrics", timeout=5).text
-    assert set(re.findall(r'requests_total\{path="/v1/completions",status="(\d+)"', text)) == {"200"}
+    for router in (cluster.router, *cluster.others):
+        assert [line for line in router.log.read_text().splitlines() if "leg broke" in line] == []  # type: ignore[union-attr]
+    for url in urls:
+        text = httpx2.get(f"{url}/metrics", timeout=5).text
+        assert set(re.findall(r'requests_total\{path="/v1/completions",status="(\d+)"', text)) == {"200"}
+    assert {(node["release"], node["leg_version"]) for node in health(cluster)["nodes"]} == {(RELEASE, LEGS.newest)}
     # Nothing was computed twice: KV was fetched from prefill nodes that were ending.
     assert sum(node.metric("kvrelay_recomputed_prompts_total") for node in cluster.of("decode")) == 0
     cluster.wait_met(4)
@@ -120,11 +165,12 @@ def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process,
     fresh = [cluster.restart(node, env=KEYS) for node in pair]
     cluster.wait_ready(*fresh)
 
-    def back() -> bool:
-        seen = {node["url"]: node for node in health(cluster)["nodes"]}
+    def back(url: str) -> bool:
+        seen = {node["url"]: node for node in nodes_of(url)["nodes"]}
         return all(
             node.url in seen and seen[node.url]["up"] and seen[node.url]["generation"] != was[node.url]
             for node in fresh
         )
 
-    wait_until(back, START_DEADLINE_S, "the router uses the restarted nodes")
+    for router in (cluster.url, *(other.url for other in cluster.others)):
+        wait_until(lambda url=router: back(url), START_DEADLINE_S, f"{router} uses the restarted nodes")

@@ -49,7 +49,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
     """The containers of an overlay; nothing is run, looked up or listened on."""
     asked: list[Any] = []
 
-    def run(*given: Any) -> int:
+    def run(*given: Any, undo: bool = False) -> int:
         asked.append(given)
         return 0
 
@@ -74,7 +74,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
             assert "command" not in pod.main, "the image's entry point is kvrelay"
             args = arguments(overlay, pod, tmp_path_factory.mktemp("pod"))
             assert kvrelay.cli.run(args) == 0, args
-            (config,) = asked.pop()
+            config, *_ = asked.pop()
             assert os.environ[LOG_FORMAT] == getattr(config, "log_format", "json") == "json"
             program, *args = pod.main.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["none"])
             if program != "kvrelay":

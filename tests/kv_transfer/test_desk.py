@@ -314,6 +314,31 @@ def test_other_kv_dtype_is_refused_naming_both_values_before_any_metadata_is_use
         assert reader.plane.peers == {}
 
 
+@pytest.mark.parametrize(("oldest", "newest"), [(1, 0), (1, 2), (1, 1)])
+def test_nodes_of_two_releases_hand_over_in_both_directions(
+    folder: Path, source: Node, reader: Node, oldest: int, newest: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Version 1 said no newest one; a later release speaks ours, too."""
+    other = msgspec.structs.replace(FINGERPRINT, protocol=oldest, protocol_newest=newest)
+    with node("other", folder, fingerprint=other) as it, caplog.at_level("INFO"):
+        for name, (giving, taking) in {"a": (source, it), "b": (it, reader)}.items():
+            taking.desk.watch(name, giving.desk.offer(name, [1], 16))
+            taking.desk.fetch(name, [1], [1])
+            assert isinstance(taking.wait(1)[0], Fetched)
+    assert [line.endswith("by shared, protocol 1") for line in caplog.messages if "comes by" in line] == [True, True]
+
+
+def test_nodes_without_a_common_version_are_no_pair_and_the_reason_names_both_ranges(
+    folder: Path, source: Node
+) -> None:
+    other = msgspec.structs.replace(FINGERPRINT, protocol=2, protocol_newest=3)
+    with node("reader", folder, fingerprint=other) as reader:
+        reader.desk.watch("r", source.desk.offer("r", [1], 16))
+        reader.desk.fetch("r", [1], [1])
+        assert "protocol is 2 to 3 here and 1 there" in reason(reader.wait(2)[0])
+        assert reader.plane.peers == {}
+
+
 def test_many_requests_of_one_peer_end_once_each(source: Node, reader: Node) -> None:
     names = [f"r{i}" for i in range(60)]
     for index, name in enumerate(names):

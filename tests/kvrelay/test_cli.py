@@ -23,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stand-ins for the servers; the configs that they were started with."""
     configs: list[Any] = []
 
-    def run(config: Any) -> int:
+    def run(config: Any, reread: Any = None) -> int:
         configs.append(config)
         return 0
 
@@ -141,7 +141,7 @@ def test_a_key_is_printed_with_the_configuration_that_knows_it(
 def test_a_failure_of_the_server_is_exit_code_1(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from wire.errors import EngineDead
 
-    def broken(config: Any) -> int:
+    def broken(config: Any, reread: Any = None) -> int:
         raise EngineDead("the engine ended")
 
     monkeypatch.setattr(sys.modules["router.server"], "run", broken)

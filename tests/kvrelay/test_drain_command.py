@@ -63,7 +63,18 @@ async def test_a_node_that_is_not_idle_in_time_and_one_that_refuses_end_with_1(
     assert "still has 1 requests" in capsys.readouterr().err
     refusal = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
     assert (await drained({"/drain": [(401, refusal)]}))[0] == 1
-    assert "API key" in capsys.readouterr().err
+    told = capsys.readouterr().err.replace("\n", " ")
+    assert "API key" in told
+    assert "--node-api-key (KVRELAY_NODE_API_KEY)" in told
+
+
+async def test_undo_has_it_take_requests_again_by_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    code, keys = await drained({"/undrain": [(200, {})]}, "--undo", "--node-api-key", "k")
+    assert (code, keys) == (0, {"/undrain": ["Bearer k"]})
+    by_router = {"/admin/undrain": [(200, {"node_told": True})]}
+    code, keys = await drained(by_router, "--undo", "--router", "URL", "--admin-key", "a", node="http://127.0.0.1:9")
+    assert (code, keys) == (0, {"/admin/undrain": ["Bearer a"]})
+    assert capsys.readouterr().out.replace("\n", " ").count("takes requests again") == 2
 
 
 def test_what_is_no_address_and_who_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from router.workers.metric_sums import collected
 from router.workers.parent import Parent
 from tests.router.router_doubles import MODEL, Call, FakeNode, decode, decode_ok, prefill
 from wire.router_config import RouterConfig
+from wire.versions import RELEASE
 
 PATH = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -88,9 +90,8 @@ class Router:
         return float(found[1]) if found else 0.0
 
 
-@asynccontextmanager
-async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
-    """Two workers over these nodes, both with all nodes up."""
+def write(folder: Path, *nodes: FakeNode, **more: Any) -> Path:
+    """The configuration file."""
     config = {
         "workers": 2,
         "port": 0,
@@ -103,7 +104,14 @@ async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
         ],
     }
     file = folder / "router.json"
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config | more))
+    return file
+
+
+@asynccontextmanager
+async def router(folder: Path, *nodes: FakeNode) -> AsyncIterator[Router]:
+    """Two workers over these nodes, both with all nodes up."""
+    file = write(folder, *nodes)
     command = (sys.executable, "-P", "-u", "-m", "kvrelay.cli", "router", "--config", str(file))
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
@@ -198,6 +206,20 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         async def counted() -> float:
             return await r.metric(1, done)
 
+        async def serve(alias: str) -> bool:
+            return [await r.ask(worker, BODY | {"model": alias}) for worker in (0, 1)] == [200, 200]
+
+        # A new configuration is taken over by both or by neither, whoever asks for it; and by those that begin later.
+        write(tmp_path, p, d, alias=[f"best={MODEL}"])
+        assert await r.json(1, "/admin/reload", {}) == {"changed": ["alias"]}
+        await until(partial(serve, "best"))
+        write(tmp_path, p, d, alias=[f"better={MODEL}"], tls_ca="ca.pem")
+        told = await r.json(0, "/admin/reload", {})
+        assert told["error"]["message"].startswith("tls_ca cannot change while the router runs")
+        write(tmp_path, p, d, alias=[f"better={MODEL}"])
+        r.process.send_signal(signal.SIGHUP)
+        await until(partial(serve, "better"))
+
         before = await counted()
         victim = r.pids()
         assert len(victim) == 2
@@ -214,6 +236,7 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
             told = await r.json(worker, "/admin/nodes")
             assert {node["url"] for node in told["nodes"]} == {p.url, d2.url}
         assert await counted() >= before
+        await until(partial(serve, "better"))
         assert await r.metric(0, "kvrelay_router_worker_restarts_total") == 1
 
         # SIGTERM leaves nothing behind.
@@ -260,6 +283,14 @@ async def test_a_worker_that_is_stopped_is_killed_and_replaced(
             await asyncio.gather(running, return_exceptions=True)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().remove_signal_handler(number)
+
+
+async def test_a_worker_of_another_release_than_its_parent_says_so_and_ends() -> None:
+    command = (sys.executable, "-P", "-m", "kvrelay.workers", "0", "1", "0.0.9")
+    worker = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, said = await asyncio.wait_for(worker.communicate(), 60)
+    assert worker.returncode == 2
+    assert f"this worker is of kvrelay {RELEASE} and its parent of 0.0.9; restart the router" in said.decode()
 
 
 def alive(pid: int) -> bool:

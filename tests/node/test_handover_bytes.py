@@ -17,7 +17,8 @@ from wire.config import EngineConfig, TransferConfig
 from wire.engine_messages import Submit
 from wire.outputs import Finish
 from wire.sampling import SamplingParams
-from wire.transfer import PROTOCOL_VERSION, Fingerprint, KvTransferParams
+from wire.transfer import Fingerprint, KvTransferParams
+from wire.versions import HANDOVER
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -49,7 +50,7 @@ class Side:
         self.heard: list[object] = []
         pool, config = self.engine.pool, self.engine.model
         fingerprint = Fingerprint(
-            PROTOCOL_VERSION, config.name, str(pool.dtype), pool.block_tokens, config.num_kv_heads, config.head_dim,
+            HANDOVER.newest, config.name, str(pool.dtype), pool.block_tokens, config.num_kv_heads, config.head_dim,
             config.num_layers, config.window, 1,
         )  # fmt: skip
         region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device))

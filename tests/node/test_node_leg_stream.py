@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.leg_stream import LegStreams
-from wire.errors import Overloaded
+from node.leg_stream import LegStreams, check_version
+from wire.errors import Overloaded, RequestError
 from wire.frames import Frame, FrameKind
 from wire.leg_stream import (
+    LEGS_VERSION_HEADER,
     WINDOW_BYTES,
     Answer,
     Kind,
@@ -25,6 +26,7 @@ from wire.leg_stream import (
     message,
 )
 from wire.outputs import Load
+from wire.versions import LEGS
 
 LARGE = Frame(FrameKind.TOKENS, bytes(WINDOW_BYTES // 4))
 END = Frame(FrameKind.END, b"end")
@@ -192,3 +194,12 @@ async def test_the_end_of_the_stream_ends_all_legs(how: str) -> None:
         assert sorted(legs.ended) == ["hang", "large"]
         assert router.over
         assert not streams._open
+
+
+def test_a_version_that_is_not_spoken_is_refused_and_none_is_the_first() -> None:
+    check_version({LEGS_VERSION_HEADER: str(LEGS.newest)})
+    if LEGS.oldest == 1:
+        check_version({})
+    for asked in (str(LEGS.newest + 1), "0", "-1", "two", "9" * 400):
+        with pytest.raises(RequestError, match=f"speaks version {LEGS} of the leg stream"):
+            check_version({LEGS_VERSION_HEADER: asked})

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -15,14 +16,17 @@ import msgspec
 from aiohttp import web
 
 from router.app import Router
+from router.reload import Reread
 from router.server import make_server
+from router.shared import Alone
 from tests.router.stream_doubles import Put, serve_stream
 from wire.errors import ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
-from wire.leg_stream import LEGS_PATH, LEGS_VERSION
+from wire.leg_stream import LEGS_PATH, LEGS_VERSION_HEADER
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 from wire.transfer import Fingerprint, KvFacts, KvTransferParams
+from wire.versions import LEGS
 
 MODEL = "tiny"
 SPEAKS = {"legs": True}
@@ -183,8 +187,11 @@ class FakeNode:
     """Further routes."""
     asked: list[bytes] = field(default_factory=list)
     """Bodies of /tokenize."""
-    legs: int = field(default_factory=lambda: LEGS_VERSION if SPEAKS["legs"] else 0)
-    """The version of the leg stream that it speaks."""
+    legs: int = field(default_factory=lambda: LEGS.oldest if SPEAKS["legs"] else 0)
+    """The oldest version of the leg stream that it speaks; as a node of version 1 does, it says no newest one."""
+    legs_newest: int | None = None
+    asked_versions: list[str | None] = field(default_factory=list)
+    """Of the streams that were opened."""
     streams: int = 0
     """That were opened."""
     stream_status: int = 200
@@ -203,6 +210,7 @@ class FakeNode:
 
     async def leg_stream(self, request: web.Request) -> web.StreamResponse:
         self.streams += 1
+        self.asked_versions.append(request.headers.get(LEGS_VERSION_HEADER))
         if self.stream_status != 200:
             return web.Response(status=self.stream_status)
 
@@ -237,6 +245,7 @@ class FakeNode:
             "load": msgspec.to_builtins(self.load),
             "adapters": self.adapters,
             "leg_stream": self.legs,
+            **({} if self.legs_newest is None else {"leg_stream_newest": self.legs_newest}),
             "pod_uid": self.pod_uid,
             "kv": msgspec.to_builtins(self.kv),
         }
@@ -350,10 +359,10 @@ async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncI
 
 
 @asynccontextmanager
-async def router_over(config: RouterConfig) -> AsyncIterator[Cluster]:
+async def router_over(config: RouterConfig, reread: Reread | None = None) -> AsyncIterator[Cluster]:
     """One more router."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = make_server(config)
+        server = make_server(config, partial(Alone, reread=reread))
         serving = asyncio.create_task(server.serve([listening]))
         await until(lambda: server.started)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http:

@@ -36,6 +36,7 @@ def test_the_prefill_leg_asks_for_one_token_and_carries_the_clients_limit() -> N
         "remote_port": None,
         "client_max_tokens": 50,
         "pipelined": True,
+        "leg_version": 1,
         "created": 99,
         "seed": 1234,
     }

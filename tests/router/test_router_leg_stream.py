@@ -18,6 +18,8 @@ from wire.errors import ErrorBody
 from wire.frames import Frame, FrameKind
 from wire.leg_stream import WINDOW_BYTES, Answer, Kind, MessageReader, credit_of, frame_message, message
 from wire.outputs import Load
+from wire.transfer import packed
+from wire.versions import LEGS
 
 MEGABYTE = 1 << 20
 
@@ -256,6 +258,55 @@ async def test_a_node_without_streams_is_asked_over_http_and_one_that_refuses_th
         assert (p.streams, d.streams) == (0, 1)
         assert p.calls[0].put is None
         assert d.calls[0].put is None
+
+
+async def test_the_highest_common_version_is_asked_for_and_told() -> None:
+    p, d = prefill(), decode(legs_newest=LEGS.newest + 1)  # one that says no newest version, and one of a later release
+    async with cluster(p, d) as c:
+        await c.text({"stream": True})
+        assert [p.asked_versions, d.asked_versions] == [[str(LEGS.oldest)], [str(LEGS.newest)]]
+        assert p.calls[0].put is not None
+        assert d.calls[0].put is not None
+        async with c.http.get(f"{c.url}/health") as answer:
+            versions = [node["leg_version"] for node in (await answer.json())["nodes"]]
+        assert versions == [LEGS.oldest, LEGS.newest]
+
+
+async def test_a_node_of_version_1_is_told_a_prompt_as_version_1_has_it() -> None:
+    ids = [1, 2, 3]
+
+    async def packs(call: Call) -> None:
+        told = {"packed_prompt": packed(ids), "prompt_token_ids": None} if call.params["leg_version"] > 1 else {}
+        await call.tokens(11, "a", 1)
+        await call.hand_over(**told)
+
+    p, old, new = prefill(packs, legs_newest=2), decode(), decode(legs_newest=2)
+    for d, prompt in ((old, {"prompt_token_ids": ids}), (new, {"packed_prompt": "AQAAAAIAAAADAAAA", "leg_version": 2})):
+        async with cluster(p, d) as c:
+            await c.text({"stream": True})
+        assert d.calls[0].body["messages"] == []
+        names = ("prompt_token_ids", "packed_prompt", "leg_version")
+        assert {name: d.calls[0].params[name] for name in names if name in d.calls[0].params} == prompt
+    assert [call.params["leg_version"] for call in p.calls] == [2, 2]
+    p1, d = prefill(packs), decode(legs_newest=2)
+    async with cluster(p1, d) as c:
+        await c.text({"stream": True})
+    assert d.calls[0].params["prompt_token_ids"] == ids
+
+
+async def test_a_node_without_a_common_version_is_kept_out_and_the_reason_names_both() -> None:
+    far = prefill(legs=LEGS.newest + 1, legs_newest=LEGS.newest + 2)
+    p = prefill()
+    async with cluster(p, far, decode(), ready=False) as c:
+        await until(lambda: c.node(far).reason.startswith("it speaks") and c.node(p).up)
+        assert c.node(far).reason == (
+            f"it speaks version {LEGS.newest + 1} to {LEGS.newest + 2} of the leg stream and this router {LEGS}: "
+            "upgrade the router, one release at a time"
+        )
+        await until(lambda: all(node.up for node in c.router.pool.nodes if node.url != far.url))
+        for _ in range(3):
+            await c.text({"stream": True})
+        assert (far.streams, len(far.calls), len(p.calls)) == (0, 0, 3)
 
 
 async def test_a_large_body_has_a_connection_of_its_own() -> None:

@@ -1,0 +1,72 @@
+"""Which settings of a running router a new configuration may change, and which not; and the signal.
+
+All or nothing: what cannot be read, is wrong, or changes a fixed setting leaves everything as it was. What takes a new
+configuration over does so in one turn of its event loop; requests that have begun go on with the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+
+from router.membership.members import NodeSpec
+from wire.config import Role
+from wire.errors import ConfigError, KvrelayError, RequestError
+from wire.router_config import LIVE, RouterConfig
+
+__all__ = ["Reread", "changes", "read_again", "reload_on_hangup", "static_nodes"]
+
+Reread = Callable[[], RouterConfig]
+"""Reads the configuration again, as the process was started: flags over file over defaults. Raises ConfigError."""
+
+_log = logging.getLogger("kvrelay.router")
+
+
+def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
+    """The names of settings that differ. Raises ConfigError, naming them, if some of them are fixed at the start."""
+    differ = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
+    fixed = [name for name in differ if name not in LIVE]
+    if fixed:
+        raise ConfigError(
+            f"{', '.join(fixed)} cannot change while the router runs, so nothing was changed; restart it for that, or "
+            f"set {'them' if len(fixed) > 1 else 'it'} back"
+        )
+    return differ
+
+
+def read_again(old: RouterConfig, reread: Reread | None) -> tuple[RouterConfig, list[str]]:
+    """The configuration of now, and what it changes. Raises RequestError, ConfigError."""
+    if reread is None:
+        raise RequestError("this router was started without --config, so there is nothing to be read again")
+    new = reread()
+    return new, changes(old, new)
+
+
+def static_nodes(config: RouterConfig) -> list[NodeSpec]:
+    """The nodes that a configuration lists."""
+    lists = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
+    return [NodeSpec(url, role) for role, urls in lists for url in urls]
+
+
+def reload_on_hangup(reload: Callable[[], Awaitable[list[str]]]) -> None:
+    """From now on SIGHUP reloads, and the log says what came of it. Called on the event loop."""
+    loop, running = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    def begin() -> None:
+        task = loop.create_task(_reloaded(reload))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, begin)
+
+
+async def _reloaded(reload: Callable[[], Awaitable[list[str]]]) -> None:
+    try:
+        changed = await reload()
+    except KvrelayError as why:
+        _log.error("the configuration is not reloaded: %s", why.message)
+    else:
+        _log.info("the configuration is reloaded: %s", f"new {', '.join(changed)}" if changed else "nothing is new")

@@ -1,0 +1,147 @@
+"""`kvrelay prefetch`: files are brought and found whole, or it is said why not; without torch, and where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
+from fake_hub import FakeHub, Repository, fake_hub
+
+from kvrelay import cli
+from kvrelay.embedded import embedded_model
+
+CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
+_HEADER = json.dumps({"__metadata__": {}, "w": {"dtype": "F32", "shape": [25_000], "data_offsets": [0, 100_000]}})
+WEIGHTS = struct.pack("<Q", len(_HEADER)) + _HEADER.encode() + bytes(100_000)
+FILES = {"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
+_RUN = """
+import sys
+from kvrelay.cli import run
+code = run(sys.argv[1:])
+assert "torch" not in sys.modules, "torch was imported"
+sys.exit(code)
+"""
+
+
+def write(folder: Path, **files: bytes) -> Path:
+    for name, content in {**FILES, **{name.replace("_", "."): content for name, content in files.items()}}.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_folder_that_is_whole_is_told_with_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    (tmp_path / "README.md").write_text("a node reads no such thing")
+    assert cli.run(["prefetch", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n0.1 MB in 3 files\n"
+    assert cli.run(["prefetch", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["path"], told["bytes"]) == (str(tmp_path), sum(map(len, FILES.values())))
+    assert {Path(file).name for file in told["files"]} == set(FILES)
+
+
+@pytest.mark.parametrize(
+    ("files", "code", "said"),
+    [
+        ({"model_safetensors": WEIGHTS[:-1]}, 1, f"has {len(WEIGHTS) - 1} bytes of {len(WEIGHTS)}; delete it"),
+        ({"model_safetensors": b"\xff" * 200}, 1, "is damaged"),
+        ({"model_safetensors": b""}, 1, "is damaged"),
+        ({"config_json": b"{"}, 2, "does not say which architecture"),
+        ({"config_json": b'{"architectures": ["Mamba"]}'}, 2, "architecture Mamba is not served"),
+    ],
+)
+def test_what_is_damaged_is_1_and_what_is_not_served_is_2(
+    files: dict[str, bytes], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, **files)
+    assert cli.run(["prefetch", str(tmp_path)]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "said"),
+    [
+        ("config.json", 2, "holds no config.json"),
+        ("tokenizer.json", 2, "holds no tokenizer.json"),
+        ("model.safetensors", 1, "lacks model.safetensors"),
+    ],
+)
+def test_a_file_that_is_missing_is_named(
+    missing: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (write(tmp_path) / missing).unlink()
+    assert cli.run(["prefetch", str(tmp_path)]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.model
+def test_without_a_name_it_is_the_embedded_model_and_a_cut_file_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["prefetch"]) == 0
+    assert capsys.readouterr().out.endswith(" MB in 1 file\n")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(embedded_model().read_bytes()[:-1000])
+    assert cli.run(["prefetch", str(cut)]) == 1
+    assert "bytes of" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    with fake_hub() as server:
+        server.repositories["org/Tiny-1B"] = Repository(FILES)
+        yield server
+
+
+def kvrelay(hub: FakeHub, home: Path, repository: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1", **more}
+    env = {**os.environ, "PYTHONPATH": str(repository), **here}
+    command = [sys.executable, "-P", "-c", _RUN, *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_download_that_breaks_off_is_1_goes_on_where_it_was_and_then_needs_no_hub(
+    hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
+    hub.broken = 500
+    down = kvrelay(hub, tmp_path, repository, "prefetch", "org/Tiny-1B")
+    assert (down.returncode, down.stdout) == (1, "")
+    hub.broken = 0
+    # As a process leaves it that was killed (tests/paged_engine/test_hub.py kills one).
+    blobs = tmp_path / "hub" / "models--org--Tiny-1B" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(WEIGHTS).hexdigest()}.part").write_bytes(WEIGHTS[:25_000])
+    done = kvrelay(hub, tmp_path, repository, "prefetch", "org/Tiny-1B", "--json")
+    assert done.returncode == 0, done.stderr
+    ranges = [ranged for method, file, ranged in hub.asked if (method, file) == ("GET", "model.safetensors") and ranged]
+    assert ranges == ["bytes=25000-"]
+    path = json.loads(done.stdout)["path"]
+    assert Path(path, "model.safetensors").read_bytes() == WEIGHTS
+    offline = kvrelay(hub, tmp_path, repository, "prefetch", "org/Tiny-1B", HF_HUB_OFFLINE="1")
+    assert (offline.returncode, offline.stdout.splitlines()[0]) == (0, path)
+
+
+def test_a_hub_id_where_the_library_is_missing_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
+    assert cli.run(["prefetch", "org/name"]) == 2
+    assert "pip install huggingface_hub" in capsys.readouterr().err
+
+
+def test_offline_and_not_there_is_1_and_a_name_that_nobody_has_is_2(
+    hub: FakeHub, tmp_path: Path, repository: Path
+) -> None:
+    offline = kvrelay(hub, tmp_path, repository, "prefetch", "org/Tiny-1B", HF_HUB_OFFLINE="1")
+    assert (offline.returncode, "HF_HUB_OFFLINE forbids" in offline.stderr) == (1, True)
+    nobody = kvrelay(hub, tmp_path, repository, "prefetch", "org/nope")
+    assert (nobody.returncode, "no such model on the Hub" in nobody.stderr) == (2, True)

@@ -1,0 +1,222 @@
+"""A running router takes a new configuration over: all of it or nothing, and nothing that was begun notices."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from router_doubles import MODEL, Call, Cluster, FakeNode, decode, decode_ok, prefill, router_over, until
+
+from router.admission.keys import hash_of
+from router.reload import changes
+from router.server import serve
+from wire.config import Role
+from wire.errors import ConfigError
+from wire.key_config import KeyConfig
+from wire.router_config import LIVE, RouterConfig
+
+FIELDS = {field.name for field in dataclasses.fields(RouterConfig)}
+
+
+def test_every_setting_is_live_or_fixed_and_a_fixed_one_is_refused_by_name() -> None:
+    assert LIVE < FIELDS
+    old = RouterConfig()
+    for name in sorted(FIELDS):
+        new = RouterConfig()
+        object.__setattr__(new, name, "another")  # whatever values it may have
+        if name in LIVE:
+            assert changes(old, new) == [name]
+        else:
+            with pytest.raises(ConfigError, match=f"^{name} cannot change while the router runs"):
+                changes(old, new)
+    assert changes(old, RouterConfig()) == []
+
+
+def test_values_of_secrets_are_not_told() -> None:
+    with pytest.raises(ConfigError) as told:
+        changes(RouterConfig(node_api_key="secret-1"), RouterConfig(node_api_key="secret-2", api_key="secret-3"))
+    assert "secret" not in told.value.message
+
+
+@contextmanager
+def caplog_of(name: str) -> Iterator[list[str]]:
+    """What a logger says."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class File:
+    """The configuration as it is read again."""
+
+    def __init__(self, *nodes: FakeNode, **fields: Any) -> None:
+        lists = {"prefill": tuple(n.url for n in nodes if n.role == "prefill")}
+        lists["decode"] = tuple(n.url for n in nodes if n.role == "decode")
+        self.config = RouterConfig(**lists, health_interval_s=0.05, conditional_disaggregation=False, **fields)
+
+    def write(self, **fields: Any) -> None:
+        self.config = dataclasses.replace(self.config, **fields)
+
+    def read(self) -> RouterConfig:
+        return self.config
+
+
+@asynccontextmanager
+async def running(*nodes: FakeNode) -> AsyncIterator[None]:
+    if not nodes:
+        yield
+        return
+    async with nodes[0].running(), running(*nodes[1:]):
+        yield
+
+
+async def reloaded(c: Cluster) -> tuple[int, Any]:
+    async with c.http.post(f"{c.url}/admin/reload") as answer:
+        return answer.status, await answer.json()
+
+
+async def status(c: Cluster, key: str, **body: Any) -> int:
+    async with c.post(body, headers={"authorization": f"Bearer {key}"}) as answer:
+        await answer.read()
+        return int(answer.status)
+
+
+async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run() -> None:
+    go = asyncio.Event()
+
+    async def held(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        await go.wait()
+        await call.tokens(13, "c", 3)
+        await call.end()
+
+    p, d, later = prefill(), decode(held), decode(decode_ok)
+    async with running(p, d, later):
+        file = File(p, d, keys=(KeyConfig("ann", hash_of("ann")),))
+        async with router_over(file.read(), file.read) as c:
+            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            begun = asyncio.create_task(c.text({"stream": True}, headers={"authorization": "Bearer ann"}))
+            await until(lambda: bool(d.calls))
+            assert await reloaded(c) == (200, {"changed": []})
+            file.write(
+                keys=(KeyConfig("bob", hash_of("bob"), requests_per_minute=2),),
+                alias=(f"best={MODEL}",),
+                decode=(later.url,),
+                prefill_policy="round_robin",
+                max_queue=3,
+                max_body_bytes=2000,
+            )
+            assert await reloaded(c) == (
+                200,
+                {
+                    "changed": ["prefill", "decode", "alias", "keys", "max_body_bytes", "max_queue", "prefill_policy"][
+                        1:
+                    ]
+                },
+            )
+            await until(lambda: any(node.url == later.url and node.up for node in c.router.pool.nodes))
+            assert c.router.pool.policies[Role.PREFILL] == "round_robin"
+            assert await status(c, "ann") == 401
+            assert await status(c, "bob", model="best") == 200
+            assert await status(c, "bob", user="x" * 2000) == 413
+            assert await status(c, "bob") == 200
+            assert await status(c, "bob") == 429
+            assert [len(d.calls), len(later.calls)] == [1, 2]
+            go.set()
+            assert "[DONE]" in await begun  # of a key and a node that are gone
+
+
+async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    p, d = prefill(), decode()
+    async with running(p, d):
+        file = File(p, d)
+        async with router_over(file.read(), file.read) as c:
+            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            good = file.config
+            file.write(port=9, workers=2, alias=(f"best={MODEL}",))
+            code, told = await reloaded(c)
+            assert (code, told["error"]["type"]) == (400, "invalid_request_error")
+            assert told["error"]["message"].startswith("port, workers cannot change while the router runs")
+            assert await status(c, "", model="best") == 404
+            assert c.router.config == good
+
+            def broken() -> RouterConfig:
+                raise ConfigError("cannot read config file router.yaml: line 3 is not valid YAML")
+
+            c.router.shared._reread = broken  # type: ignore[attr-defined]
+            code, told = await reloaded(c)
+            assert (code, "line 3 is not valid YAML" in told["error"]["message"]) == (400, True)
+            assert await status(c, "") == 200
+
+
+async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_was() -> None:
+    p, d, e = prefill(), decode(), decode()
+    async with running(p, d, e):
+        file = File(p, d, e)
+        async with router_over(file.read(), file.read) as c:
+            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            async with c.http.delete(f"{c.url}/admin/nodes?url={d.url}") as answer:
+                assert (await answer.json())["removed"]
+            file.write(attempts=2)
+            assert await reloaded(c) == (200, {"changed": ["attempts"]})
+            assert c.router.pool.find(d.url) is None
+            assert c.router._means.attempts == 2  # type: ignore[union-attr]
+
+
+async def test_without_a_file_there_is_nothing_to_reload() -> None:
+    async with router_over(RouterConfig(heartbeat_port=0)) as c:
+        code, told = await reloaded(c)
+    assert (code, "started without --config" in told["error"]["message"]) == (400, True)
+
+
+async def test_without_a_file_sighup_ends_the_router_as_it_should_and_so_does_sigterm() -> None:
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        with socket.create_server(("127.0.0.1", 0)) as listening, caplog_of("uvicorn.error") as said:
+            serving = asyncio.create_task(serve(RouterConfig(), [listening]))
+            await until(lambda said=said: any("startup complete" in line for line in said))
+            os.kill(os.getpid(), number)
+            await asyncio.wait_for(serving, 10)  # and does not die of it
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+
+async def test_sighup_reloads_and_the_log_says_what_came_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = prefill(), decode()
+    async with running(p, d), aiohttp.ClientSession() as http:
+        file = File(p, d)
+        with socket.create_server(("127.0.0.1", 0)) as listening, caplog.at_level("INFO", "kvrelay.router"):
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            serving = asyncio.create_task(serve(file.read(), [listening], file.read))
+            try:
+                await until(lambda: any("node" in line and "is up" in line for line in caplog.messages))
+                file.write(alias=(f"best={MODEL}",))
+                os.kill(os.getpid(), signal.SIGHUP)
+                await until(lambda: "the configuration is reloaded: new alias" in caplog.messages)
+                async with http.get(f"{url}/v1/models") as answer:
+                    assert "best" in [card["id"] for card in (await answer.json())["data"]]
+                file.write(host="0.0.0.0")
+                os.kill(os.getpid(), signal.SIGHUP)
+                await until(lambda: any("not reloaded: host cannot change" in line for line in caplog.messages))
+            finally:
+                asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
