@@ -37,7 +37,7 @@ def as_script(text: str, url: str) -> str:
     text = text.replace("http://127.0.0.1:8000", url)
     for command, flags in (("up", "--port 0"), ("chat", f"--url {url}"), ("doctor", f"--router {url}")):
         text = text.replace(f".venv/bin/kvrelay {command}", f"{sys.executable} -m kvrelay.cli {command} {flags}")
-    assert ".venv" not in text
+    assert ".venv/bin/kvrelay" not in text
     return text
 
 
