@@ -18,6 +18,7 @@ from wire.transfer import KvTransferParams
 __all__ = [
     "FRAMES_MEDIA_TYPE",
     "LOAD_HEADER",
+    "MALFORMED",
     "MAX_FRAME_BYTES",
     "MAX_HANDOVER_BYTES",
     "Frame",
@@ -28,6 +29,8 @@ __all__ = [
 
 FRAMES_MEDIA_TYPE = "application/vnd.kvrelay.frames"
 LOAD_HEADER = "x-kvrelay-load"
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
+"""What decoding raises on bytes that are no message."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 # What a node may be sent of a hand-over, in JSON and beside the client's own body: log-probabilities of a long prompt
 # are longer than any prompt may be. A number has up to four times as many characters as it has bytes in a frame.

@@ -107,7 +107,6 @@ def credit(leg: int, size: int) -> bytes:
 
 frame_of = msgspec.msgpack.Decoder(Frame).decode
 """The frame of a FRAME message. Raises one of MALFORMED."""
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class MessageReader:

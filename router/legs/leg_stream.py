@@ -24,13 +24,12 @@ from router.client import send_written
 from router.legs.leg_endings import LegFailed, ending, refusal
 from router.nodes.node import HealthReport, Lease, Node
 from wire.errors import NodeFailed
-from wire.frames import Frame, FrameKind
+from wire.frames import MALFORMED, Frame, FrameKind
 from wire.leg_stream import (
     HEAD_BYTES,
     LEGS_MEDIA_TYPE,
     LEGS_PATH,
     LEGS_VERSION_HEADER,
-    MALFORMED,
     WINDOW_BYTES,
     Answer,
     Kind,
@@ -78,20 +77,12 @@ class _Leg:
         if self._behind is not None:
             self._behind.append((frame, size))
             return
-        # For every token of every answer: so much and no more is between.
-        plain = frame.kind is FrameKind.TOKENS and frame.load is None and not self.ended.done()
-        try:
-            room = self._take(frame) if plain else self._deliver(frame)
-        except Exception as why:  # noqa: BLE001 - whoever waits for the leg gets it
-            self.fail(why)
-            return
+        room = self._deliver(frame)
         if room is not None:
             self._behind = deque()
             self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(room, size))
             return
-        self._taken += size
-        if self._taken >= _CREDIT_BYTES:
-            self._give_credit()
+        self._count(size)
 
     def fail(self, why: Exception) -> None:
         """It broke."""
@@ -133,11 +124,7 @@ class _Leg:
 
     def _count(self, size: int) -> None:
         self._taken += size
-        if self._taken >= _CREDIT_BYTES:
-            self._give_credit()
-
-    def _give_credit(self) -> None:
-        if not self.over:
+        if self._taken >= _CREDIT_BYTES and not self.over:
             self._give_back(self.number, self._taken)
             self._taken = 0
 
@@ -268,7 +255,7 @@ class LegStream(asyncio.Protocol):
     def _answered(self, leg: _Leg, body: memoryview) -> None:
         try:
             answer = msgspec.msgpack.decode(body, type=Answer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        except MALFORMED as why:
             raise NodeFailed(f"a node sent a malformed answer: {why}") from why
         if answer.load is not None:
             leg.node.note_load(answer.load)

@@ -21,7 +21,7 @@ from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
 from wire.errors import DeadlineExceeded, ErrorBody, KvrelayError, NodeFailed
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, FrameKind, FrameReader
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, FrameReader
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
@@ -31,7 +31,6 @@ _DRAIN_DEADLINE_S = 1.0
 _RELEASE_DEADLINE_S = 2.0
 _QUESTION_DEADLINE_S = 10.0  # 16 MiB of text are tokenized in about as long
 _MAX_ERROR_BYTES = 1 << 20
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 # Below uvicorn's 5 s: a node must never close a kept connection just as a leg is sent on it, which would look like a
 # failure of the node.
 _KEEP_CONNECTION_S = 2.0
@@ -104,7 +103,7 @@ class Legs:
             return await vllm_report(node, lambda path: self._fetch(node, path, timeout))
         try:
             report = msgspec.json.decode(body, type=HealthReport)
-        except _MALFORMED as why:
+        except MALFORMED as why:
             if answer.status == 200:
                 return f"its health report is malformed: {why}"
         else:
@@ -219,7 +218,7 @@ async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFram
 def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     """What an answer other than 200 means."""
     error = None
-    with contextlib.suppress(*_MALFORMED):
+    with contextlib.suppress(*MALFORMED):
         error = msgspec.json.decode(body, type=_ErrorAnswer).error
     after = answer.headers.get("retry-after", "")
     return refusal(answer.status, error, int(after) if after.isascii() and after.isdigit() else None)
@@ -229,11 +228,11 @@ def _message(body: bytes) -> str:
     """What an answer says, whether it is an error or not."""
     try:
         return msgspec.json.decode(body, type=_ErrorAnswer).error.message
-    except _MALFORMED:
+    except MALFORMED:
         pass
     try:
         return msgspec.json.decode(body, type=_Told).message
-    except _MALFORMED:
+    except MALFORMED:
         return "no message"
 
 
@@ -250,7 +249,7 @@ def _note_load_header(node: Node, value: str | None) -> None:
         return
     try:
         node.note_load(Load.parse(value))
-    except _MALFORMED:
+    except MALFORMED:
         _log.warning("node %s reports a malformed load: %.80r", node.url, value)
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from router.walk.job import CHAT_PATH, Job
 from wire.errors import ErrorBody, NodeFailed, RequestError
+from wire.frames import MALFORMED
 
 __all__ = [
     "Ending",
@@ -31,7 +32,6 @@ __all__ = [
     "undivided_because",
 ]
 
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 _ASK_TO_HOLD = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -149,7 +149,7 @@ def salt_of(job: Job) -> str:
     """What keeps the KV of this request apart from that of others; empty if nothing does."""
     try:
         return msgspec.json.decode(job.fields.get("cache_salt", b"null"), type=str | None) or ""
-    except _MALFORMED:
+    except MALFORMED:
         return ""  # the node refuses it
 
 
@@ -205,7 +205,7 @@ def handover_of(body: bytes, *, with_ids: bool = False) -> Handover:
 def _prompt_ids(body: bytes) -> list[int] | None:
     try:
         told = msgspec.json.decode(body, type=_Prompt)
-    except _MALFORMED:
+    except MALFORMED:
         return None
     return told.prompt_token_ids or told.choices[0].prompt_token_ids
 
@@ -213,7 +213,7 @@ def _prompt_ids(body: bytes) -> list[int] | None:
 def _holds(params: msgspec.Raw) -> bool:
     try:
         told = msgspec.json.decode(params, type=dict[str, msgspec.Raw])
-    except _MALFORMED:
+    except MALFORMED:
         return False
     return bytes(told.get("do_remote_prefill", b"")).strip() == b"true"
 
@@ -233,7 +233,7 @@ def plain_answer(body: bytes) -> Ending:
 def _decoded(body: bytes) -> _Answer:
     try:
         answer = msgspec.json.decode(body, type=_Answer)
-    except _MALFORMED as why:
+    except MALFORMED as why:
         raise NodeFailed(f"the node's answer is malformed: {why}") from why
     if not answer.choices:
         raise NodeFailed("the node's answer has no choices")
@@ -256,7 +256,7 @@ def told_error(body: bytes, status: int = 500) -> tuple[ErrorBody, int]:
     """What an error of a node says, in either form, and its status; `status` unless it names one itself."""
     try:
         told = msgspec.json.decode(body, type=_Told)
-    except _MALFORMED:
+    except MALFORMED:
         return ErrorBody(f"a node answered {status} without a reason", NodeFailed.type), status
     told = told.error or told
     own = told.code if isinstance(told.code, int) and 400 <= told.code < 600 else status

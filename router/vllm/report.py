@@ -14,6 +14,7 @@ import msgspec
 
 from router.nodes.node import HealthReport, Node, NodeKind
 from wire.config import Role
+from wire.frames import MALFORMED
 from wire.outputs import Load
 
 __all__ = ["Fetch", "report_of", "vllm_report"]
@@ -21,7 +22,6 @@ __all__ = ["Fetch", "report_of", "vllm_report"]
 Fetch = Callable[[str], Awaitable[tuple[int, bytes]]]
 """Status and body of a GET of this path on the node."""
 
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
 # The cache's usage has an older name, too.
 _SAMPLE = re.compile(
     rb"^(vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|vllm:gpu_cache_usage_perc"
@@ -63,7 +63,7 @@ def report_of(role: Role, p2p_address: str, models: bytes, metrics: bytes) -> He
     """
     try:
         cards = msgspec.json.decode(models, type=_Cards).data
-    except _MALFORMED as why:
+    except MALFORMED as why:
         return f"its /v1/models is malformed: {why}"
     base = next((card for card in cards if card.parent is None), None)
     if base is None:
