@@ -1,4 +1,4 @@
-"""A client's connection before there is a request: how many there may be, how large and how slow their heads.
+"""A connection before there is a request, at the router and at a node: how many, how large and how slow their heads.
 
 uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read differently (a length
 beside chunks, two lengths, folded or odd headers). What it lacks is here: bounds on a head's size and time, on
@@ -57,11 +57,14 @@ class Guarded(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         super().connection_lost(exc)
-        # uvicorn tells the newest request; the one that is being answered may be an older one.
-        answering, self._answering = self._answering, None
-        if answering is not None and not answering.response_complete:
-            answering.disconnected = True
-            answering.message_event.set()
+        self._tell_gone()
+
+    def eof_received(self) -> None:
+        """The event loop closes the connection right behind this: what is written in between would raise."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -112,6 +115,13 @@ class Guarded(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._wrong or RequestError("this is no HTTP request that could be read one way only"))
+
+    def _tell_gone(self) -> None:
+        # uvicorn tells the newest request; the one that is being answered may be an older one.
+        answering, self._answering = self._answering, None
+        if answering is not None and not answering.response_complete:
+            answering.disconnected = True
+            answering.message_event.set()
 
     def _busy(self) -> bool:
         """A request is being answered, or the connection is at its end."""

@@ -1,0 +1,127 @@
+"""The processes of the client, started, told when to begin, listened to, and ended: one load on one server.
+
+Owns no figure: it brings the records of all processes together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from load.records import Asking, Begin, Load, Progress, Record, Share, Told, pack, size_of
+from wire.errors import DeadlineExceeded, KvrelayError
+
+__all__ = ["Outcome", "conduct", "processes_for"]
+
+_START_S, _READY_S, _SPARE_S = 0.3, 120.0, 60.0
+"""From the last process's being ready to the begin; how long that may take; beyond the last deadline of a request."""
+_MOST_PROCESSES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one load: all requests, by the time at which they were due, and what its client can say of itself."""
+
+    records: list[Record]
+    cpu_shares: list[float]
+    """Of a core, for each process."""
+    lags_s: list[float]
+    """By how much their timers were late."""
+
+
+def processes_for(wanted: int, clients: int) -> int:
+    """As many as were asked for, or half of the cores; never more than clients."""
+    count = wanted or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
+    return min(count, clients) if clients else count
+
+
+async def conduct(
+    asking: Asking,
+    load: Load,
+    processes: int = 1,
+    told: Callable[[Progress], None] = lambda progress: None,
+) -> Outcome:
+    """Put a load. `told` hears of all processes together.
+
+    Raises KvrelayError if one of them ends before its time, DeadlineExceeded if one does not end.
+    """
+    children: list[asyncio.subprocess.Process] = []
+    try:
+        for index in range(processes):
+            children.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-m", "load.sender",
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environ(),
+                )
+            )  # fmt: skip
+            _say(children[-1], Share(asking, load, index, processes))
+        async with asyncio.timeout(_READY_S):
+            await asyncio.gather(*map(_hear, children))
+        begin = Begin(time.monotonic() + _START_S)
+        for child in children:
+            _say(child, begin)
+        states = [Progress(0, 0, 0, 0)] * processes
+
+        def heard(index: int, progress: Progress) -> None:
+            states[index] = progress
+            every = [(each.sent, each.done, each.failed, each.tokens) for each in states]
+            told(Progress(*map(sum, zip(*every, strict=True))))
+
+        last_s = load.sending_s + min(load.drain_s, asking.deadline_s * load.work.turns) + _SPARE_S
+        async with asyncio.timeout(last_s if last_s != float("inf") else None):
+            ends = await asyncio.gather(*(_until_told(child, at, heard) for at, child in enumerate(children)))
+    except TimeoutError as why:
+        raise DeadlineExceeded("a process of the client did not end in time; its machine may be too busy") from why
+    finally:
+        await asyncio.gather(*map(_end, children))
+    records = sorted((record for end in ends for record in end.records), key=lambda record: record.due_s)
+    lags = [lag for end in ends for lag in end.lags_s]
+    return Outcome(records, [end.cpu_share for end in ends], lags)
+
+
+def _environ() -> dict[str, str]:
+    """Ours, in which a child finds this very package, whatever is where it starts."""
+    root = str(Path(__file__).resolve().parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
+def _say(child: asyncio.subprocess.Process, said: object) -> None:
+    assert child.stdin is not None
+    child.stdin.write(pack(said))
+
+
+async def _hear(child: asyncio.subprocess.Process) -> Progress | Told:
+    assert child.stdout is not None
+    try:
+        head = await child.stdout.readexactly(4)
+        return msgspec.msgpack.decode(await child.stdout.readexactly(size_of(head)), type=Progress | Told)
+    except asyncio.IncompleteReadError as why:
+        raise KvrelayError("a process of the client has ended before its time; its last words are above") from why
+
+
+async def _until_told(child: asyncio.subprocess.Process, index: int, heard: Callable[[int, Progress], None]) -> Told:
+    while True:
+        said = await _hear(child)
+        if isinstance(said, Told):
+            return said
+        heard(index, said)
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """Its input ends, so it does."""
+    assert child.stdin is not None
+    child.stdin.close()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(child.wait(), 5.0)
+        return
+    with contextlib.suppress(ProcessLookupError):
+        child.kill()
+    await child.wait()

@@ -1,0 +1,225 @@
+"""One process of the client: sends its share of a load on time, and tells what became of each request.
+
+    python -m load.sender
+
+load/conductor.py starts it and speaks with it over its standard input and output (load/records.py); when that input
+ends, it ends. Bodies are written ahead of their time, so that sending one is a write and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import uvloop
+
+from load.answer import Answer
+from load.connection import Connections
+from load.prompts import Prompts, body
+from load.records import Begin, Failure, Progress, Record, Share, Told, pack, size_of
+from load.sessions import Session, Turn, sessions
+
+_AHEAD = 64
+"""Bodies that are ready before they are due."""
+_TELL_S, _TICK_S = 0.5, 0.02
+
+
+class Sender:
+    """The share of one process."""
+
+    def __init__(self, share: Share) -> None:
+        self._asking, self._load, self._share = share.asking, share.load, share
+        asking = share.asking
+        servers = (asking.url, *asking.others)
+        self._servers = [Connections(url, asking.api_key, asking.chat, asking.headers) for url in servers]
+        self._prompts = Prompts(share.load.seed, asking.vocab_size, asking.spelling)
+        self._ready: deque[tuple[Session, bytes]] = deque()
+        self._left = self._own()
+        self._records: list[Record] = []
+        self._sent = self._done = self._failed = self._tokens = 0
+        self._begin = self._cpu_began = 0.0
+        self._lags: list[float] = []
+        stream_options: dict[str, Any] = {"include_usage": True}
+        if asking.usage_per_chunk:
+            stream_options["continuous_usage_stats"] = True
+        self._asks: dict[str, Any] = {"temperature": 0, "stream": True, "stream_options": stream_options}
+        if asking.ignore_eos:
+            self._asks["ignore_eos"] = True
+
+    def _own(self) -> Iterator[Session]:
+        load = self._load
+        every = sessions(load.work, load.arrival, load.seed)
+        if load.requests:
+            every = itertools.islice(every, load.requests)
+        mine = itertools.islice(every, self._share.index, None, self._share.of)
+        return itertools.takewhile(lambda session: session.at < load.sending_s, mine)
+
+    @property
+    def progress(self) -> Progress:
+        """So far."""
+        return Progress(self._sent, self._done, self._failed, self._tokens)
+
+    def prepare(self) -> None:
+        """Write bodies ahead."""
+        for _ in range(_AHEAD):
+            self._write_one()
+
+    def _next(self) -> tuple[Session, bytes] | None:
+        if not self._ready:
+            self._write_one()
+        return self._ready.popleft() if self._ready else None
+
+    def _write_one(self) -> None:
+        if len(self._ready) < _AHEAD and (session := next(self._left, None)) is not None:
+            self._ready.append((session, self._body(session.turns[0], [])))
+
+    def _body(self, turn: Turn, before: list[dict[str, Any]]) -> bytes:
+        asking = self._asking
+        if asking.chat:
+            messages = [*before, {"role": "user", "content": self._prompts.text(turn)}]
+            return body(messages, asking.model, turn.output, self._asks)
+        prompt = self._prompts.text(turn) if turn.text else self._prompts.ids(turn)
+        return body(prompt, asking.model, turn.output, self._asks)
+
+    async def run(self, begin: float) -> Told:
+        """Send all of it, from `begin` on (monotonic seconds)."""
+        self._begin = begin
+        await asyncio.sleep(max(0.0, begin - time.monotonic()))
+        wall, cpu = time.monotonic(), time.process_time()
+        watch = asyncio.create_task(self._watch())
+        await (self._closed() if self._load.clients else self._open())
+        cpu_share = (time.process_time() - cpu) / max(1e-9, time.monotonic() - wall)
+        watch.cancel()
+        for connections in self._servers:
+            connections.close()
+        return Told(self._records, cpu_share, self._lags)
+
+    async def _open(self) -> None:
+        """Each at its time."""
+        judged: set[asyncio.Task[None]] = set()
+        others: set[asyncio.Task[None]] = set()
+        while (following := self._next()) is not None:
+            session, first = following
+            if (left := self._begin + session.at - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            task = asyncio.create_task(self._session(session, first, session.at))
+            kept = judged if session.at < self._load.judged_s else others
+            kept.add(task)
+            task.add_done_callback(kept.discard)
+            await asyncio.sleep(0)  # it is sent now
+            if not self._ready or self._begin + self._ready[0][0].at > time.monotonic():
+                self._write_one()  # never while another one is due
+        await asyncio.gather(*judged)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _closed(self) -> None:
+        """Clients that ask again when they are answered, until the time or the requests are used up."""
+        own = self._load.clients // self._share.of + (self._share.index < self._load.clients % self._share.of)
+        ends, loop = self._begin + self._load.sending_s, asyncio.get_running_loop()
+
+        async def client() -> None:
+            while time.monotonic() < ends and (following := self._next()) is not None:
+                loop.call_soon(self._write_one)  # once this one is sent
+                await self._session(*following, time.monotonic() - self._begin)
+
+        await asyncio.gather(*(client() for _ in range(own)))
+
+    async def _session(self, session: Session, first: bytes, due: float) -> None:
+        said: list[dict[str, Any]] = []
+        for number, turn in enumerate(session.turns):
+            if number:
+                due = time.monotonic() - self._begin + turn.think_s
+                if due > self._load.sending_s:
+                    return
+                await asyncio.sleep(turn.think_s)
+            request = self._body(turn, said) if number else first
+            record = Record(session.number, number, due, 0.0, asked_tokens=turn.output)
+            answer = Answer(keep=number + 1 < len(session.turns))
+            await self._ask(request, record, answer)
+            if record.failure:
+                return
+            said += [
+                {"role": "user", "content": self._prompts.text(turn)},
+                {"role": "assistant", "content": answer.text},
+            ]
+
+    async def _ask(self, request: bytes, record: Record, answer: Answer) -> None:
+        self._sent += 1
+        sent = time.monotonic()
+        record.sent_s = sent - self._begin
+        cut = self._begin + self._load.sending_s + self._load.drain_s - sent
+        try:
+            async with asyncio.timeout(max(0.0, min(self._asking.deadline_s, cut))):
+                server = self._servers[record.session % len(self._servers)]
+                await server.ask(request, answer, record.asked_tokens, exact=self._asking.ignore_eos)
+        except TimeoutError:
+            if cut < self._asking.deadline_s:
+                answer.fail(Failure.CUT, f"not answered {self._load.drain_s:g} s after the last request")
+            else:
+                answer.fail(Failure.DEADLINE, f"not answered within {self._asking.deadline_s:g} s")
+        answer.into(record, self._begin)
+        self._records.append(record)
+        self._done += 1
+        self._failed += bool(record.failure) and record.failure != Failure.CUT
+        self._tokens += record.output_tokens
+
+    async def _watch(self) -> None:
+        """By how much timers are late: so late is what is read."""
+        while True:
+            due = time.monotonic() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            self._lags.append(time.monotonic() - due)
+
+
+async def _serve() -> None:
+    reader, stdout = await _pipes()
+
+    async def hear() -> bytes:
+        return await reader.readexactly(size_of(await reader.readexactly(4)))
+
+    sender = Sender(msgspec.msgpack.decode(await hear(), type=Share))
+    sender.prepare()
+    stdout.write(pack(sender.progress))
+    begin = msgspec.msgpack.decode(await hear(), type=Begin)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
+    running = asyncio.create_task(sender.run(begin.at))
+    gone = asyncio.create_task(reader.read(1))
+    while not running.done():
+        await asyncio.wait({running, gone}, timeout=_TELL_S, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            return
+        stdout.write(pack(sender.progress))
+    stdout.write(pack(await running))
+    await stdout.drain()
+    stdout.close()
+    gone.cancel()
+
+
+async def _pipes() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Standard input and output; what anybody prints goes to standard error."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb", buffering=0))
+    output = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, output)
+    return reader, asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(asyncio.IncompleteReadError, BrokenPipeError, KeyboardInterrupt):
+        uvloop.run(_serve())
+    sys.stderr.flush()
+    os._exit(0)

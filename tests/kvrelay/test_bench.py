@@ -1,0 +1,151 @@
+"""`kvrelay bench`: from what is typed to the two files, and results side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay import bench
+from kvrelay.cli import run
+from load.config import BenchConfig
+from load.results import read_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "load"))
+from openai_double import Double, Told, event, over, paced, serving
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def server() -> Iterator[Double]:
+    """In a thread: the command has an event loop of its own."""
+    ready, told = threading.Event(), list[Double]()
+    loop = asyncio.new_event_loop()
+    over = asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(paced(0.01, 0.002)) as double:
+            told.append(double)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(WAIT_S)
+    yield told[0]
+    loop.call_soon_threadsafe(over.set)
+    thread.join(WAIT_S)
+    loop.close()
+
+
+SHORT = ("--lengths", "16:4", "--duration-s", "1", "--warm-up-s", "0.2", "--processes", "1")
+
+
+def test_rates_become_a_result_and_a_page(
+    server: Double, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ["bench", "--url", server.url, "--api-key", "secret", *SHORT, "--rate", "10,20", "--gpus", "2"]
+    monkeypatch.setattr(sys, "argv", ["kvrelay", *typed])
+    path = tmp_path / "ours.json"
+    assert run([*typed, "--output", str(path), "--ttft-ms", "3000", "--tpot-ms", "500"]) == 0
+    result = read_result(path)
+    assert [one.rate for one in result.runs] == [10.0, 20.0]
+    assert (result.label, result.gpus, result.slo.ttft_ms) == ("double", 2, 3_000.0)
+    for one in result.runs:
+        assert one.measures.failures == {}
+        assert one.measures.attainment == 1.0
+        assert one.measures.requests == len(one.rows) > 3
+        assert (one.measures.prompt_tokens, one.measures.output_tokens, one.measures.usage) == (16, 4, True)
+    assert "secret" not in path.read_text()
+    assert "--api-key '***'" in result.made.command
+    assert result.made.versions["kvrelay"]
+    assert "<svg" in path.with_suffix(".html").read_text()
+    shown = capfd.readouterr().out
+    assert "goodput/GPU" in shown
+    assert str(path) in shown
+
+    target = tmp_path / "both.html"
+    assert run(["bench", "--compare", str(path), str(path), "--output", str(target)]) == 0
+    assert "double against double" in target.read_text()
+    assert "double" in capfd.readouterr().out
+
+
+def test_a_closed_loop_by_requests(server: Double, tmp_path: Path) -> None:
+    path = tmp_path / "closed.json"
+    flags = ("--concurrency", "2", "--requests", "6", "--endpoint", "chat", "--turns", "2", "--think-s", "0")
+    assert run(["bench", "--url", server.url, *SHORT, *flags, "--warm-up-s", "0", "--output", str(path)]) == 0
+    (only,) = read_result(path).runs
+    assert (only.concurrency, only.measures.requests) == (2, 12)
+
+
+def test_failed_requests_end_with_1(server: Double, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def broken(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        event(writer, {"error": {"message": "the engine has ended"}})
+        over(writer)
+
+    server.say = broken
+    path = tmp_path / "broken.json"
+    flags = ("--concurrency", "1", "--requests", "3", "--warm-up-s", "0")
+    assert run(["bench", "--url", server.url, *SHORT, *flags, "--output", str(path)]) == 1
+    assert read_result(path).runs[0].measures.failures == {"error in the stream": 3}
+    assert "the engine has ended" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "how fast?"),
+        (["--rate", "0"], "positive number"),
+        (["--rate", "4,x"], "positive number"),
+        (["--rate", "1", "--concurrency", "1"], "open or closed loop"),
+        (["--rate", "1", "--lengths", "chatty"], "IN:OUT"),
+        (["--rate", "1", "--turns", "2"], "--endpoint chat"),
+        (["--rate", "1", "--arrivals", "trace"], "--trace FILE"),
+        (["--rate", "1", "--gpus", "0"], "gpus must be positive"),
+        (["--rate", "1", "--url", "nowhere"], "nowhere"),
+        (["--rate", "1", "--url", "http://a:1,nowhere"], "nowhere"),
+        (["--rate", "1", "--output", "a.txt"], "must end with .json"),
+        (["--rate", "1", "--trace", "none.jsonl"], "none.jsonl"),
+        (["--find-rate", "--rate", "1,2"], "begins at one rate"),
+        (["--compare", "a.json"], "two results or more"),
+        (["--compare", "a.json", "b.json", "--rate", "1"], "leave --rate out"),
+        (["--compare", "a.json", "b.json"], "cannot read a.json"),
+        (["a.json"], "with --compare only"),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_is_asked(
+    flags: list[str], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["bench", *flags]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--url", "http://127.0.0.1:9", "--rate", "1"]) == 1
+    assert "http://127.0.0.1:9 cannot be reached" in capfd.readouterr().err
+
+
+def test_targets_are_those_of_the_lengths_unless_given() -> None:
+    assert BenchConfig(rate="1").slo.ttft_ms == 200.0
+    assert BenchConfig(rate="1", lengths="summarise", tpot_ms=20.0).slo.tpot_ms == 20.0
+    assert BenchConfig(rate="1", lengths="10:20").slo.ttft_ms == 1_000.0
+    assert BenchConfig(rate="1", trace="t").slo.tpot_ms == 50.0
+
+
+def test_several_addresses_and_targets_that_are_told() -> None:
+    config = BenchConfig(url="http://a:1/v1, http://b:2/", rate="1", lengths="code", tell_targets=True)
+    assert list(config.base_urls) == ["http://a:1", "http://b:2"]
+    assert config.headers == {"x-slo-ttft-ms": "125", "x-slo-tpot-ms": "20"}
+    assert BenchConfig(rate="1").headers == {}
+
+
+def test_a_command_is_told_without_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvrelay", "bench", "--api-key=secret", "--url", "http://h:1"])
+    assert bench._command() == "kvrelay bench '--api-key=***' --url http://h:1"

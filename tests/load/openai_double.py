@@ -1,0 +1,133 @@
+"""An OpenAI server for tests: it says what a test tells it to, and when, and remembers when it said it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+MODEL = "double"
+
+
+@dataclass
+class Told:
+    """One request, and the times (monotonic) at which its tokens were written."""
+
+    body: dict[str, Any]
+    path: str
+    came: float
+    headers: dict[str, str] = field(default_factory=dict)
+    wrote: list[float] = field(default_factory=list)
+
+
+Say = Callable[["Double", Told, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Double:
+    """Its requests so far; `say` answers each."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.told, self.url = say, list[Told](), ""
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                path = head.split()[1].decode()
+                length = next(
+                    (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+                )
+                body = await reader.readexactly(length)
+                if head.startswith(b"GET"):
+                    known = path == "/v1/models"
+                    whole(writer, {"data": [{"id": MODEL}]} if known else {}, 200 if known else 404)
+                    continue
+                lines = head.decode().split("\r\n")[1:]
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+                told = Told(json.loads(body), path, time.monotonic(), headers)
+                if not told.body.get("stream"):
+                    said = told.body["messages"][-1]["content"]
+                    usage = {"prompt_tokens": 7 + 2 * len(said.split()), "completion_tokens": 1}
+                    whole(writer, {"choices": [], "usage": usage})
+                    continue
+                self.told.append(told)
+                await self.say(self, told, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def whole(writer: asyncio.StreamWriter, said: object, status: int = 200) -> None:
+    """A body of JSON."""
+    body = json.dumps(said).encode()
+    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+
+
+def begin(writer: asyncio.StreamWriter) -> None:
+    """The head of a stream."""
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+
+
+def event(writer: asyncio.StreamWriter, said: object) -> None:
+    """One event."""
+    line = said if isinstance(said, bytes) else json.dumps(said).encode()
+    text = b"data: " + line + b"\n\n"
+    writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+
+
+def token(told: Told, writer: asyncio.StreamWriter, text: str = " word") -> None:
+    """One token, as the route has it; its time is remembered."""
+    chat = told.path.endswith("chat/completions")
+    choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+    event(writer, {"choices": [{"index": 0, **choice, "finish_reason": None}]})
+    told.wrote.append(time.monotonic())
+
+
+def end(told: Told, writer: asyncio.StreamWriter, tokens: int, prompt: int = 0) -> None:
+    """Finish reason, usage, [DONE]."""
+    chat = told.path.endswith("chat/completions")
+    choice: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+    event(writer, {"choices": [{"index": 0, **choice, "finish_reason": "length"}]})
+    prompt = prompt or len(told.body.get("prompt", [1]))
+    event(writer, {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}})
+    event(writer, b"[DONE]")
+    over(writer)
+
+
+def over(writer: asyncio.StreamWriter) -> None:
+    """The end of the body."""
+    writer.write(b"0\r\n\r\n")
+
+
+def paced(ttft_s: float, gap_s: float) -> Say:
+    """All tokens that are asked for, the first after `ttft_s`."""
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        begin(writer)
+        tokens = told.body["max_tokens"]
+        for at in range(tokens):
+            await asyncio.sleep(gap_s if at else ttft_s)
+            token(told, writer)
+            await writer.drain()
+        end(told, writer, tokens)
+
+    return say
+
+
+@asynccontextmanager
+async def serving(say: Say) -> AsyncIterator[Double]:
+    """Runs one in this event loop."""
+    double = Double(say)
+    server = await asyncio.start_server(double.serve, "127.0.0.1", 0)
+    double.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield double
+    finally:
+        server.close()

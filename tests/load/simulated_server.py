@@ -1,0 +1,64 @@
+"""Runs of a server that is arithmetic: places, a queue, and nothing else. No clock: what is measured of it is exact."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+
+from load.measures import Slo, Window, client_of, measured
+from load.records import Record
+from load.results import Made, Result, Run, cdfs_of, row_of
+from load.search import RateSearch
+from load.sessions import Arrival, Work, sessions
+
+SLO = Slo(200.0, 15.0)
+WORK = Work(512, 64)
+STEP_S, PREFILL_S = 0.01, 0.03
+
+
+def records_of(rate: float, places: int, seconds: float, seed: str) -> list[Record]:
+    """Each place serves one request at a time, in 30 ms and 10 ms for each further token; who comes waits for one."""
+    free = [0.0] * places
+    rng = random.Random(seed)
+    found = []
+    every = sessions(WORK, Arrival("poisson", rate), seed)
+    for session in itertools.takewhile(lambda each: each.at < seconds, every):
+        begun = max(session.at, heapq.heappop(free))
+        gaps = [STEP_S * rng.uniform(0.8, 1.2) for _ in range(WORK.output - 1)]
+        first = begun + PREFILL_S
+        last = first + sum(gaps)
+        heapq.heappush(free, last)
+        found.append(
+            Record(
+                session.number, 0, session.at, session.at + 0.0004, first, last, WORK.prompt, 0, WORK.output,
+                WORK.output, WORK.output, True, gaps_s=gaps, counts=[1] * WORK.output,
+            )
+        )  # fmt: skip
+    return found
+
+
+def run_of(rate: float, places: int, seconds: float = 60.0, gpus: int = 1, seed: str = "s") -> Run:
+    """As an experiment measures it."""
+    records = records_of(rate, places, seconds + 5, f"{seed} {rate}")
+    window = Window(5.0, 5.0 + seconds)
+    judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
+    client = client_of(judged, [0.12], [0.0005] * 100, open_loop=True)
+    measures = measured(records, window, SLO, gpus, client)
+    return Run(rate, 0, 5.0, seconds, measures, cdfs_of(judged), [row_of(record, SLO) for record in judged])
+
+
+def result_of(label: str, places: int, gpus: int, seconds: float = 60.0) -> Result:
+    """A whole search."""
+    search, runs = RateSearch(4.0), list[Run]()
+    while (rate := search.next()) is not None:
+        runs.append(run_of(rate, places, seconds, gpus))
+        search.tell(runs[-1].measures.attainment)
+    made = Made(
+        "kvrelay bench --url http://10.0.0.5:8000 --lengths 512:64 --find-rate --gpus 4", "2026-11-22T09:00:00+00:00",
+        "Linux x86_64, 32 cores", {"kvrelay": "0.1.0", "python": "3.11.7", "server": "0.1.0"},
+    )  # fmt: skip
+    return Result(
+        label, "Llama-3.1-8B", "http://10.0.0.5:8000", gpus, f"{gpus} x GPU", "512:64: 512 tokens in, 64 out",
+        "poisson arrivals, open loop", WORK, SLO, 0.9, made, runs, search.found(),
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""From settings to runs, against a server that is arithmetic: windows, seeds, the search. No clock, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from simulated_server import records_of
+
+from load import experiment
+from load.conductor import Outcome
+from load.config import BenchConfig
+from load.endpoint import Server
+from load.experiment import Experiment, Told
+from load.prompts import Spelling
+from load.records import Asking, Load, Progress, Record
+from wire.errors import KvrelayError
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Load]:
+    """What was put; the server has 24 places, and 36 requests a second are the most that it can."""
+    put: list[Load] = []
+
+    async def conduct(asking: Asking, load: Load, processes: int, told: Callable[[Progress], None]) -> Outcome:
+        put.append(load)
+        told(Progress(3, 2, 0, 9))
+        return Outcome(records_of(load.arrival.rate or 1.0, 24, min(load.sending_s, 20.0), load.seed), [0.1], [0.0])
+
+    async def ask_server(url: str, key: str, model: str, *, chat: bool) -> Server:
+        return Server("m", "1", Spelling())
+
+    monkeypatch.setattr(experiment, "conduct", conduct)
+    monkeypatch.setattr(experiment, "ask_server", ask_server)
+    return put
+
+
+async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load]) -> None:
+    told: list[Told] = []
+    config = BenchConfig(lengths="512:64", find_rate=True, ttft_ms=200, tpot_ms=15, duration_s=60, gpus=2)
+    bench = Experiment(config, told=told.append)
+    await bench.run()
+    assert bench.found is not None
+    assert bench.found.breaks is not None
+    assert 28 < bench.found.holds < 36.4
+    assert bench.found.breaks / bench.found.holds <= 1.05
+    assert loads[0].arrival.rate == 2.0
+    assert len({load.seed for load in loads}) == len(loads) == len(bench.runs)
+    # Requests go on to come for as long as an answer may take (200 ms and 64 tokens of 15 ms), and are cut soon after.
+    for load in loads:
+        assert load.judged_s == 65
+        assert load.sending_s == pytest.approx(65 + 1.16)
+        assert load.drain_s == pytest.approx(1.16 + 2)
+    assert all(5 <= row.due_s < 65 for run in bench.runs for row in run.rows)
+    assert told[0].name == "2 requests/s"
+
+
+async def test_rates_are_run_one_after_the_other(loads: list[Load]) -> None:
+    bench = Experiment(BenchConfig(lengths="512:64", rate="4,8", duration_s=10, warm_up_s=2))
+    await bench.run()
+    assert [run.rate for run in bench.runs] == [4.0, 8.0]
+    assert [(run.warm_up_s, run.window_s) for run in bench.runs] == [(2, 10), (2, 10)]
+    assert loads[0].drain_s == 600
+
+
+async def test_a_number_of_requests_ends_with_its_last_answer(loads: list[Load]) -> None:
+    bench = Experiment(BenchConfig(lengths="512:64", concurrency=2, requests=5, warm_up_s=0))
+    await bench.run()
+    assert (loads[0].clients, loads[0].requests) == (2, 5)
+    (run,) = bench.runs
+    last = max(row.due_s + row.e2e_ms / 1e3 for row in run.rows)
+    assert run.window_s == pytest.approx(last, abs=0.01)
+    assert run.measures.achieved_per_s == pytest.approx(len(run.rows) / run.window_s)
+
+
+async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
+    with pytest.raises(KvrelayError, match="no request came after the warm-up"):
+        await Experiment(BenchConfig(concurrency=2, requests=5, warm_up_s=100)).run()
+
+
+async def test_a_client_that_is_too_slow_ends_the_search(loads: list[Load], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(asking: Asking, load: Load, *more: object) -> Outcome:
+        late = [
+            Record(0, 0, each.due_s, each.due_s + 1, failure="deadline")
+            for each in records_of(load.arrival.rate, 9, 70.0, "s")
+        ]
+        return Outcome(late, [0.99], [0.0])
+
+    monkeypatch.setattr(experiment, "conduct", slow)
+    bench = Experiment(BenchConfig(find_rate=True))
+    await bench.run()
+    assert bench.found is not None
+    assert len(bench.runs) == 1
+    assert "the client was too slow" in bench.found.why

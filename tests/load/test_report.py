@@ -1,0 +1,126 @@
+"""A search on a server that is arithmetic, and the page that is made of it."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from simulated_server import PREFILL_S, STEP_S, WORK, result_of, run_of
+
+from load.report import page, write_report
+from load.results import Result
+from load.svg import Line, Mark, chart
+from wire.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def ours() -> Result:
+    return result_of("1P1D", places=24, gpus=2, seconds=40)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Result:
+    return result_of("<colocated>", places=20, gpus=2, seconds=40)
+
+
+def test_the_search_finds_what_the_server_can(ours: Result) -> None:
+    """24 places are free again after 0.66 s: 36 requests a second, of which a queue leaves most for 200 ms."""
+    most = 24 / (PREFILL_S + STEP_S * (WORK.output - 1))
+    assert ours.found is not None
+    assert ours.found.breaks is not None
+    assert 0.8 * most < ours.found.holds < most
+    assert ours.found.breaks / ours.found.holds <= 1.05
+    # In runs that are long enough to say how it is.
+    assert run_of(ours.found.holds * 0.95, 24, seconds=600).measures.attainment > 0.9
+    assert run_of(ours.found.breaks * 1.1, 24, seconds=600).measures.attainment < 0.9
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags that are open, and where anything is loaded from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+        self.count: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Counts it."""
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.outside += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "action")]
+        if tag not in ("meta", "path", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Of SVG."""
+        self.count[tag] = self.count.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        """Must be the newest."""
+        if tag != "circle":
+            assert self.open.pop() == tag
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_a_page_needs_nothing_else_and_follows_the_reader(ours: Result) -> None:
+    text = page([ours])
+    reader = read(text)
+    assert reader.outside == []
+    assert "script" not in reader.count
+    assert not re.search(r"@import|url\(", text)
+    assert "color-scheme: light dark" in text
+    assert reader.count["svg"] == 7
+    for words in ("highest rate per GPU", "TTFT over time", "Requests that met their targets", "kvrelay bench --url"):
+        assert words in text
+
+
+def test_several_results_are_compared(ours: Result, theirs: Result) -> None:
+    text = page([ours, theirs])
+    reader = read(text)
+    assert "1P1D against &lt;colocated&gt;" in text
+    assert "<colocated>" not in text
+    assert reader.count["svg"] == 5
+    assert reader.count["table"] == 3
+    assert "not of the same work" not in text
+    other = msgspec.structs.replace(theirs, attainment=0.9, slo=msgspec.structs.replace(theirs.slo, ttft_ms=100.0))
+    assert "not of the same work and targets" in page([ours, other])
+
+
+def test_a_client_that_was_too_slow_is_told_first(ours: Result) -> None:
+    run = ours.runs[0]
+    slow = msgspec.structs.replace(run.measures.client, bottleneck="it took all of its core")
+    runs = [msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, client=slow))]
+    text = page([msgspec.structs.replace(ours, runs=runs)])
+    assert text.index("the client was too slow") < text.index("highest rate per GPU")
+
+
+def test_a_run_without_any_answer_is_a_page_too(ours: Result) -> None:
+    run = ours.runs[0]
+    nothing = msgspec.structs.replace(run, rows=[], cdfs={"ttft": [], "tpot": [], "itl": [], "e2e": []})
+    assert "nothing to show" in page([msgspec.structs.replace(ours, runs=[nothing])])
+
+
+def test_a_page_that_cannot_be_written_says_so(ours: Result, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_report([ours], tmp_path / "no folder" / "page.html")
+
+
+@pytest.mark.parametrize("log_x", [False, True])
+@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [1e-9, 1e9], [3.0], [0.001, 0.0011]])
+def test_every_range_has_axes(values: list[float], log_x: bool) -> None:
+    drawn = chart(
+        "t", "x", "y", [Line("a", [(each, each) for each in values], dots=True)], [Mark("m", y=1.0)], log_x=log_x
+    )
+    assert "nan" not in drawn
+    assert drawn.count("<circle") == len(values)
+    assert drawn.count('class="grid"') < 60

@@ -1,0 +1,132 @@
+"""The search of a rate, without a clock: a server with a known capacity is a function of the rate."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from load.search import Found, RateSearch
+
+
+def searched(
+    serves: Callable[[float], float], start: float = 1.0, precision: float = 0.05
+) -> tuple[Found, list[float]]:
+    search, probes = RateSearch(start, 0.9, precision), list[float]()
+    while (rate := search.next()) is not None:
+        probes.append(rate)
+        search.tell(serves(rate))
+    return search.found(), probes
+
+
+@given(capacity=st.floats(0.05, 400), start=st.floats(0.5, 64), steep=st.floats(3, 60))
+def test_it_comes_near_a_known_capacity(capacity: float, start: float, steep: float) -> None:
+    """Attainment is 90 % at the capacity, and falls around it more or less steeply."""
+
+    def serves(rate: float) -> float:
+        return 1 / (1 + (rate / capacity) ** steep / 9)
+
+    found, probes = searched(serves, start)
+    if capacity < start / 256 * 2 or len(probes) == 14:
+        assert found.holds <= capacity
+        return
+    assert found.why == ""
+    assert found.breaks is not None
+    assert found.holds <= capacity * (1 + 1e-9) <= found.breaks * (1 + 2e-9)
+    assert found.breaks / found.holds <= 1.05
+    assert len(probes) == len(set(probes))
+
+
+@given(seed=st.integers(0, 1_000))
+def test_noise_moves_it_by_little(seed: int) -> None:
+    """500 requests a probe, of a server that is at 90 % at 20 a second."""
+    rng = random.Random(seed)
+
+    def serves(rate: float) -> float:
+        share = 1 / (1 + (rate / 20) ** 20 / 9)
+        return sum(rng.random() < share for _ in range(500)) / 500
+
+    found, probes = searched(serves, 4.0)
+    assert 16 < found.holds < 24
+    assert len(probes) <= 14
+
+
+def test_a_rate_that_broke_by_chance_is_probed_again() -> None:
+    answers = iter([0.95, 0.95, 0.5])
+
+    def serves(rate: float) -> float:
+        return 0.95 if rate <= 8 and rate != 4 else next(answers) if rate == 4 else 0.1
+
+    unlucky = [0.2]  # the first probe at 4, below what holds at 5.7
+
+    def with_bad_luck(rate: float) -> float:
+        if rate == 4 and unlucky:
+            return unlucky.pop() + 0.65
+        return serves(rate)
+
+    found, probes = searched(with_bad_luck, 4.0)
+    assert probes[:2] == [4.0, 2.0]
+    assert found.holds >= 3.8
+
+
+def test_contradictions_are_told_and_the_lower_rate_is_believed() -> None:
+    search = RateSearch(2.0)
+    for rate, share in ((2.0, 0.5), (1.0, 1.0), (math.sqrt(2), 0.2)):
+        assert search.next() == rate
+        search.tell(share)
+    while (rate := search.next()) is not None:
+        search.tell(1.0)
+    found = search.found()
+    assert found.holds < math.sqrt(2) == found.breaks
+
+
+def test_a_server_that_never_holds() -> None:
+    found, probes = searched(lambda rate: 0.0, 4.0)
+    assert (found.holds, probes[-1]) == (0.0, 4.0 / 256)
+    assert found.breaks == 4.0 / 256
+
+
+def test_a_server_that_never_breaks_ends_the_search() -> None:
+    found, probes = searched(lambda rate: 1.0)
+    assert (len(probes), found.breaks) == (14, None)
+    assert "too many probes" in found.why
+
+
+def test_nothing_measured_is_nothing_met() -> None:
+    search = RateSearch(1.0)
+    search.tell(math.nan)
+    assert search.next() == 0.5
+
+
+def test_a_client_that_is_too_slow_ends_the_search() -> None:
+    search = RateSearch(1.0)
+    search.tell(1.0)
+    search.stop("the client was too slow")
+    assert search.next() is None
+    assert search.found() == Found(1.0, None, 0.9, "the client was too slow")
+
+
+def test_what_is_known_already_is_not_probed_again() -> None:
+    search, probes = RateSearch(10.0, 0.9, 0.05, stride=1.15), list[float]()
+    for rate, share in ((8.0, 0.99), (12.0, 0.4), (10.0, 0.95)):
+        search.know(rate, share)
+    while (rate := search.next()) is not None:
+        probes.append(rate)
+        search.tell(1.0 if rate <= 11 else 0.5, rate=float(f"{rate:.3g}"))
+    assert all(10 < rate < 12 for rate in probes)
+    found = search.found()
+    assert found.breaks is not None
+    assert 10 < found.holds <= 11 < found.breaks
+    assert found.breaks / found.holds <= 1.05
+
+
+def test_a_search_that_knows_about_where_it_is_takes_smaller_strides() -> None:
+    search, probes = RateSearch(100.0, stride=1.15), list[float]()
+    while (rate := search.next()) is not None:
+        probes.append(rate)
+        search.tell(1.0 if rate < 110 else 0.0)
+    assert max(probes) < 116
+    assert len(probes) <= 4
