@@ -6,10 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.simulation.stream import Speeds, Stream
-from benchmarks.simulation.world import Result
+from load.measures import percentile
+from planning.planner import NETWORK_MS
+from simulator.setting import Result
+from simulator.speeds import Speeds
+from simulator.stream import Stream
 
-__all__ = ["Summary", "plot", "percentile", "summary_of", "table"]
+__all__ = ["Summary", "plot", "summary_of", "table"]
 
 WARM_UP = 0.1
 """This share of the requests, the first ones, is served and not counted: rates are learned, and caches filled."""
@@ -40,16 +43,11 @@ class Summary:
     preemptions: int
 
 
-def percentile(sorted_values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed."""
-    return sorted_values[max(0, min(len(sorted_values), math.ceil(share * len(sorted_values))) - 1)]
-
-
 def summary_of(workload: str, result: Result) -> Summary:
     """The figures of a run."""
     setting, speeds = result.setting, result.setting.speeds
     streams = result.streams[int(len(result.streams) * WARM_UP) :]
-    ttft = sorted(stream.ttft + speeds.network for stream in streams)
+    ttft = sorted(stream.ttft + NETWORK_MS for stream in streams)
     tpot = sorted(stream.tpot for stream in streams)
     good = sum(_good(stream, speeds) for stream in streams)
     seconds = max(1e-9, (streams[-1].at - streams[0].at) / 1e3)
@@ -75,7 +73,7 @@ def summary_of(workload: str, result: Result) -> Summary:
 
 def _good(stream: Stream, speeds: Speeds) -> bool:
     most = TTFT_MS + TTFT_ALONE * speeds.prompt_ms(stream.prompt)
-    return stream.ttft + speeds.network <= most and stream.tpot <= TPOT_MS
+    return stream.ttft + NETWORK_MS <= most and stream.tpot <= TPOT_MS
 
 
 def table(summaries: Sequence[Summary], *, scale: bool) -> str:

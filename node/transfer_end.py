@@ -1,7 +1,7 @@
-"""One end of `benchmarks.transfer`, in a process of its own: a pool, a connector over it, and the clock of a transfer.
+"""One end of a measured hand-over, in a process of its own: a pool, a connector over it, and the clock of a transfer.
 
 Owns the pool's pattern and what is read off the connector's events; refuses to know rows and tables. Speaks JSON lines
-on stdin and stdout with `benchmarks.transfer_pair`, and ends when its stdin ends. Bytes and seconds.
+on stdin and stdout with `node.transfer_pair`, and ends when its stdin ends. Bytes and seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 import torch
 
-import paged_engine  # noqa: F401 - makes `kernels` ours
-from kernels.pool_memory import zeros
 from kv_transfer.connector import Completion, Connector, Event, Fetched, FetchFailed, PoolRegion, Released
 from kv_transfer.open import open_connector
 from node.parent import die_with_parent
+from paged_engine.kv_pool import zeros
 from wire.config import TransferConfig
 from wire.errors import ConfigError, KvrelayError, TransferError
 from wire.transfer import Fingerprint, KvTransferParams
@@ -66,8 +65,8 @@ class End:
         name = torch.cuda.get_device_name(self._device) if gpu else f"CPU, {os.cpu_count()} cores"
         return {"device": str(self._device), "name": name, "pool_bytes": self._pool.numel()}
 
-    def open(self, kind: str, block_bytes: int) -> int:
-        """A connector over blocks of that size; the source's are filled. Returns how many there are.
+    def open(self, kind: str, block_bytes: int, checksums: float = 0.0) -> int:
+        """A connector over blocks of that size, of which a share is checked; the source's are filled. Returns how many.
 
         Raises ConfigError if this machine cannot have it."""
         self.close()
@@ -79,7 +78,7 @@ class End:
             self._settle()
         fingerprint = Fingerprint(
             protocol=HANDOVER.newest,
-            model="benchmarks.transfer",
+            model="measured",
             kv_dtype="bfloat16",
             block_tokens=self._block_tokens(),
             kv_heads=8,
@@ -89,7 +88,7 @@ class End:
             tp_size=1,
         )
         region = PoolRegion(self._pool.data_ptr(), len(self._rows), block_bytes, str(self._device))
-        config = TransferConfig(kv_connector=kind)
+        config = TransferConfig(kv_connector=kind, kv_checksums=checksums)
         self._connector = open_connector(self._name, fingerprint, region, config, self._woken.set)
         return len(self._rows)
 

@@ -1,4 +1,4 @@
-"""The two processes of `benchmarks.transfer`, and one hand-over between them.
+"""A source and a reader of KV, each a process of its own, and one hand-over between them: for whoever measures.
 
 Owns the ends' processes: each call has a deadline, after which the end is killed, and both are ended on every way out.
 Refuses to know rows and tables. Seconds.
@@ -63,10 +63,10 @@ class Pair:
         """Of either pool, once a connector is open."""
         self._block_bytes = 0
 
-    def open(self, kind: str, block_bytes: int) -> None:
-        """Both ends' connector, in place of the one before."""
+    def open(self, kind: str, block_bytes: int, checksums: float = 0.0) -> None:
+        """Both ends' connector, in place of the one before; `checksums`: the share of blocks that are compared."""
         self._both("close", within_s=CALL_S)
-        self.num_blocks = self._both("open", kind, block_bytes, within_s=OPEN_S)
+        self.num_blocks = self._both("open", kind, block_bytes, checksums, within_s=OPEN_S)
         self._block_bytes = block_bytes
 
     def hand_over(self, parts: Sequence[Part], lead_s: float) -> Took:
@@ -130,7 +130,7 @@ class _EndProcess:
         root = str(Path(__file__).resolve().parents[1])
         paths = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH", "")) if path)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.transfer_end", name, device, str(pool_bytes), str(unit_bytes)],
+            [sys.executable, "-m", "node.transfer_end", name, device, str(pool_bytes), str(unit_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={
@@ -165,7 +165,7 @@ class _EndProcess:
                 self.process.wait(END_S)
             why = f"ended (status {self.process.poll()})"
             if self._late:
-                over = ", when the time for this connector was over (--within-s)"
+                over = ", when the time for this connector was over"
                 why = f"was killed after {time.monotonic() - asked_at:.1f} s"
                 why += over if time.monotonic() >= self._until else ""
             raise TransferError(f"the {self._name} gave no answer to {self._asked!r}: it {why}")

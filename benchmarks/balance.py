@@ -1,0 +1,89 @@
+"""The online planner against every static ratio, under work that shifts: chat, code, long documents, chat again.
+
+python -m benchmarks.balance [--nodes 6] [--minutes 10] [--load 0.65]
+
+A simulation with the rate card of an H200 whose steps all take eight times as long, targets too, so that an hour is
+simulated in a minute; changes of role take 1 s and what the drained node still has to do. The planner begins at both
+ends: with one prefill node, and with one decode node. Good are requests that keep both targets. Equal seeds give equal
+figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+
+from planning.balance import Balancing
+from simulator.goodput import attained
+from simulator.setting import Result, Setting, Targets
+from simulator.shifting import Phase, shifting
+from simulator.speeds import H200, Speeds, slowed
+from simulator.world import simulate
+
+__all__ = ["main", "phases_of"]
+
+SLOWER = 8.0
+TARGETS = Targets(1_000.0 * SLOWER, 15.0 * SLOWER)
+# Requests a second that an H200 serves at most, in whatever role: the issue's physics.
+_WORK = (("chat", 40.0, 512, 256), ("code", 13.0, 2_048, 64), ("documents", 2.5, 8_192, 256), ("chat", 40.0, 512, 256))
+
+
+def phases_of(nodes: int, seconds: float, load: float) -> list[Phase]:
+    """Each kind of work for so long, at this share of what so many nodes could serve."""
+    return [Phase(seconds, load * rate * nodes / SLOWER, prompt, output) for _, rate, prompt, output in _WORK]
+
+
+def run(phases: Sequence[Phase], prefill: int, nodes: int, balancing: Balancing | None, seed: int) -> Result:
+    """Serve them from this ratio on."""
+    setting = Setting(
+        prefill=prefill,
+        decode=nodes - prefill,
+        prefixes=False,
+        seed=seed,
+        speeds=Speeds(slowed(H200, SLOWER)),
+        targets=TARGETS,
+        balancing=balancing,
+    )
+    gc.disable()
+    try:
+        return simulate(shifting(phases, seed), setting)
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a row for each static ratio and for the planner from both ends, then what it decided and why."""
+    parser = argparse.ArgumentParser(
+        "benchmarks.balance", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--nodes", type=int, default=6)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of each kind of work")
+    parser.add_argument("--load", type=float, default=0.65, help="of what the best ratio for each kind could serve")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    nodes, seconds = arguments.nodes, arguments.minutes * 60
+    phases = phases_of(nodes, seconds, arguments.load)
+    print(f"| ratio | good | {' | '.join(name for name, *_ in _WORK)} | changes |")
+    print("|---|---|" + "---|" * len(_WORK) + "---|")
+    flips = []
+    for prefill, balancing in [*((x, None) for x in range(1, nodes)), (1, Balancing()), (nodes - 1, Balancing())]:
+        result = run(phases, prefill, nodes, balancing, arguments.seed)
+        streams = result.streams
+        shares = [
+            attained([each for each in streams if at <= each.at / 1e3 / seconds < at + 1], TARGETS)
+            for at in range(len(phases))
+        ]
+        name = f"{prefill}P{nodes - prefill}D" + ("" if balancing is None else ", balanced")
+        cells = " | ".join(f"{share:.1%}" for share in shares)
+        print(f"| {name} | {attained(streams, TARGETS):.1%} | {cells} | {len(result.flips)} |", flush=True)
+        flips += [(name, flip) for flip in result.flips]
+    for name, flip in flips:
+        print(f"{name}, {flip.at / 1e3:,.0f} s: {flip.why}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""`kvrelay profile`: measures one engine and the way of its KV, and writes a rate card.
+
+Owns the order of the measurements, their time and what is printed. Which points there are is planning/grid.py's,
+what a step is paged_engine/timed_steps.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from planning.grid import Limits, Unit, mixed_sizes, sizes_of_transfers, units
+from planning.rate_card import DecodePoint, MixedPoint, PrefillPoint, RateCard, TransferPoint, write_card
+from wire.config import NodeConfig
+from wire.errors import ConfigError
+from wire.versions import RELEASE
+
+if TYPE_CHECKING:
+    from node.profiling import Measured
+    from node.transfer_times import BlocksMoved
+
+__all__ = ["Asked", "asked_of", "parse_points", "run"]
+
+_SECONDS = {"cpu": 45.0, "cuda": 120.0}
+# Of the time of all, for transfers; and at most for the runs of one point.
+_TRANSFERS_SHARE = 0.3
+_POINT_SHARE, _POINT_S = 1 / 60, 1.0
+_DECODE_POINT = re.compile(r"(\d{1,5})x(\d{1,8})")
+_PREFILL_POINT = re.compile(r"(\d{1,8})(?:\+(\d{1,8}))?")
+
+Times = dict[tuple[str, int, int], list[float]]
+"""By kind and point, milliseconds of each run."""
+
+
+def parse_points(decode: Sequence[str], prefill: Sequence[str]) -> list[Unit]:
+    """Points that were asked for: REQUESTSxCONTEXT, TOKENS or TOKENS+CONTEXT. Raises ConfigError."""
+    found = []
+    for text in decode:
+        match = _DECODE_POINT.fullmatch(text)
+        if match is None or not int(match[1]) or not int(match[2]):
+            raise ConfigError(f"--decode {text!r} must be REQUESTSxCONTEXT, for example 32x4096")
+        found.append(Unit(0, "decode", ((int(match[1]), int(match[2])),)))
+    for text in prefill:
+        match = _PREFILL_POINT.fullmatch(text)
+        if match is None or not int(match[1]):
+            raise ConfigError(f"--prefill {text!r} must be TOKENS or TOKENS+CONTEXT, for example 2048+8192")
+        found.append(Unit(0, "prefill", ((int(match[1]), int(match[2] or 0)),)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was typed beside the engine's settings."""
+
+    out: Path
+    seconds: float
+    """For measuring, not for the start of the engine; 0: the device's default."""
+    points: Sequence[Unit]
+    """Only these, and no card, if there are any."""
+
+
+def asked_of(values: dict[str, object]) -> Asked:
+    """Takes what is no setting out of what was typed. Raises ConfigError."""
+    out, seconds = str(values.pop("out")), float(str(values.pop("seconds")))
+    decode, prefill = (cast(list[str] | None, values.pop(kind)) or [] for kind in ("decode", "prefill"))
+    points = parse_points(decode, prefill)
+    if points and out:
+        raise ConfigError("--out is for a whole rate card; leave it out, or --decode and --prefill")
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"--seconds must be a number from 0 on, got {seconds:g}; 0 takes the device's default")
+    return Asked(Path(out or "rate-card.json"), seconds, points)
+
+
+def run(config: NodeConfig, asked: Asked, console: Console) -> int:
+    """The command: measure, print tables, and write the card. Raises ConfigError."""
+    from node.profiling import measured_engine
+    from node.transfer_times import BlocksMoved
+
+    blocks = BlocksMoved(config.engine)
+    seconds = asked.seconds or _SECONDS[blocks.devices[0].partition(":")[0]]
+    moved: dict[str, list[TransferPoint]] = {}
+    if not asked.points:
+        _check_writable(asked.out)
+        moved = _transfers(blocks, config, seconds * _TRANSFERS_SHARE, console)
+    console.print("starting the engine ...", style="dim")
+    with measured_engine(config.engine) as engine:
+        card, times = _card(config, engine, seconds * (1 - _TRANSFERS_SHARE), asked.points, console)
+    card = msgspec.structs.replace(card, transfer=moved)
+    _show(card, times, console, spread=bool(asked.points))
+    if not asked.points:
+        write_card(card, asked.out)
+        console.print(f"written to {asked.out}", markup=False)
+    return 0
+
+
+def _card(
+    config: NodeConfig, engine: Measured, seconds: float, points: Sequence[Unit], console: Console
+) -> tuple[RateCard, Times]:
+    """A card without transfers, of these points or of what there is time for. Raises ConfigError."""
+    point_s = min(_POINT_S, seconds * _POINT_SHARE)
+
+    def timed(kind: str, point: tuple[int, int]) -> list[float]:
+        try:
+            measure = engine.timed.prefill if kind == "prefill" else engine.timed.decode
+            return measure(*point, seconds=point_s)
+        except ValueError as why:
+            raise ConfigError(f"--{kind}: {why}; ask for less, or raise max_model_len or the KV pool") from why
+
+    until = math.inf if points else time.monotonic() + seconds
+    mixed = [] if points else _mixed(engine, point_s, console)
+    times = _measured(points or units(_limits(engine)), timed, until, console)
+    card = RateCard(
+        model=config.served_model_name or engine.model,
+        hardware=engine.hardware,
+        kvrelay=RELEASE,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        kv_tokens=engine.kv_tokens,
+        block_tokens=engine.block_tokens,
+        max_running=engine.max_running,
+        step_tokens=engine.step_tokens,
+        prefill=[PrefillPoint(*size, statistics.median(runs)) for size, runs in _of("prefill", times)],
+        decode=[DecodePoint(*size, statistics.median(runs)) for size, runs in _of("decode", times)],
+        tensor_parallel=config.engine.tensor_parallel,
+        mixed=mixed,
+    )
+    return card, times
+
+
+def _mixed(engine: Measured, point_s: float, console: Console) -> list[MixedPoint]:
+    """Steps of decodes and chunks together: what a chunk costs those beside it is not what it costs alone."""
+    sizes = mixed_sizes(_limits(engine))
+    found = []
+    with _progress(len(sizes), console) as tell:
+        for requests, context, tokens in sizes:
+            tell("mixed", (requests, tokens))
+            with contextlib.suppress(ValueError):  # no room for it here
+                ms = statistics.median(engine.timed.mixed(requests, context, tokens, seconds=point_s))
+                found.append(MixedPoint(requests, context, tokens, ms))
+    return found
+
+
+def _limits(engine: Measured) -> Limits:
+    from paged_engine.timed_steps import PREFILLS_AT_ONCE, STEPS
+
+    return Limits(
+        engine.max_model_len,
+        engine.kv_tokens,
+        engine.block_tokens,
+        engine.max_running,
+        engine.step_tokens,
+        prompts_at_once=PREFILLS_AT_ONCE,
+        decode_steps=STEPS,
+    )
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes are spent on what cannot be kept."""
+    folder = path.resolve().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"the rate card cannot be written to {path}; choose another --out")
+
+
+def _transfers(
+    blocks: BlocksMoved, config: NodeConfig, seconds: float, console: Console
+) -> dict[str, list[TransferPoint]]:
+    """By connector."""
+    from node.transfer_times import transfer_times
+
+    source, reader = blocks.devices
+    console.print(f"transfers from {source} to {reader} ...", style="dim")
+    sizes = sizes_of_transfers(blocks.block_tokens, blocks.longest, blocks.most_blocks)
+
+    def told(why: str) -> None:
+        console.print(f"not measured: {why}", style="yellow", markup=False)
+
+    times = transfer_times(blocks, sizes, config.transfer.kv_connector, seconds / 3, told)
+    return {
+        kind: [TransferPoint(count * blocks.block_tokens, ms) for count, ms in of_kind.items()]
+        for kind, of_kind in times.items()
+    }
+
+
+def _measured(
+    plan: Sequence[Unit],
+    timed: Callable[[str, tuple[int, int]], list[float]],
+    until: float,
+    console: Console,
+) -> Times:
+    """Times of the plan's points, in its order while there is time; all of level 0 in any case."""
+    times: Times = {}
+    with _progress(sum(len(unit.points) for unit in plan), console) as tell:
+        for unit in plan:
+            if unit.level and time.monotonic() > until:
+                break
+            for point in unit.points:
+                tell(unit.kind, point)
+                times[unit.kind, *point] = timed(unit.kind, point)
+    return times
+
+
+@contextlib.contextmanager
+def _progress(count: int, console: Console) -> Iterator[Callable[[str, tuple[int, int]], None]]:
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=count)
+        begun = False
+
+        def tell(kind: str, point: tuple[int, int]) -> None:
+            nonlocal begun
+            bar.update(task, advance=1 if begun else 0, description=f"{kind} {_named(kind, point)}")
+            begun = True
+
+        yield tell
+
+
+def _named(kind: str, point: tuple[int, int]) -> str:
+    first, context = point
+    return f"{first}x{context}" if kind == "decode" else f"{first}+{context}" if context else str(first)
+
+
+def _of(kind: str, times: Times) -> list[tuple[tuple[int, int], list[float]]]:
+    """In order of context, then of tokens or requests: as people look for them."""
+    mine = (((first, context), runs) for (of, first, context), runs in times.items() if of == kind)
+    return sorted(mine, key=lambda each: (each[0][1], each[0][0]))
+
+
+def _show(card: RateCard, times: Times, console: Console, *, spread: bool) -> None:
+    console.print(f"{card.model} on {card.gpus} x {card.hardware}", style="bold", markup=False)
+    if spread:
+        console.print(_runs(times))
+        return
+    for kind, corner in (("prefill", "tokens"), ("decode", "requests")):
+        if of_kind := _of(kind, times):
+            console.print(_grid(kind, corner, {point: statistics.median(runs) for point, runs in of_kind}))
+    if card.mixed:
+        console.print(_beside(card))
+    if card.transfer:
+        console.print(_ways(card))
+
+
+def _grid(kind: str, corner: str, medians: dict[tuple[int, int], float]) -> Table:
+    """One line for each number of tokens or requests, one column for each context."""
+    contexts = sorted({context for _, context in medians})
+    table = Table(title=f"{kind}: ms of a step, by context", title_justify="left", title_style="")
+    table.add_column(corner, justify="right")
+    for context in contexts:
+        table.add_column(f"{context:,}", justify="right")
+    last = "tokens/s" if kind == "decode" else "tokens/s at first"
+    table.add_column(last, justify="right")
+    for first in sorted({each for each, _ in medians}):
+        row = [medians.get((first, context)) for context in contexts]
+        shown = ["" if ms is None else f"{ms:.2f}" for ms in row]
+        known = next((ms for ms in row if ms is not None), 0.0)
+        table.add_row(f"{first:,}", *shown, f"{first / known * 1e3:,.0f}" if known else "")
+    return table
+
+
+def _beside(card: RateCard) -> Table:
+    table = Table(title="decodes beside a chunk of a prompt: ms of a step", title_justify="left", title_style="")
+    for name in ("requests", "context", "tokens of the chunk", "ms"):
+        table.add_column(name, justify="right")
+    for each in card.mixed:
+        table.add_row(f"{each.requests:,}", f"{each.context:,}", f"{each.tokens:,}", f"{each.ms:.2f}")
+    return table
+
+
+def _ways(card: RateCard) -> Table:
+    sizes = sorted({point.tokens for points in card.transfer.values() for point in points})
+    table = Table(title="transfer: ms that a request waits for its KV, by tokens", title_justify="left", title_style="")
+    table.add_column("connector")
+    for size in sizes:
+        table.add_column(f"{size:,}", justify="right")
+    for kind, points in card.transfer.items():
+        known = {point.tokens: f"{point.ms:.2f}" for point in points}
+        table.add_row(kind, *(known.get(size, "") for size in sizes))
+    return table
+
+
+def _runs(times: Times) -> Table:
+    """Of points that were asked for: how sure they are, too."""
+    table = Table()
+    for name in ("step", "runs", "median ms", "least", "most", "tokens/s"):
+        table.add_column(name, justify="left" if name == "step" else "right")
+    for (kind, first, context), runs in times.items():
+        ms = statistics.median(runs)
+        numbers = (f"{each:.3f}" for each in (ms, min(runs), max(runs)))
+        table.add_row(f"{kind} {_named(kind, (first, context))}", str(len(runs)), *numbers, f"{first / ms * 1e3:,.0f}")
+    return table

@@ -1,0 +1,113 @@
+"""`kvrelay replay`: a recorded incident again, in the simulator, as it was or with other nodes or another policy.
+
+Owns what is asked and printed; simulator/incident.py has the format and reads a router's log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from load.measures import percentile
+from planning.planner import NETWORK_MS
+from planning.rate_card import RateCard
+from router.policies.by_name import POLICIES
+from simulator.incident import Incident, events_of, read_incident, streams_of_incident
+from simulator.setting import Setting
+from simulator.speeds import Speeds
+from simulator.world import simulate
+from wire.config import Role
+from wire.errors import ConfigError
+
+__all__ = ["Replayed", "replayed", "run", "size_of"]
+
+_SHARES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Milliseconds, sorted; of the requests that were answered."""
+
+    ttft: Sequence[float]
+    tpot: Sequence[float]
+    longest: Sequence[float]
+    refused: int
+    moved: int
+    """Requests whose node was lost, and which went on elsewhere."""
+
+
+def size_of(incident: Incident, nodes: str) -> tuple[int, int]:
+    """How many prefill and decode nodes: as P:D says, or as there were. Raises ConfigError."""
+    if not nodes:
+        count = sum(node.role is Role.PREFILL for node in incident.nodes)
+        return count, len(incident.nodes) - count
+    prefill, _, decode = nodes.partition(":")
+    if not (prefill.isdigit() and decode.isdigit() and int(decode)):
+        raise ConfigError(f"--nodes must be P:D, as in 2:3, with one decode node at least, got {nodes!r}")
+    return int(prefill), int(decode)
+
+
+def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: str) -> Replayed:
+    """What clients see. Raises ConfigError for a policy that there is not."""
+    if policy not in POLICIES:
+        raise ConfigError(f"--policy {policy!r} is none of {', '.join(sorted(POLICIES))}")
+    streams = streams_of_incident(incident)
+    prefill, decode = size
+    prefixes = any(stream.blocks for stream in streams)
+    events = events_of(incident, prefill, decode)
+    simulate(streams, Setting(policy, prefill, decode, prefixes=prefixes, speeds=Speeds(card), events=events))
+    answered = [stream for stream in streams if not stream.refused]
+    return Replayed(
+        sorted(stream.ttft + NETWORK_MS for stream in answered),
+        sorted(stream.tpot for stream in answered if stream.output > 1),
+        sorted(stream.longest for stream in answered if stream.output > 1),
+        len(streams) - len(answered),
+        sum(stream.moved > 0 for stream in streams),
+    )
+
+
+def run(path: Path, card: RateCard, nodes: str, policy: str, record: Path | None, console: Console) -> int:
+    """The command. Raises ConfigError."""
+    try:
+        with path.open("rb") as lines:
+            incident = read_incident(lines)
+        if record is not None:
+            record.write_bytes(b"".join(incident.lines()))
+    except OSError as why:
+        raise ConfigError(f"{why.filename} cannot be read or written: {why.strerror}") from why
+    size = size_of(incident, nodes)
+    found = replayed(incident, card, size, policy)
+    console.print(_table(incident, found, size, policy))
+    happened = len(events_of(incident, *size))
+    console.print(
+        f"{len(incident.requests)} requests, {found.refused} of them refused; {happened} of {len(incident.happened)} "
+        f"events happened to these nodes; {found.moved} requests lost a node and went on elsewhere."
+    )
+    return 0
+
+
+def _table(incident: Incident, found: Replayed, size: tuple[int, int], policy: str) -> Table:
+    ttft = sorted(each.ttft_ms for each in incident.requests if each.ttft_ms is not None)
+    tpot = sorted(
+        (each.total_ms - each.ttft_ms) / (each.output - 1)
+        for each in incident.requests
+        if each.total_ms is not None and each.ttft_ms is not None and each.output > 1
+    )
+    table = Table(title="milliseconds", title_justify="left")
+    for name in ("", *(f"p{share * 100:g}" for share in _SHARES)):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    replay = f"{size[0]}P{size[1]}D, {policy}"
+    for name, values in (
+        ("TTFT then", ttft),
+        (f"TTFT {replay}", found.ttft),
+        ("TPOT then", tpot),
+        (f"TPOT {replay}", found.tpot),
+        (f"longest gap {replay}", found.longest),
+    ):
+        if values:
+            table.add_row(name, *(f"{percentile(values, share):,.1f}" for share in _SHARES))
+    return table

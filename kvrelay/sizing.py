@@ -1,0 +1,244 @@
+"""`kvrelay plan`: how many nodes of which role, for a workload and targets, from rate cards. Guessed by
+planning/planner.py, then tried in the simulator. Owns what is asked and printed; nothing runs and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.table import Table
+
+from load.workloads import TRACE_BLOCK_TOKENS, WORKLOADS, Asked, read_trace
+from planning.planner import Demand, Estimate, Goal, Split, demand_of, plans
+from planning.rate_card import RateCard, read_card
+from simulator.goodput import Served, at_rate, most_rate
+from simulator.setting import Setting, Targets
+from simulator.speeds import Speeds
+from wire.errors import ConfigError
+
+__all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "setting_of", "sized", "workload_of"]
+
+_SECONDS = 20
+_LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
+_LENGTHS = re.compile(r"(\d{1,7}):(\d{1,7})")
+_TRACED = (".jsonl", ".gz")
+_CAPTION = "requests/s in time for each GPU and asked in all; p90 of TTFT, TPOT and the longest gap of an answer, in ms"
+_BEHIND = 0.6
+"""A split whose guess is this share of the best one's is not worth a simulation: guesses are not that far off. The best
+one with prefill nodes always is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Requests that stand for a workload, at any rate, and the size of their named blocks."""
+
+    asks: Sequence[Asked]
+    block_tokens: int
+
+
+def workload_of(name: str, count: int) -> Asking:
+    """By its name, as IN:OUT, or a trace in Mooncake's format. Raises ConfigError."""
+    if name in WORKLOADS:
+        workload = WORKLOADS[name]
+        return Asking(workload.make(Random(f"{name} plan"), count), workload.block_tokens)
+    lengths = _LENGTHS.fullmatch(name)
+    if lengths:
+        prompt, output = int(lengths[1]), int(lengths[2])
+        if not prompt or not output:
+            raise ConfigError(f"--workload {name} asks for no tokens; give at least 1:1")
+        rng, now, asks = Random("plan"), 0.0, []
+        for _ in range(count):
+            now += rng.expovariate(1.0)
+            asks.append(Asked(now, prompt, output))
+        return Asking(asks, TRACE_BLOCK_TOKENS)
+    if name.endswith(_TRACED):
+        try:
+            return Asking(read_trace(Path(name), count), TRACE_BLOCK_TOKENS)
+        except (OSError, ValueError, KeyError, TypeError) as why:
+            raise ConfigError(f"the trace {name} cannot be read: {why}; it has a JSON object a line") from why
+    known = ", ".join(WORKLOADS)
+    raise ConfigError(
+        f"--workload {name!r} is none of {known}; nor lengths as 512:256, nor a trace (.jsonl, .jsonl.gz)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What `kvrelay plan` is asked."""
+
+    gpus: int
+    cards: Sequence[RateCard]
+    asking: Asking
+    goal: Goal
+    rate: float
+    """Requests a second that there will be; 0: as many as can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A split: its guess, and what came of it in the simulator, if it was worth a try."""
+
+    guess: Estimate
+    served: Served | None
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that keep both targets; of a guess at the rate at which enough do."""
+        if self.served is None:
+            return self.guess.rate * self.guess.attained
+        return self.served.rate * self.served.attained
+
+
+def setting_of(split: Split, block_tokens: int, *, prefixes: bool) -> Setting:
+    """The split as it is simulated, with the settings of a router that nobody has changed."""
+    return Setting(
+        prefill=split.prefill,
+        decode=split.decode,
+        block_tokens=block_tokens,
+        prefixes=prefixes,
+        speeds=Speeds(split.prefill_card),
+        decode_speeds=Speeds(split.decode_card),
+    )
+
+
+def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
+    """All splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
+    goal, asks = wanted.goal, wanted.asking.asks
+    demand: Demand = demand_of(asks, wanted.asking.block_tokens)
+    guesses = plans(wanted.gpus, wanted.cards, demand, goal)
+    targets = Targets(goal.ttft_ms, goal.tpot_ms)
+    prefixes = any(each.blocks for each in asks)
+    apart = next((guess for guess in guesses if guess.split.prefill), None)
+    found = []
+    for guess in guesses:
+        setting = setting_of(guess.split, wanted.asking.block_tokens, prefixes=prefixes)
+        if wanted.rate:
+            tried(guess.split.name)
+            found.append(Sized(guess, at_rate(_enough(asks, wanted.rate), setting, targets, wanted.rate)))
+        elif not guess.rate or (guess.rate < _BEHIND * guesses[0].rate and guess is not apart):
+            found.append(Sized(guess, None))
+        else:
+            tried(guess.split.name)
+            enough = _enough(asks, guess.rate)
+            found.append(Sized(guess, most_rate(enough, setting, targets, goal.attainment, guess.rate)))
+    return sorted(found, key=lambda each: -each.goodput)
+
+
+def _enough(asks: Sequence[Asked], rate: float) -> Sequence[Asked]:
+    """So many of them that a run takes long enough to tell."""
+    return asks[: max(_LEAST_REQUESTS, min(_MOST_REQUESTS, int(rate * _SECONDS)))]
+
+
+def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
+    """The command: 0 if a split keeps the targets, 1 if none does."""
+    with console.status("planning") as status:
+        found = sized(wanted, lambda name: status.update(f"simulating {name}"))
+    best = found[0]
+    keeps = best.served is not None and best.served.rate > 0 and best.served.attained >= wanted.goal.attainment
+    if as_json:
+        console.print_json(json.dumps({"keeps_targets": keeps, "splits": [_row(each) for each in found]}))
+        return 0 if keeps else 1
+    console.print(_table(found, wanted))
+    if not keeps:
+        console.print(
+            f"No split keeps the targets for {wanted.goal.attainment:.0%} of the requests: {_why(best, wanted)}"
+        )
+        return 1
+    console.print(f"Best: {best.guess.split.name}, {_why(best, wanted)}")
+    apart = next((each for each in found if each.guess.split.prefill), None)
+    if apart is not None:
+        if apart is not best:
+            console.print(f"Best with prefill nodes: {apart.guess.split.name}, {_why(apart, wanted)}")
+        for line in _to_start(apart.guess.split):
+            console.print(line)
+    return 0
+
+
+def _row(each: Sized) -> dict[str, object]:
+    split = each.guess.split
+    return {
+        "split": split.name,
+        "prefill": split.prefill,
+        "decode": split.decode,
+        "gpus": split.gpus,
+        "goodput": round(each.goodput, 3),
+        "goodput_per_gpu": round(each.goodput / split.gpus, 3),
+        "guessed_rate": round(each.guess.rate, 3),
+        "short": each.guess.short,
+        "prefill_use": round(each.guess.prefill_use, 3),
+        "running": round(each.guess.running, 1),
+        "simulated": None if each.served is None else dataclasses.asdict(each.served),
+    }
+
+
+def _table(found: Sequence[Sized], wanted: Wanted) -> Table:
+    goal = wanted.goal
+    asked = f"{wanted.rate:g} requests/s" if wanted.rate else f"the most at {goal.attainment:.0%}"
+    title = f"{asked}: TTFT within {goal.ttft_ms:g} ms, TPOT within {goal.tpot_ms:g} ms"
+    table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
+    for name in ("split", "per GPU", "asked", "in time", "TTFT", "TPOT", "gap", "short of"):
+        table.add_column(name, justify="left" if name in ("split", "short of") else "right", no_wrap=True)
+    for each in found:
+        guess, served = each.guess, each.served
+        per_gpu = f"{each.goodput / guess.split.gpus:.2f}"
+        if served is None:
+            table.add_row(guess.split.name, f"~{per_gpu}", f"~{guess.rate:.1f}", "", "", "", "", guess.short)
+            continue
+        table.add_row(
+            guess.split.name,
+            per_gpu,
+            f"{served.rate:.1f}",
+            f"{served.attained:.0%}",
+            f"{served.ttft_p90:,.0f}",
+            f"{served.tpot_p90:.1f}",
+            f"{served.longest_p90:,.0f}",
+            guess.short,
+        )
+    return table
+
+
+def _why(best: Sized, wanted: Wanted) -> str:
+    guess, served = best.guess, best.served
+    split = guess.split
+    computing = "each server" if not split.prefill else "each prefill node"
+    running = "each server" if not split.prefill else "each decode node"
+    told = f"{best.goodput:.1f} requests/s in time, {best.goodput / split.gpus:.2f} for each GPU"
+    if wanted.rate:
+        told += f", where {guess.rate:.1f} requests/s are about the most that it keeps"
+    told += (
+        f". At its most {computing} computes prompts for {min(1.0, guess.prefill_use):.0%} of its time and {running} "
+        f"generates {guess.running:.0f} answers at once; {guess.short} is what it is short of first"
+    )
+    if served is not None and not split.prefill:
+        told += f". Answers wait for prompts beside them, {served.longest_p90:,.0f} ms at a time at p90"
+    return told + "."
+
+
+def _to_start(split: Split) -> list[str]:
+    tp = ""
+    if split.prefill_card.gpus > 1 or split.decode_card.gpus > 1:
+        tp = f" --prefill-tensor-parallel {split.prefill_card.gpus} --decode-tensor-parallel {split.decode_card.gpus}"
+    ids = ",".join(map(str, range(split.gpus)))
+    return [
+        f"kvrelay compose --prefill {split.prefill} --decode {split.decode} --gpus {ids}{tp}",
+        f"kubectl -n kvrelay scale deployment/kvrelay-prefill --replicas={split.prefill}",
+        f"kubectl -n kvrelay scale deployment/kvrelay-decode --replicas={split.decode}",
+    ]
+
+
+def read_cards(paths: Sequence[Path]) -> list[RateCard]:
+    """Raises ConfigError for one that cannot be read, or that is of another model than the first."""
+    cards = [read_card(path) for path in paths]
+    for card in cards[1:]:
+        if card.model != cards[0].model:
+            raise ConfigError(
+                f"the cards are of two models, {cards[0].model!r} and {card.model!r}; plan each by itself"
+            )
+    return cards

@@ -1,0 +1,65 @@
+"""An engine opened to be measured: in this process, without HTTP and peers, set up as its node would have it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from node.ranks import join_as_rank_0
+from paged_engine.engine import Engine
+from paged_engine.timed_steps import TimedSteps
+from wire.config import EngineConfig
+
+__all__ = ["Measured", "hardware_of", "measured_engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An engine that is ready, and what it says of itself. Sizes are tokens."""
+
+    timed: TimedSteps
+    model: str
+    hardware: str
+    max_model_len: int
+    kv_tokens: int
+    block_tokens: int
+    max_running: int
+    step_tokens: int
+
+
+@contextlib.contextmanager
+def measured_engine(config: EngineConfig) -> Iterator[Measured]:
+    """Open an engine for the length of the block. Raises ConfigError."""
+    engine = Engine(config, join_as_rank_0(config))
+    try:
+        yield Measured(
+            TimedSteps(engine),
+            model=engine.model.name,
+            hardware=hardware_of(engine.device),
+            max_model_len=engine.max_model_len,
+            kv_tokens=engine.scheduler.pool.total * engine.pool.block_tokens,
+            block_tokens=engine.pool.block_tokens,
+            max_running=min(engine.max_running, engine.max_batched_tokens),
+            step_tokens=engine.max_batched_tokens,
+        )
+    finally:
+        engine.close()
+
+
+def hardware_of(device: torch.device) -> str:
+    """A device as its maker calls it; a CPU with the threads that compute on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()

@@ -1,0 +1,92 @@
+"""How long KV of a model takes from one process of this host to another, by connector and size.
+
+Between two GPUs if there are two, else within one; of several ranks' KV the share of one, because they read side by
+side. Measured is what a request waits for its KV (exposed), its ticket known 10 ms before. Milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from node.transfer_pair import Pair, Part, open_pair
+from paged_engine.before_loading import checked_model, choose_device, compute_dtype
+from paged_engine.kv_pool import FP8, block_bytes, default_block_tokens
+from paged_engine.sharding import shard_config
+from wire.config import EngineConfig
+from wire.errors import TransferError
+
+__all__ = ["BlocksMoved", "transfer_times"]
+
+CONNECTORS = ("direct", "nixl", "nccl")
+_LEAD_S = 0.010
+_WARM_UPS, _FEWEST, _MOST, _SIZE_S = 2, 3, 9, 0.5
+# For all of it: processes that start, compilers, connectors that hang.
+_PATIENCE_S = 300.0
+# Of the largest transfer; the ends' pools are twice that.
+_MOST_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+
+
+class BlocksMoved:
+    """KV of which model is moved, in blocks of which size, between which devices."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises ConfigError for a model that cannot be served as configured."""
+        device = choose_device(config.device)
+        model = checked_model(config, device)
+        dtype = FP8 if config.kv_cache_dtype == "fp8" else compute_dtype(config, model, device)
+        self.block_tokens = config.block_tokens or default_block_tokens(device)
+        self.block_bytes = block_bytes(shard_config(model, config.tensor_parallel), self.block_tokens, dtype)
+        self.most_blocks = max(1, _MOST_BYTES[device.type] // self.block_bytes)
+        """More are not moved at once."""
+        self.longest = config.max_model_len or model.max_position
+        """Tokens of a context, unless the KV pool has less room."""
+        other = min(1, torch.cuda.device_count() - 1)
+        self.devices = ("cpu", "cpu") if device.type == "cpu" else ("cuda:0", f"cuda:{other}")
+
+
+def transfer_times(
+    of: BlocksMoved, sizes: Sequence[int], connector: str, seconds: float, told: Callable[[str], None]
+) -> dict[str, dict[int, float]]:
+    """By connector and number of blocks, medians in ms; of one connector, or of all that work here with `auto`.
+
+    Of each no size is begun after so many seconds. `told` hears why one cannot be had."""
+    times: dict[str, dict[int, float]] = {}
+    left = list(CONNECTORS) if connector == "auto" else [connector]
+    if of.devices == ("cuda:0", "cuda:0") and "nccl" in left:
+        left.remove("nccl")
+        told("nccl: its two ends need a GPU each, and there is one")
+    while left:
+        kind = left.pop(0)
+        try:
+            # New processes only where one has broken: they take seconds to start.
+            pool_bytes = 2 * max(sizes) * of.block_bytes
+            with open_pair(of.devices, pool_bytes, of.block_bytes, time.monotonic() + _PATIENCE_S) as pair:
+                while kind:
+                    pair.open(kind, of.block_bytes)
+                    ends_at = time.monotonic() + seconds
+                    for blocks in sizes:
+                        if blocks < min(pair.num_blocks) and (blocks == sizes[0] or time.monotonic() < ends_at):
+                            times.setdefault(kind, {})[blocks] = _median_ms(pair, blocks)
+                    kind = left.pop(0) if left else ""
+        except TransferError as why:
+            told(f"{kind}: {why.message}")
+    return times
+
+
+def _median_ms(pair: Pair, blocks: int) -> float:
+    rng = random.Random(blocks)
+    times: list[float] = []
+    began = time.monotonic()
+    for count in range(_WARM_UPS + _MOST):
+        remote, local = (rng.sample(range(1, there), blocks) for there in pair.num_blocks)
+        took = pair.hand_over([Part(remote, local)], _LEAD_S)
+        if count >= _WARM_UPS:
+            times.append(took.exposed_s * 1e3)
+        if len(times) >= _FEWEST and time.monotonic() - began > _SIZE_S:
+            break
+    return statistics.median(times)

@@ -1,0 +1,226 @@
+"""An engine whose single steps are timed, with contexts that were never computed: their KV is dummy content.
+
+A request takes its context as if another node had sent it, so 128 contexts of 16k tokens are there in a second. Steps
+are those of serving: launched ahead on a GPU, decodes as CUDA graphs; a time is that between the tokens of two steps.
+Owns requests and times; refuses to know which sizes are worth measuring. Milliseconds. Of several ranks, rank 0 alone
+has random numbers in its pool; the others' are zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from paged_engine.engine import Engine
+from paged_engine.kv_pool import FP8
+from paged_engine.request import Request
+from paged_engine.step_plan import Fetch
+from wire.engine_messages import Submit
+from wire.sampling import SamplingParams
+from wire.transfer import KvTransferParams
+
+__all__ = ["PREFILLS_AT_ONCE", "STEPS", "TimedSteps"]
+
+PREFILLS_AT_ONCE = 3
+"""Prompts that have blocks at a time while prefills are timed: one computed, one launched, one filled."""
+STEPS = 24
+"""A decode point takes so many steps at most, warm-up included: its contexts grow by as many tokens."""
+_WARM_UPS = 3
+_FEWEST = 3
+# Times the seconds that a point should take: then even fewer runs are enough, because its steps are that slow.
+_ENOUGH = 4.0
+_PIECE_BLOCKS = 16  # 128 MiB of an 8B model: a GPU has little to spare now
+
+
+class _Arrivals:
+    """A `Handover` whose fetches arrive at once."""
+
+    def __init__(self) -> None:
+        self.fetches: list[Fetch] = []
+
+    def fetch(self, fetch: Fetch) -> None:
+        self.fetches.append(fetch)
+
+    def offer(self, request: Request) -> None:
+        """Nobody reads here."""
+
+    def grow(self, request: Request, tokens: int) -> None:
+        """Nobody reads here."""
+
+
+class TimedSteps:
+    """An engine that nobody else uses."""
+
+    def __init__(self, engine: Engine, seed: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Fills the pool with random numbers: zeros would be read as fast, but cost a GPU less power."""
+        self.engine = engine
+        self._clock = clock
+        self._rng = random.Random(seed)
+        self._made = 0
+        vocabulary = range(3, engine.model.vocab_size)
+        self._words = self._rng.choices(vocabulary, k=2 * engine.max_model_len)
+        _fill(engine, seed)
+
+    def request(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
+        """A greedy request of random tokens, not queued yet; the KV of its first `filled` tokens counts as computed."""
+        self._made += 1
+        at = self._rng.randrange(len(self._words) - prompt_tokens + 1)
+        # Its own first token, so that no two have a prefix in common.
+        tokens = [self._made % self.engine.model.vocab_size, *self._words[at + 1 : at + prompt_tokens]]
+        fetch = None
+        if filled:
+            blocks = [0] * -(-filled // self.engine.pool.block_tokens)
+            fetch = KvTransferParams(do_remote_prefill=True, remote_block_ids=[blocks], num_tokens=filled)
+        params = SamplingParams(max_tokens, seed=self._made, temperature=0.0, ignore_eos=True)
+        request = Request.of(Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic())
+        request.block_hashes(self.engine.pool.block_tokens)  # serving has made them long before, step by step
+        return request
+
+    def submit(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
+        """Queue such a request."""
+        request = self.request(prompt_tokens, max_tokens, filled)
+        self.engine.scheduler.add(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """One engine step; what was to be fetched is there when it ends."""
+        arrivals = _Arrivals()
+        updated = self.engine.step(arrivals)
+        for fetch in arrivals.fetches:
+            self.engine.scheduler.fetched(fetch.request.request_id)
+        return updated
+
+    def drain(self) -> None:
+        """Run until nothing is left."""
+        while self.engine.has_work:
+            self.step()
+
+    def clear(self) -> None:
+        """End all requests."""
+        for request in list(self.engine.scheduler.live):
+            self.engine.scheduler.abort(request.request_id)
+        self.drain()
+
+    def decode(self, requests: int, context: int, *, steps: int = STEPS, seconds: float = 1.0) -> list[float]:
+        """Steps in which so many requests decode, each with about so many tokens of context.
+
+        No more than `steps` with the warm-up, and none after `seconds`, unless there are less than 3 that are not very
+        slow. Raises ValueError if the pool or the batch has no room for that."""
+        with self.decoding(requests, context, steps):
+            return self._decode_times(requests, steps - _WARM_UPS, seconds)
+
+    @contextlib.contextmanager
+    def decoding(self, requests: int, context: int, steps: int) -> Iterator[None]:
+        """So many requests decode in each step of the block, which takes at most `steps`, warm-up included.
+
+        Raises ValueError if the pool has no room for that."""
+        first = max(1, context - steps // 2)
+        blocks = -(-(first + steps + 1) // self.engine.pool.block_tokens) * requests
+        if blocks > self.engine.scheduler.pool.free or first + steps >= self.engine.max_model_len:
+            raise ValueError(
+                f"{requests} requests of {context} tokens and {steps} steps do not fit into {self._room()}"
+            )
+        for _ in range(requests):
+            self.submit(first + 1, steps + 2, filled=first)
+        try:
+            for _ in range(_WARM_UPS):  # a fetch, and a step whose tokens a GPU has not told yet
+                self.step()
+            yield
+        finally:
+            self.clear()
+
+    def _decode_times(self, requests: int, most: int, seconds: float) -> list[float]:
+        times: list[float] = []
+        last = self._clock()
+        while len(times) < most and not _enough(times, seconds):
+            updated = self.step()
+            now = self._clock()
+            if len(updated) != requests:
+                raise ValueError(f"{len(updated)} of {requests} requests decode in one step; {self._room()}")
+            times.append((now - last) * 1e3)
+            last = now
+        return times
+
+    def prefill(self, tokens: int, context: int = 0, *, most: int = 12, seconds: float = 1.0) -> list[float]:
+        """Steps that compute so many tokens of one prompt behind so many that are there already, each with the next
+        one behind it.
+
+        At most `most`, and none after `seconds`, unless there are less than 3 that are not very slow. Raises ValueError
+        if a step or the pool has no room for that."""
+        if tokens > self.engine.max_batched_tokens:
+            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_batched_tokens}")
+        blocks = -(-(context + tokens + 1) // self.engine.pool.block_tokens) * PREFILLS_AT_ONCE
+        if blocks > self.engine.scheduler.pool.free or context + tokens >= self.engine.max_model_len:
+            raise ValueError(f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into {self._room()}")
+        times: list[float] = []
+        last, taken = 0.0, 0
+        # All made before: a prompt of 100k tokens takes longer to make than a short step.
+        prepared = [self.request(context + tokens, 1, filled=context) for _ in range(most + _WARM_UPS)]
+        try:
+            for request in prepared:
+                self.engine.scheduler.add(request)
+                updated = self.step()
+                now = self._clock()
+                if taken and len(updated) != 1:
+                    raise ValueError(f"{tokens} tokens behind {context} are not one step of this engine")
+                taken += len(updated)
+                if taken > 1:
+                    times.append((now - last) * 1e3)
+                last = now
+                if len(times) == most or _enough(times, seconds):
+                    break
+        finally:
+            self.clear()
+        return times
+
+    def mixed(self, requests: int, context: int, tokens: int, *, most: int = 12, seconds: float = 1.0) -> list[float]:
+        """Steps in which so many requests decode, each with about so many tokens of context, and a prompt of so many
+        tokens is computed beside them.
+
+        At most `most`, and none after `seconds`, as `prefill`. Raises ValueError if a step or the pool has no room."""
+        if tokens + requests > self.engine.max_batched_tokens:
+            raise ValueError(f"{tokens + requests} tokens are more than a step of {self.engine.max_batched_tokens}")
+        times: list[float] = []
+        with self.decoding(requests, context, most + 2 * _WARM_UPS):
+            prepared = [self.request(tokens, 1) for _ in range(most + _WARM_UPS)]
+            last = self._clock()
+            for number, request in enumerate(prepared):
+                self.engine.scheduler.add(request)
+                updated = self.step()
+                now = self._clock()
+                if len(updated) < requests:
+                    raise ValueError(f"{len(updated)} of {requests} requests decode beside a prompt; {self._room()}")
+                if number >= _WARM_UPS:
+                    times.append((now - last) * 1e3)
+                last = now
+                if _enough(times, seconds):
+                    break
+        return times
+
+    def _room(self) -> str:
+        pool = self.engine.pool
+        return f"a pool of {(pool.num_blocks - 1) * pool.block_tokens} tokens, contexts of {self.engine.max_model_len}"
+
+
+def _enough(times: list[float], seconds: float) -> bool:
+    took_s = sum(times) / 1e3
+    return (len(times) >= _FEWEST and took_s >= seconds) or bool(times and took_s >= _ENOUGH * max(seconds, 0.1))
+
+
+def _fill(engine: Engine, seed: int) -> None:
+    """The same random piece everywhere: making numbers for all of a large pool takes a while on a CPU."""
+    view = engine.pool.view
+    generator = torch.Generator(device=view.device).manual_seed(seed)
+    piece = torch.randn(
+        (min(_PIECE_BLOCKS, len(view)), *view.shape[1:]), generator=generator, device=view.device, dtype=torch.bfloat16
+    ).to(view.dtype)
+    for blocks in torch.split(view, len(piece)):
+        blocks.copy_(piece[: len(blocks)])
+    if view.dtype == FP8:
+        for layer in engine.pool.layers:
+            for scales in layer[2:]:
+                scales.fill_(1.0)

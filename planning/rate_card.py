@@ -1,0 +1,163 @@
+"""A rate card: how fast a node of one kind is, as `kvrelay profile` has measured it, and what lies between. Pure.
+
+Planner, simulator and admission read it. Between two measured points times are linear, beyond the last one they go on
+as between the last two; so a card answers for every length, and is exact where something was measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from wire.errors import ConfigError
+from wire.frames import MALFORMED
+
+__all__ = ["DecodePoint", "MixedPoint", "PrefillPoint", "RateCard", "TransferPoint", "read_card", "write_card"]
+
+_VERSION = 1
+_BYTES = 1 << 20
+
+
+class PrefillPoint(msgspec.Struct, frozen=True):
+    """A step that computes `tokens` of one prompt behind `context` tokens that are there already."""
+
+    tokens: int
+    context: int
+    ms: float
+
+
+class DecodePoint(msgspec.Struct, frozen=True):
+    """A step of `requests` that decode, each with `context` tokens of KV."""
+
+    requests: int
+    context: int
+    ms: float
+
+
+class MixedPoint(msgspec.Struct, frozen=True):
+    """A step of `requests` that decode, each with `context` tokens of KV, and of `tokens` of a prompt beside them."""
+
+    requests: int
+    context: int
+    tokens: int
+    ms: float
+
+
+class TransferPoint(msgspec.Struct, frozen=True):
+    """The KV of `tokens`, from one node to another, alone on its way."""
+
+    tokens: int
+    ms: float
+
+
+class RateCard(msgspec.Struct, frozen=True, dict=True):
+    """Of one node: a model on so many GPUs. Times are milliseconds, medians of several runs."""
+
+    model: str
+    hardware: str
+    """As its maker calls it; a CPU with its number of cores."""
+    kvrelay: str
+    """The release that was measured."""
+    measured_at: str
+    """ISO 8601, UTC."""
+    kv_tokens: int
+    """For which its pool has room."""
+    block_tokens: int
+    max_running: int
+    step_tokens: int
+    """The budget of a step: a longer prompt is computed in chunks."""
+    prefill: list[PrefillPoint]
+    decode: list[DecodePoint]
+    transfer: dict[str, list[TransferPoint]] = {}
+    """By connector; of a pair of nodes on one host unless `hardware` says otherwise."""
+    tensor_parallel: int = 1
+    mixed: list[MixedPoint] = []
+    version: int = _VERSION
+
+    @property
+    def gpus(self) -> int:
+        """That one node takes."""
+        return self.tensor_parallel
+
+    def chunk_ms(self, tokens: int, context: int = 0) -> float:
+        """A step of `tokens` of a prompt behind `context` others."""
+        return _plane(self._prefill_lines, context, tokens)
+
+    def prompt_ms(self, tokens: int, cached: int = 0) -> float:
+        """A prompt alone, of which some is cached, in as many steps as it needs."""
+        total = 0.0
+        while cached < tokens:
+            count = min(self.step_tokens, tokens - cached)
+            total += self.chunk_ms(count, cached)
+            cached += count
+        return total
+
+    def step_ms(self, requests: float, context: float) -> float:
+        """A decode step of so many requests with so many tokens of KV together."""
+        return _plane(self._decode_lines, requests, context / requests) if requests else 0.0
+
+    def fetch_ms(self, tokens: int, connector: str = "") -> float:
+        """The KV of so many tokens, by this connector or the fastest; 0 if none was measured."""
+        lines = self.transfer if not connector else {connector: self.transfer.get(connector, [])}
+        times = [_line([(point.tokens, point.ms) for point in points], tokens) for points in lines.values() if points]
+        return min(times, default=0.0)
+
+    @cached_property
+    def _prefill_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:
+        """By context, times by tokens."""
+        return _lines([(point.context, point.tokens, point.ms) for point in self.prefill])
+
+    @cached_property
+    def _decode_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:
+        """By requests, times by context of each."""
+        return _lines([(point.requests, point.context, point.ms) for point in self.decode])
+
+
+def read_card(path: Path) -> RateCard:
+    """Raises ConfigError for a file that is none."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_BYTES + 1)
+        card = msgspec.json.decode(raw, type=RateCard)
+    except OSError as why:
+        raise ConfigError(f"the rate card {path} cannot be read: {why}; make one with kvrelay profile") from why
+    except MALFORMED as why:
+        raise ConfigError(f"{path} is no rate card: {why}; make one with kvrelay profile") from why
+    if card.version != _VERSION:
+        raise ConfigError(
+            f"the rate card {path} has version {card.version}, and this release reads {_VERSION}; profile again"
+        )
+    if not card.prefill or not card.decode:
+        raise ConfigError(f"the rate card {path} has no points for prefill or for decode; profile again")
+    return card
+
+
+def write_card(card: RateCard, path: Path) -> None:
+    """As JSON, to be read by people, too."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n")
+
+
+def _lines(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, list[tuple[float, float]]]]:
+    """Points (line, place, ms) as lines in order, each in order."""
+    lines: dict[float, dict[float, float]] = {}
+    for line, place, ms in points:
+        lines.setdefault(line, {})[place] = ms
+    return [(line, sorted(of.items())) for line, of in sorted(lines.items())]
+
+
+def _line(points: Sequence[tuple[float, float]], at: float) -> float:
+    """On straight lines through points in order; never less than 0. Below the first point it is that point's."""
+    if len(points) == 1 or at <= points[0][0]:
+        return points[0][1]
+    right = min(max(1, bisect_right(points, (at, float("inf")))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return max(0.0, y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+
+
+def _plane(lines: Sequence[tuple[float, Sequence[tuple[float, float]]]], line: float, at: float) -> float:
+    """Between lines as between points."""
+    return _line([(place, _line(points, at)) for place, points in lines], line)

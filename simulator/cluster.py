@@ -1,0 +1,202 @@
+"""The nodes and routers of a simulation on one clock: what routers are told of nodes, and what happens to nodes.
+
+Reports of load reach routers as they do in reality, with the ticket and the end of each leg and with a poll twice a
+second, but `stale_ms` later, and KV events 5 ms later still. What a node says of a leg itself (that it has begun, how
+long it took) is known at once, and that its process has ended, by its connections.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from simulator.engine import Engine
+from simulator.routers import Router, Way
+from simulator.seat import Hears, Leg
+from simulator.setting import OMNISCIENT, NodeEvent, Setting, Targets, What
+from simulator.stream import Stream
+from wire.config import Role
+from wire.outputs import Load
+
+__all__ = ["POLL_MS", "Clock", "Cluster"]
+
+POLL_MS = 500.0
+_KV_EVENT_MS = 5.0
+_POLL_SLICES = 50
+
+Call = Callable[[float], None]
+Lost = Callable[[list[tuple[Stream, Leg, int]], float], None]
+
+
+class Clock:
+    """Milliseconds. What is due at one time is done in the order in which it was said."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._heap: list[tuple[float, int, Call]] = []
+        self._scheduled = 0
+
+    def later(self, at: float, call: Call) -> None:
+        """Call it then."""
+        self._scheduled += 1
+        heapq.heappush(self._heap, (at, self._scheduled, call))
+
+    def run(self, goes_on: Callable[[], bool], before: Call) -> None:
+        """Until it need not go on, or nothing is left to do; `before` each."""
+        heap = self._heap
+        while heap and goes_on():
+            now, _, call = heapq.heappop(heap)
+            self.now = now
+            self.events += 1
+            before(now)
+            call(now)
+
+
+class Cluster:
+    """`lost` is told of all legs that a node had whose process has ended."""
+
+    def __init__(self, setting: Setting, clock: Clock, hears: Hears, lost: Lost) -> None:
+        self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
+        self.nodes = [
+            Engine(
+                setting.speeds_of(role), setting.block_tokens, clock.later, hears, shortest_first=setting.shortest_first
+            )
+            for role in self.roles
+        ]
+        self.routers: list[Router] = []
+        if setting.policy != OMNISCIENT:
+            wanted, named = setting.targets or Targets(0.0, 0.0), setting.block_tokens if setting.prefixes else 0
+            way = Way(setting.policy, setting.conditional, named, wanted.ttft_ms, wanted.tpot_ms)
+            loads = [node.load(0.0) for node in self.nodes]
+            self.routers = [
+                Router(way, self.roles, loads, f"router {at} {setting.seed}") for at in range(setting.routers)
+            ]
+        self._setting, self._clock, self._lost = setting, clock, lost
+        self._alive = [True] * len(self.nodes)
+        self._starts = [1] * len(self.nodes)
+        self._becoming: dict[int, Role] = {}
+        self._news: deque[tuple[float, Call]] = deque()
+        self._kv_news: deque[tuple[float, Call]] = deque()
+        for at in range(_POLL_SLICES if self.routers else 0):
+            clock.later(at * POLL_MS / _POLL_SLICES, self._poll(at))
+        for event in setting.events:
+            clock.later(event.at, self._happening(event))
+
+    def taking(self, role: Role) -> list[int]:
+        """The nodes of a role that could take legs."""
+        return [
+            at for at, each in enumerate(self.roles) if each is role and self._alive[at] and at not in self._becoming
+        ]
+
+    # --- what routers are told -----------------------------------------------------------------------------------
+
+    def tell_news(self, now: float) -> None:
+        """Hand out what is due."""
+        for news in (self._news, self._kv_news):
+            while news and news[0][0] <= now:
+                news.popleft()[1](now)
+
+    def report(self, at: int, router: int, now: float) -> None:
+        """A leg brings its node's load along."""
+        load, told = self.nodes[at].load(now), self.routers[router]
+        self._tell(now, lambda _: told.reported(at, load))
+
+    def tell_kv(self, at: int, now: float) -> None:
+        """KV events of what has changed, if there are any."""
+        if not self._setting.prefixes:
+            return
+        stored, removed = self.nodes[at].cache.news()
+        if stored or removed:
+            due = now + self._setting.stale_ms + _KV_EVENT_MS
+            self._kv_news.append((due, lambda _: self._tell_all_kv(at, stored, removed)))
+
+    def _tell_all_kv(self, at: int, stored: Sequence[int], removed: Sequence[int]) -> None:
+        for router in self.routers:
+            router.kv_events(at, stored, removed)
+
+    def _tell(self, now: float, call: Call) -> None:
+        if self._setting.stale_ms:
+            self._news.append((now + self._setting.stale_ms, call))
+        else:
+            call(now)
+
+    def _poll(self, piece: int) -> Call:
+        """Every router asks its share of the nodes, each at another time."""
+
+        def polls(now: float) -> None:
+            for number, router in enumerate(self.routers):
+                for at in range((piece + 7 * number) % _POLL_SLICES, len(self.nodes), _POLL_SLICES):
+                    if self._alive[at] and at not in self._becoming:
+                        self._tell(now, self._polled(router, at, self.nodes[at].load(now)))
+                router.turn()
+            self._clock.later(now + POLL_MS, polls)
+
+        return polls
+
+    def _polled(self, router: Router, at: int, load: Load) -> Call:
+        generation = self._starts[at]
+
+        def tells(then: float) -> None:
+            if generation == self._starts[at] and self._alive[at] and at not in self._becoming:
+                router.polled(at, load, f"{generation}", then)
+
+        return tells
+
+    # --- what happens to nodes -----------------------------------------------------------------------------------
+
+    def _happening(self, event: NodeEvent) -> Call:
+        def happens(now: float) -> None:
+            at = event.node
+            if event.what is What.DOWN:
+                self._end(at, now)
+            elif event.what is What.UP:
+                self._alive[at] = True
+            elif event.what is What.SLOW:
+                self.nodes[at].pace = event.pace
+            elif event.role is not None:
+                self.change_role(at, event.role, now)
+
+        return happens
+
+    def _end(self, at: int, now: float) -> None:
+        if not self._alive[at]:
+            return
+        self._alive[at] = False
+        self._starts[at] += 1
+        role = self._becoming.pop(at, None)
+        if role is not None:
+            self._announce(at, role, now)
+        for router in self.routers:
+            router.lost(at, now)
+        self._lost(self.nodes[at].lose(now), now)
+
+    @property
+    def switching(self) -> bool:
+        """Whether a node is changing its role."""
+        return bool(self._becoming)
+
+    def change_role(self, at: int, role: Role, now: float) -> None:
+        """Have a node take another role as soon as it has ended what it has."""
+        if self.roles[at] is role or at in self._becoming or not self._alive[at]:
+            return
+        self._becoming[at] = role
+        for router in self.routers:
+            router.drains(at, now)
+        self.emptied(at, now)
+
+    def emptied(self, at: int, now: float) -> None:
+        """A leg has left a node: one that drains may have had its last."""
+        if at in self._becoming and self.nodes[at].idle:
+            starts = self._starts[at]
+            self._clock.later(now + self._setting.switch_ms, lambda then: self._switched(at, starts, then))
+
+    def _switched(self, at: int, starts: int, now: float) -> None:
+        if starts == self._starts[at] and at in self._becoming:
+            self._announce(at, self._becoming.pop(at), now)
+
+    def _announce(self, at: int, role: Role, now: float) -> None:
+        self.roles[at] = role
+        for router in self.routers:
+            router.becomes(at, role, self.nodes[at].load(now), f"{self._starts[at]}", now)

@@ -1,0 +1,446 @@
+"""One simulated node, of any role: steps of decodes and chunks of prompts, KV that grows with each, and who waits.
+
+As paged_engine/scheduler.py, which tests hold beside it: decodes first, then chunks within one token budget, the
+shortest prompt first with ageing; a request begins at the end of a step when its KV finds room; one that finds no block
+for its next token preempts the last in turn, whose KV is computed again. Between two changes of a batch without chunks
+all steps are alike but for the KV that grows, so their times have a closed form: an event is a change, not a step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Callable
+
+from simulator.block_cache import BlockCache
+from simulator.seat import Hears, Leg, Seat
+from simulator.speeds import Speeds
+from simulator.stream import Stream
+from wire.outputs import Load
+
+__all__ = ["ENOUGH", "OVERTAKEN", "Engine"]
+
+OVERTAKEN, ENOUGH = 2, 4
+"""As in paged_engine/waiting.py and scheduler.py, which are not imported: their package brings numpy along."""
+
+
+class Engine:
+    """`later(ms, call)` runs a call at a time. `pace` of 2 makes all steps take twice as long."""
+
+    def __init__(
+        self,
+        speeds: Speeds,
+        block_tokens: int,
+        later: Callable[[float, Callable[[float], None]], None],
+        hears: Hears,
+        *,
+        shortest_first: bool = True,
+    ) -> None:
+        self.speeds = speeds
+        self.cache = BlockCache(speeds.kv_tokens, block_tokens)
+        self.tokens = 0
+        """Not computed, and in no step yet."""
+        self.running = 0
+        self.waiting = 0
+        self.preemptions = 0
+        self.pace = 1.0
+        self._later, self._hears = later, hears
+        self._overtaken = OVERTAKEN if shortest_first else 0
+        self._seats: dict[Stream, Seat] = {}
+        self._line: list[tuple[int, int, int, Seat]] = []
+        self._arrivals = self._arrived_tokens = 0
+        self._ready: list[Seat] = []
+        self._batch: list[tuple[int, int, Seat]] = []
+        self._computing: list[Seat] = []
+        """Whose last chunk is in the step that runs."""
+        self._joined: list[tuple[Seat, float]] = []
+        """Whose first step is the next one that ends, and how long they have waited for it to begin."""
+        self._steps = self._context = self._planned = self._plan = 0
+        self._began = self._each = self._growth = 0.0
+        self._changing = self._again = False
+        self._slow_steps: list[int] = []
+        self._slow_ms: list[float] = []
+
+    # --- what others see -----------------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> int:
+        """All that wait or run."""
+        return self.running + self.waiting
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing, kept KV included."""
+        return not self._seats
+
+    @property
+    def busy_until(self) -> float:
+        """When what it has planned is over."""
+        return self._began + self._elapsed(self._planned) if self._planned else 0.0
+
+    def context(self, now: float) -> int:
+        """Tokens of KV of all that decode."""
+        return self._context + len(self._batch) * self._steps_by(now)
+
+    def free(self, now: float) -> int:
+        """Tokens of KV that still find room."""
+        return max(0, self.cache.free - len(self._batch) * self._steps_by(now))
+
+    def load(self, now: float) -> Load:
+        """As an engine reports it."""
+        block_tokens = self.cache.block_tokens
+        return Load(
+            running=self.running,
+            waiting=self.waiting,
+            waiting_tokens=self.tokens,
+            free_blocks=self.free(now) // block_tokens,
+            total_blocks=self.cache.capacity // block_tokens,
+            block_tokens=block_tokens,
+            context_tokens=self.context(now),
+        )
+
+    # --- what comes ----------------------------------------------------------------------------------------------
+
+    def submit(self, stream: Stream, leg: Leg, now: float, generated: int = 0) -> None:
+        """A leg comes; `generated` as of a decode leg's beginning."""
+        seat = self._seats[stream] = Seat(stream, leg, now, generated)
+        if leg is Leg.DECODE:
+            work, arrives = 0, stream.prompt + generated
+        else:
+            seat.known = stream.prompt + generated
+            work = arrives = max(1, seat.known - min(self.cache.cached(stream.blocks), seat.known - 1))
+        self._arrivals += 1
+        self._arrived_tokens += arrives
+        seat.turn = (stream.priority, self._arrived_tokens + self._overtaken * work, self._arrivals)
+        self._wait(seat, work)
+        if self._planned and not self._changing and leg is Leg.DECODE and self.waiting == 1:
+            self._begin_beside(seat, now)
+        else:
+            self._wake(now)
+
+    def computed(self, stream: Stream, last_chunk: int, now: float) -> None:
+        """A decode leg's KV is computed; what was not in the last chunk is here, if there was room."""
+        seat = self._seats[stream]
+        seat.computed_at, seat.last_chunk = now, last_chunk
+        if seat.begun:
+            self._await_fetch(seat, min(seat.missing, last_chunk), now)
+
+    def release(self, stream: Stream, now: float) -> None:
+        """Nobody needs the KV of its prefill leg any more."""
+        seat = self._seats.pop(stream)
+        self.cache.give_back(stream.blocks, seat.private)
+        if self.waiting:
+            self._wake(now)
+
+    def drop(self, stream: Stream, now: float) -> None:
+        """A leg that nobody wants any more, before its second token."""
+        seat = self._seats.pop(stream)
+        if seat.left or not seat.begun:
+            self._leave(seat)
+            self.tokens -= seat.left
+        elif seat in self._computing:
+            self._computing.remove(seat)
+        if not seat.begun:
+            self.waiting -= 1
+        else:
+            self.cache.give_back(stream.blocks, seat.private)
+            self.running -= not (seat.leg is Leg.PREFILL and seat.told)
+        self._wake(now)
+
+    def lose(self, now: float) -> list[tuple[Stream, Leg, int]]:
+        """The process ends with all that it has: each leg, with the tokens that are there."""
+        steps = self._steps + self._steps_by(now)
+        lost = []
+        for seat in self._seats.values():
+            generated = seat.generated
+            if seat.running:
+                generated = seat.stream.output - (seat.ends_at - steps)
+                self._stopped(seat)
+            lost.append((seat.stream, seat.leg, generated))
+        self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_tokens)
+        for emptied in (self._seats, self._line, self._ready, self._batch, self._computing, self._joined):
+            emptied.clear()
+        self.tokens = self.running = self.waiting = self._context = self._planned = 0
+        self._plan += 1
+        return lost
+
+    def _wait(self, seat: Seat, work: int) -> None:
+        seat.left, seat.begun = work, False
+        self.tokens += work
+        self.waiting += 1
+        bisect.insort(self._line, (*seat.turn, seat))
+
+    def _leave(self, seat: Seat) -> None:
+        del self._line[bisect.bisect_left(self._line, seat.turn, key=lambda each: each[:3])]
+
+    def _wake(self, now: float) -> None:
+        if self._changing:
+            self._again = True
+        elif not self._planned:
+            self._change(now)
+        else:
+            self._cut_short(self._steps_by(now) + 1)
+
+    # --- who begins ----------------------------------------------------------------------------------------------
+
+    def _begin(self, seat: Seat, now: float, taken: int) -> bool:
+        """Give it a seat and room for its KV, if there are any; `taken` tokens are spoken for."""
+        stream, cache = seat.stream, self.cache
+        holds = stream.prompt + seat.generated + (seat.leg is Leg.WHOLE)
+        private = holds - len(stream.blocks) * cache.block_tokens
+        if self.running >= self.speeds.max_running or not cache.room_for(stream.blocks, private + taken):
+            return False
+        found = cache.cached(stream.blocks)
+        cache.take(stream.blocks, private)
+        seat.private, seat.begun, seat.begun_at = private, True, now
+        self.running += 1
+        self.waiting -= 1
+        if seat.leg is Leg.DECODE:
+            seat.missing = max(0, stream.prompt + seat.generated - 1 - found)
+            if seat.computed_at >= 0:
+                self._await_fetch(seat, seat.missing, now)
+            return True
+        cached = min(found, seat.known - 1)
+        self.tokens += seat.known - cached - seat.left
+        seat.left = seat.known - cached
+        if stream.begun < 0:
+            stream.begun, stream.cached = now, cached
+        if seat.leg is Leg.PREFILL:
+            self._hears.begins(stream, now)
+        return True
+
+    def _begin_beside(self, seat: Seat, now: float) -> None:
+        """A decode leg needs none of the steps that run."""
+        running, steps = len(self._batch), self._steps_by(now)
+        if self._begin(seat, now, running * (steps + 1)):
+            self._leave(seat)
+            if running:  # which have less room to grow now
+                self._cut_short(max(steps + 1, self.cache.free // running))
+
+    def _await_fetch(self, seat: Seat, tokens: int, now: float) -> None:
+        took = self.speeds.fetch_ms(tokens) if tokens else 0.0
+        seat.exposed = now + took - seat.computed_at
+        self._later(now + took, lambda then: self._arrived(seat, then))
+
+    def _arrived(self, seat: Seat, now: float) -> None:
+        """All of its KV is here: it joins at the end of the step that runs."""
+        if self._seats.get(seat.stream) is not seat:
+            return
+        # Preempted, it is computed here.
+        seat.leg = Leg.WHOLE
+        seat.told = True
+        self._hears.fetched(seat.stream, now, seat.exposed)
+        self._ready.append(seat)
+        self._wake(now)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def _elapsed(self, steps: int) -> float:
+        return steps * self._each + self._growth * steps * (steps - 1) / 2
+
+    def _steps_by(self, now: float) -> int:
+        """How many of the planned steps have ended."""
+        if self._planned <= 1:
+            return 0
+        passed, growth = now - self._began, self._growth
+        linear = self._each - growth / 2
+        steps = passed / linear
+        if growth * steps > 1e-6 * linear:
+            steps = (math.sqrt(linear * linear + 2 * growth * passed) - linear) / growth
+        return min(self._planned, int(steps + 1e-6))
+
+    def _cut_short(self, steps: int) -> None:
+        """Plan no more than these."""
+        if steps < self._planned:
+            self._planned = steps
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._plan += 1
+        plan = self._plan
+        self._later(self._began + self._elapsed(self._planned), lambda then: self._planned_end(plan, then))
+
+    def _planned_end(self, plan: int, now: float) -> None:
+        if plan == self._plan:
+            self._change(now)
+
+    def _change(self, now: float) -> None:
+        """The end of a step, or the beginning of the first: who leaves, who comes, and how many steps follow."""
+        self._changing, self._again = True, True
+        if self._planned:
+            self._settle(now)
+        while self._again and not self._planned:
+            self._again = False
+            self._next(now)
+        self._changing = False
+
+    def _next(self, now: float) -> None:
+        for seat in self._ready:
+            self._join(seat, now)
+        self._ready.clear()
+        pieces = [] if self._preempted(now) else self._chunks(now)
+        running = len(self._batch)
+        if not running and not pieces:
+            return
+        self._began = now
+        if pieces:
+            self._planned = 1
+            ms = self.speeds.mixed_ms(running, self._context, pieces) if running else self.speeds.chunk_ms(pieces)
+            self._each, self._growth = ms * self.pace, 0.0
+        else:
+            steps = self._batch[0][0] - self._steps
+            self._planned = steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
+            first = self.speeds.step_ms(running, self._context)
+            last = self.speeds.step_ms(running, self._context + running * steps)
+            self._each, self._growth = first * self.pace, (last - first) / steps * self.pace
+        self._schedule()
+
+    def _settle(self, now: float) -> None:
+        """The planned steps have ended."""
+        steps, running = self._planned, len(self._batch)
+        self._planned = 0
+        if running:
+            self._steps += steps
+            self._context += running * steps
+            self.cache.private += running * steps
+            self.cache.shrink()
+            gap = (now - self._began) / steps
+            first_ms = self._elapsed(1)
+            for seat, waited in self._joined:
+                self._waited(seat, waited + first_ms)
+            self._hears.gap(gap, running * steps - len(self._joined))
+            self._joined.clear()
+            self._note_gap(gap)
+        while self._batch and self._batch[0][0] <= self._steps:
+            seat = heapq.heappop(self._batch)[2]
+            self._context -= seat.stream.prompt + seat.stream.output - 1
+            self._stopped(seat)
+            self._end(seat, seat.private + seat.stream.output - seat.generated, now)
+        computing, self._computing = self._computing, []
+        for seat in computing:
+            self._prompt_computed(seat, now)
+
+    def _end(self, seat: Seat, private: int, now: float) -> None:
+        stream = seat.stream
+        self.cache.give_back(stream.blocks, private)
+        self.running -= 1
+        del self._seats[stream]
+        joined = seat.joined if seat.joined >= 0 else now
+        self._hears.ended(stream, now, now - joined, joined - seat.arrived)
+
+    def _prompt_computed(self, seat: Seat, now: float) -> None:
+        stream = seat.stream
+        if seat.leg is Leg.PREFILL:
+            self.running -= 1
+        else:
+            seat.generated += 1
+        if seat.told:
+            self._waited(seat, now - seat.stopped)
+            seat.stopped = now
+        else:
+            seat.told = True
+            last_chunk = (seat.known - stream.cached - 1) % self.speeds.step_tokens + 1
+            waited_ms = seat.begun_at - seat.arrived
+            self._hears.computed(stream, now, waited_ms, now - seat.begun_at, last_chunk)
+        if seat.leg is Leg.PREFILL:
+            return
+        if seat.generated >= stream.output:
+            self._end(seat, seat.private, now)
+        else:
+            self._ready.append(seat)
+
+    def _join(self, seat: Seat, now: float) -> None:
+        stream = seat.stream
+        seat.ends_at = self._steps + stream.output - seat.generated
+        seat.joined_step, seat.running = self._steps, True
+        self._context += stream.prompt + seat.generated - 1
+        if seat.joined < 0:
+            seat.joined = now
+        waited = now - (seat.stopped if seat.stopped >= 0 else stream.told)
+        if waited > 0:
+            self._joined.append((seat, waited))
+        heapq.heappush(self._batch, (seat.ends_at, seat.turn[2], seat))
+
+    def _waited(self, seat: Seat, ms: float) -> None:
+        if ms > 0:
+            self._hears.gap(ms, 1)
+            seat.longest = max(seat.longest, ms)
+
+    def _chunks(self, now: float) -> list[tuple[int, int]]:
+        """What the next step computes of prompts, in the order of their turns; who waits begins in this order, too."""
+        reserved = len(self._batch)
+        budget = self.speeds.step_tokens - reserved
+        enough = max(0, budget - -(-self.speeds.step_tokens // ENOUGH))
+        pieces: list[tuple[int, int]] = []
+        kept: list[tuple[int, int, int, Seat]] = []
+        admits, at = True, 0
+        for at, entry in enumerate(self._line):  # noqa: B007
+            seat = entry[3]
+            if budget <= enough:
+                break
+            if not seat.begun:
+                admits = admits and self._begin(seat, now, reserved)
+                if not admits:
+                    kept.append(entry)
+                    continue
+                if seat.leg is Leg.DECODE:
+                    continue
+            count = min(budget, seat.left)
+            pieces.append((count, seat.known - seat.left))
+            budget -= count
+            seat.left -= count
+            self.tokens -= count
+            if seat.left:
+                kept.append(entry)
+            else:
+                self._computing.append(seat)
+        else:
+            at = len(self._line)
+        self._line[:at] = kept
+        return pieces
+
+    def _preempted(self, now: float) -> bool:
+        """Whether somebody had to give way, so that all others have room for their next token."""
+        any_was = False
+        while len(self._batch) > 1 and self.cache.free < len(self._batch):
+            self._preempt(max((each[2] for each in self._batch), key=lambda seat: seat.turn), now)
+            any_was = True
+        return any_was
+
+    def _preempt(self, seat: Seat, now: float) -> None:
+        self._batch = [each for each in self._batch if each[2] is not seat]
+        self._joined = [each for each in self._joined if each[0] is not seat]
+        heapq.heapify(self._batch)
+        stream = seat.stream
+        generated = stream.output - (seat.ends_at - self._steps)
+        self._context -= stream.prompt + generated - 1
+        self.cache.give_back(stream.blocks, seat.private + generated - seat.generated)
+        self._stopped(seat)
+        seat.generated, seat.private, seat.stopped = generated, 0, now
+        seat.known = stream.prompt + generated
+        stream.preempted += 1
+        self.preemptions += 1
+        self.running -= 1
+        self._wait(seat, max(1, seat.known - min(self.cache.cached(stream.blocks), seat.known - 1)))
+
+    # --- the longest time between two tokens of each ---------------------------------------------------------------
+
+    def _note_gap(self, ms: float) -> None:
+        """Kept are only gaps that no later one exceeds, so the first since a step is the longest since then."""
+        steps, longest = self._slow_steps, self._slow_ms
+        while longest and longest[-1] <= ms:
+            steps.pop()
+            longest.pop()
+        steps.append(self._steps)
+        longest.append(ms)
+
+    def _stopped(self, seat: Seat) -> None:
+        seat.running = False
+        at = bisect.bisect_right(self._slow_steps, seat.joined_step)
+        if at < len(self._slow_ms):
+            seat.longest = max(seat.longest, self._slow_ms[at])
+        seat.stream.longest = max(seat.stream.longest, seat.longest)
+        if not self._batch:
+            self._slow_steps.clear()
+            self._slow_ms.clear()

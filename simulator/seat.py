@@ -1,0 +1,73 @@
+"""A leg on a simulated node: what it wants, where it stands, and who hears of it. Values only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+from simulator.stream import Stream
+
+__all__ = ["Hears", "Leg", "Seat"]
+
+
+class Leg(enum.Enum):
+    """What a request wants of a node."""
+
+    PREFILL = "prefill"
+    """Its prompt's KV, and a token; the KV is kept until it is released."""
+    DECODE = "decode"
+    """Its tokens, from KV that is fetched."""
+    WHOLE = "whole"
+    """Prompt and tokens."""
+
+
+class Hears(Protocol):
+    """Who is told of what happens on a node. Times in milliseconds."""
+
+    def begins(self, stream: Stream, now: float) -> None:
+        """The KV of a prefill leg begins to be computed."""
+
+    def computed(self, stream: Stream, now: float, waited_ms: float, took_ms: float, last_chunk: int) -> None:
+        """A prompt is computed, and a token there; so many tokens were in its last chunk."""
+
+    def fetched(self, stream: Stream, now: float, exposed_ms: float) -> None:
+        """Nobody needs to keep its KV any more."""
+
+    def ended(self, stream: Stream, now: float, took_ms: float, queued_ms: float) -> None:
+        """Its last token is there."""
+
+    def gap(self, ms: float, times: int) -> None:
+        """So long between two tokens, so often."""
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """A leg here. `ends_at` is the number of the step with its last token."""
+
+    stream: Stream
+    leg: Leg
+    arrived: float
+    generated: int
+    """Tokens that are there already; of a decode leg, with the one that its prefill node computes."""
+    turn: tuple[int, int, int] = (0, 0, 0)
+    known: int = 0
+    """Tokens whose KV is to be computed here."""
+    left: int = 0
+    """Of these, in no step yet; before it begins, what that will probably be."""
+    begun: bool = False
+    begun_at: float = 0.0
+    told: bool = False
+    """That its prompt is computed."""
+    private: int = 0
+    """Tokens of KV here that are in no named block, when it began to run."""
+    missing: int = 0
+    computed_at: float = -1.0
+    last_chunk: int = 0
+    exposed: float = 0.0
+    joined: float = -1.0
+    joined_step: int = 0
+    ends_at: int = 0
+    stopped: float = -1.0
+    longest: float = 0.0
+    running: bool = False

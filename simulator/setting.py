@@ -1,0 +1,124 @@
+"""What a simulation is given and what it gives back. Times are milliseconds."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from planning.balance import Balancing
+from simulator.speeds import H200, Speeds
+from simulator.stream import Stream
+from wire.config import Role
+
+__all__ = ["OMNISCIENT", "Flipped", "NodeEvent", "Result", "Setting", "Targets", "What"]
+
+OMNISCIENT = "omniscient"
+_PERCENT = math.log(1.01)
+
+
+class What(enum.StrEnum):
+    """What may happen to a node."""
+
+    DOWN = "down"
+    """Its process ends, with all that it has."""
+    UP = "up"
+    """A new process, with an empty cache."""
+    SLOW = "slow"
+    """All its steps take `pace` times as long from now on."""
+    ROLE = "role"
+    """It drains, changes its role and announces itself again."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEvent:
+    """Of the node of this number: prefill nodes first, then decode nodes, as they begin."""
+
+    at: float
+    node: int
+    what: What
+    role: Role | None = None
+    pace: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a good request keeps: its first token and the mean of the others in time, as its client sees them."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Of one run. `policy` is one of router/policies/by_name.py for both roles, or OMNISCIENT.
+
+    Without prefill nodes the others are colocated servers: each computes the prompts of what it generates."""
+
+    policy: str = "cost"
+    prefill: int = 8
+    decode: int = 8
+    routers: int = 1
+    stale_ms: float = 0.0
+    seed: int = 0
+    block_tokens: int = 128
+    prefixes: bool = True
+    """Whether routers know of prefixes at all."""
+    shortest_first: bool = True
+    conditional: bool = True
+    """Whether decode nodes compute prompts where routers think that this is better."""
+    max_queue: int = 0
+    """How many requests may wait at a router's admission; 0: all begin at once."""
+    speeds: Speeds = field(default_factory=lambda: Speeds(H200))
+    decode_speeds: Speeds | None = None
+    """Of decode nodes, if theirs are others."""
+    events: Sequence[NodeEvent] = ()
+    switch_ms: float = 1_000.0
+    """What a change of role takes, from the last leg's end to the first poll."""
+    targets: Targets | None = None
+    balancing: Balancing | None = None
+    """Whether roles are balanced while it runs; needs targets."""
+
+    def speeds_of(self, role: Role) -> Speeds:
+        """Of the nodes that begin with this role."""
+        return self.decode_speeds or self.speeds if role is Role.DECODE else self.speeds
+
+
+@dataclass(frozen=True, slots=True)
+class Flipped:
+    """A decision to change a node's role, and why."""
+
+    at: float
+    node: int
+    role: Role
+    why: str
+
+
+@dataclass(slots=True)
+class Result:
+    """All streams with their fate, and the times between tokens: how often each, in steps of one percent."""
+
+    setting: Setting
+    streams: Sequence[Stream]
+    gaps: dict[int, int] = field(default_factory=dict)
+    preemptions: int = 0
+    events: int = 0
+    flips: list[Flipped] = field(default_factory=list)
+    local: Counter[str] = field(default_factory=Counter)
+    """Prompts that decode nodes have computed, by reason."""
+
+    def add_gap(self, ms: float, times: int) -> None:
+        """So long between two tokens, so often."""
+        step = int(math.log(max(ms, 1e-3)) / _PERCENT)
+        self.gaps[step] = self.gaps.get(step, 0) + times
+
+    def gap_ms(self, share: float) -> float:
+        """This share of the times between tokens is at most so long."""
+        left = share * sum(self.gaps.values())
+        for step in sorted(self.gaps):
+            left -= self.gaps[step]
+            if left <= 0:
+                break
+        return math.exp((step + 0.5) * _PERCENT) if self.gaps else 0.0

@@ -1,0 +1,115 @@
+"""`kvrelay profile`: a card that can be read, single steps, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cli import run
+from kvrelay.profile import parse_points
+from planning.rate_card import read_card
+from tests.cluster.real_cluster import tiny_model
+from wire.errors import ConfigError
+
+pytestmark = pytest.mark.cluster
+
+ON_CPU = ("--cpu", "--load-format=dummy", "--threads=1", f"--kv-cache-memory={8 << 20}", "--max-running=16")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("profile"))[1]
+
+
+def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "card.json"
+    arguments = ("--seconds=3", f"--out={file}", "--kv-connector=direct", "--served-model-name=mine")
+    assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 0
+    card = read_card(file)
+    assert (card.model, card.gpus, card.max_running, card.block_tokens) == ("mine", 1, 16, 16)
+    assert card.step_tokens == 128
+    assert card.hardware.endswith("1 threads")
+    prefill = {(point.tokens, point.context) for point in card.prefill}
+    assert {(16, 0), (128, 0)} <= prefill
+    assert max(context for _, context in prefill) > 0
+    assert {1, 16} <= {point.requests for point in card.decode}
+    assert list(card.transfer) == ["direct"]
+    assert card.transfer["direct"]  # of how many sizes is a matter of time
+    assert {(1, 16), (8, 16)} <= {(point.requests, point.tokens) for point in card.mixed}
+    everything = [*card.prefill, *card.decode, *card.mixed, *card.transfer["direct"]]
+    assert all(point.ms > 0 for point in everything)
+    assert card.prompt_ms(300) > card.chunk_ms(128) > 0
+    shown = capsys.readouterr().out
+    for title in (
+        "prefill: ms of a step",
+        "decode: ms of a step",
+        "decodes beside a chunk",
+        "transfer: ms that a request waits",
+    ):
+        assert title in shown
+    assert shown.rstrip().endswith(f"written to {file}")
+
+
+def test_single_steps_are_measured_alone_and_write_no_card(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    points = ("--decode=4x100", "--decode=1x32", "--prefill=64+128", "--prefill=32")
+    assert run(["profile", *ON_CPU, f"--model={model}", "--seconds=2", *points]) == 0
+    shown = capsys.readouterr().out
+    for step in ("decode 4x100", "decode 1x32", "prefill 64+128", "prefill 32"):
+        assert step in shown
+    assert "transfer" not in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_remedy(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", *ON_CPU, f"--model={model}", "--decode=16x100000"]) == 2
+    told = capsys.readouterr().err
+    assert "16 requests of 100000 tokens" in told
+    assert "ask for less" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--decode=16"], "must be REQUESTSxCONTEXT"),
+        (["--decode=0x4"], "must be REQUESTSxCONTEXT"),
+        (["--prefill=a"], "must be TOKENS or TOKENS+CONTEXT"),
+        (["--prefill=16", "--out=card.json"], "--out is for a whole rate card"),
+        (["--seconds=-1"], "--seconds must be a number from 0 on"),
+        (["--seconds=nan"], "--seconds must be a number from 0 on"),
+        (["--out=/no/such/folder/card.json"], "choose another --out"),
+    ],
+)
+def test_what_is_typed_wrong_is_refused(
+    arguments: list[str], says: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_points_are_read_as_they_are_written() -> None:
+    units = parse_points(["32x4096"], ["2048", "1024+8192"])
+    assert [(unit.kind, *unit.points[0]) for unit in units] == [
+        ("decode", 32, 4096), ("prefill", 2048, 0), ("prefill", 1024, 8192),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError):
+        parse_points(["32x-1"], [])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_whole_card_within_its_time(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = repository / "benchmarks" / "models" / "llama-3.1-8b.json"
+    file = tmp_path / "card.json"
+    small = ("--max-model-len=8192", "--gpu-memory-utilization=0.5", "--max-running=32")
+    assert run(["profile", f"--model={shape}", "--load-format=dummy", "--seconds=40", f"--out={file}", *small]) == 0
+    card = read_card(file)
+    assert card.chunk_ms(4096) > card.chunk_ms(64)
+    assert card.step_ms(32, 32 * 2048) > card.step_ms(1, 2048)
+    assert {"direct"} <= set(card.transfer), capsys.readouterr().out

@@ -1,0 +1,92 @@
+"""Rate cards: exact where something was measured, linear between, and read only if they are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint, read_card, write_card
+from wire.errors import ConfigError
+
+
+def card(**changes: object) -> RateCard:
+    whole = {
+        "model": "tiny", "hardware": "CPU, 2 cores", "kvrelay": "0.1.0", "measured_at": "2026-11-22T00:00:00Z",
+        "kv_tokens": 10_000, "block_tokens": 16, "max_running": 8, "step_tokens": 1_000,
+        "prefill": [
+            PrefillPoint(100, 0, 10.0), PrefillPoint(1_000, 0, 100.0), PrefillPoint(100, 1_000, 20.0),
+            PrefillPoint(1_000, 1_000, 200.0),
+        ],
+        "decode": [
+            DecodePoint(1, 0, 4.0), DecodePoint(1, 1_000, 5.0), DecodePoint(8, 0, 6.0), DecodePoint(8, 1_000, 14.0),
+        ],
+        "transfer": {"direct": [TransferPoint(100, 1.0), TransferPoint(1_000, 2.0)], "nixl": [TransferPoint(100, 9.0)]},
+    }  # fmt: skip
+    return RateCard(**(whole | changes))  # type: ignore[arg-type]
+
+
+def test_what_was_measured_is_said_as_it_is() -> None:
+    it = card()
+    assert [it.chunk_ms(point.tokens, point.context) for point in it.prefill] == [point.ms for point in it.prefill]
+    assert [it.step_ms(point.requests, point.requests * point.context) for point in it.decode] == [
+        point.ms for point in it.decode
+    ]
+    assert it.fetch_ms(1_000) == 2.0
+    assert it.fetch_ms(100, "nixl") == 9.0
+
+
+def test_between_points_and_beyond_them_times_are_linear() -> None:
+    it = card()
+    assert it.chunk_ms(550) == pytest.approx(55.0)
+    assert it.chunk_ms(550, 500) == pytest.approx((55.0 + 110.0) / 2)
+    assert it.chunk_ms(10) == 10.0  # a step has a least time
+    assert it.step_ms(16, 0) == pytest.approx(6.0 + 2.0 * 8 / 7)
+    assert it.fetch_ms(1_900, "direct") == pytest.approx(3.0)
+    assert it.fetch_ms(5, "nccl") == 0.0
+    assert it.step_ms(0, 0) == 0.0
+
+
+def test_a_long_prompt_is_computed_in_chunks_behind_each_other() -> None:
+    it = card()
+    assert it.prompt_ms(2_000) == pytest.approx(100.0 + 200.0)
+    assert it.prompt_ms(2_000, cached=1_000) == pytest.approx(200.0)
+    assert it.prompt_ms(500, cached=500) == 0.0
+
+
+@given(st.integers(1, 64), st.integers(0, 4_000), st.integers(0, 4_000))
+def test_more_context_never_makes_a_step_shorter(requests: int, less: int, more: int) -> None:
+    it = card()
+    less, more = sorted((less, more))
+    assert it.step_ms(requests, requests * less) <= it.step_ms(requests, requests * more) + 1e-9
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    write_card(card(), tmp_path / "card.json")
+    assert read_card(tmp_path / "card.json") == card()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"{", "is no rate card"),
+        (b'{"model": 3}', "is no rate card"),
+        (None, "cannot be read"),
+    ],
+)
+def test_what_is_none_is_refused_with_the_remedy(tmp_path: Path, text: bytes | None, says: str) -> None:
+    path = tmp_path / "card.json"
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(ConfigError, match=says) as error:
+        read_card(path)
+    assert "kvrelay profile" in str(error.value)
+
+
+def test_a_card_of_another_version_or_without_points_is_refused(tmp_path: Path) -> None:
+    for changes, says in (({"version": 2}, "has version 2"), ({"decode": []}, "has no points")):
+        write_card(card(**changes), tmp_path / "card.json")
+        with pytest.raises(ConfigError, match=says):
+            read_card(tmp_path / "card.json")

@@ -1,0 +1,213 @@
+"""What happens to nodes of a simulated cluster: every request ends once, with all of its tokens."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planning.rate_card import MixedPoint
+from simulator.engine import Engine
+from simulator.seat import Leg
+from simulator.setting import OMNISCIENT, NodeEvent, Result, Setting, What
+from simulator.speeds import H200, Speeds, slowed
+from simulator.stream import Stream
+from simulator.world import simulate
+from wire.config import Role
+
+SPEEDS = Speeds(H200)
+
+
+def streams(count: int, rate_s: float, prompt: int = 1_000, output: int = 100, seed: int = 1) -> list[Stream]:
+    rng, now, made = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate_s) * 1e3
+        made.append(Stream(now, rng.randrange(1, 2 * prompt), rng.randrange(1, 2 * output)))
+    return made
+
+
+def ended(result: Result) -> None:
+    for stream in result.streams:
+        assert stream.done == stream.output
+        assert not stream.refused
+        assert stream.at <= stream.begun < stream.first <= stream.last
+
+
+def test_the_card_is_read_as_it_reads_itself() -> None:
+    for tokens in (1, 100, 122, 700, 5_000, 8_192):
+        for context in (0, 1_000, 60_000, 131_072, 200_000):
+            assert SPEEDS.chunk_ms([(tokens, context)]) == pytest.approx(H200.chunk_ms(tokens, context))
+    for requests in (1, 7, 32, 256):
+        for context in (0, 1_024, 50_000):
+            assert SPEEDS.step_ms(requests, requests * context) == pytest.approx(
+                H200.step_ms(requests, requests * context)
+            )
+    assert SPEEDS.prompt_ms(20_000, 500) == pytest.approx(H200.prompt_ms(20_000, 500))
+
+
+def test_the_gap_before_a_streams_second_token_holds_its_first_step() -> None:
+    """It comes while a step of another stream runs, waits for its end, and then takes a step itself."""
+    first, second = Stream(0.0, 1_000, 400), Stream(500.0, 1_000, 20)
+    result = simulate([first, second], Setting(prefill=1, decode=1, prefixes=False))
+    step = SPEEDS.step_ms(2, 2_100)
+    fetched_ms = SPEEDS.fetch_ms(1_000)
+    assert step + fetched_ms <= second.longest * 1.02 <= (2 * step + fetched_ms) * 1.05
+    assert sum(result.gaps.values()) == 399 + 19
+
+
+def test_a_mixed_step_takes_as_long_as_was_measured() -> None:
+    """4 ms more than its parts say beside 16 decodes, 8 ms beside 128, whatever the chunk; and nothing without any."""
+    measured = [
+        MixedPoint(requests, 1_024, tokens, parts + more)
+        for requests, more in ((16, 4.0), (128, 8.0))
+        for tokens in (64, 8_000)
+        for parts in [SPEEDS.mixed_ms(requests, requests * 1_024, [(tokens, 0)])]
+    ]
+    speeds = Speeds(msgspec.structs.replace(H200, mixed=measured))
+    for requests, more in ((1, 4.0), (16, 4.0), (72, 6.0), (128, 8.0), (256, 8.0)):
+        for pieces in ([(30, 0)], [(500, 0)], [(400, 0), (300, 1_000)]):
+            of = requests, requests * 700, pieces
+            assert speeds.mixed_ms(*of) == pytest.approx(SPEEDS.mixed_ms(*of) + more)
+    for each in measured:
+        seen = speeds.mixed_ms(each.requests, each.requests * each.context, [(each.tokens, 0)])
+        assert seen == pytest.approx(each.ms)
+    twice = Speeds(slowed(speeds.card, 2.0))
+    assert twice.mixed_ms(72, 50_000, [(500, 0)]) == pytest.approx(2 * speeds.mixed_ms(72, 50_000, [(500, 0)]))
+
+
+def test_prompts_of_one_step_attend_each_to_itself() -> None:
+    apart = sum(SPEEDS.chunk_ms([(1_024, 0)]) for _ in range(8)) - 7 * 1.5
+    assert SPEEDS.chunk_ms([(1_024, 0)] * 8) == pytest.approx(apart, rel=0.01)
+    assert SPEEDS.chunk_ms([(8_192, 0)]) > apart * 1.1
+
+
+def test_a_colocated_server_makes_its_streams_wait_for_prompts() -> None:
+    """One stream decodes; a prompt that comes beside it stands in one of its steps, the longest one."""
+    first, second = Stream(0.0, 1_000, 400), Stream(500.0, 6_000, 2)
+    simulate([first, second], Setting(prefill=0, decode=1))
+    step = SPEEDS.step_ms(1, 1_100)
+    assert first.longest == pytest.approx(step + SPEEDS.chunk_ms([(6_000, 0)]) - 3.96, rel=0.02)
+    first, second = Stream(0.0, 1_000, 400), Stream(500.0, 6_000, 2)
+    simulate([first, second], Setting(prefill=1, decode=1))
+    assert first.longest < 2 * step
+    assert second.ttft == pytest.approx(SPEEDS.prompt_ms(6_000))
+
+
+def test_short_prompts_stay_on_an_idle_decode_node_once_speeds_are_known() -> None:
+    few = [Stream(at // 4 * 1_000.0, 30, 8) for at in range(120)]
+    result = simulate(few, Setting(prefill=1, decode=1))
+    assert result.local["cheaper"] == sum(stream.local for stream in few) > 20
+    assert not simulate([Stream(0.0, 30, 8)] * 1, Setting(prefill=1, decode=1, conditional=False)).local
+
+
+def test_who_finds_no_room_waits_at_the_router_and_is_refused_when_it_takes_too_long() -> None:
+    tight = Speeds(msgspec.structs.replace(H200, kv_tokens=4_096))
+    long, later = Stream(0.0, 2_000, 1_900), Stream(100.0, 2_000, 50)
+    simulate([long, later], Setting(prefill=1, decode=1, speeds=tight, block_tokens=64))
+    assert later.first < long.last < later.last
+    for stream in (long, later):
+        assert stream.done == stream.output
+    assert later.preempted == long.preempted == 0
+    huge = Stream(0.0, 4_000, 100)
+    simulate([huge], Setting(prefill=1, decode=1, speeds=tight))
+    assert huge.refused
+
+
+@pytest.mark.parametrize("policy", ["cost", "round_robin", OMNISCIENT])
+def test_what_a_lost_decode_node_had_goes_on_elsewhere(policy: str) -> None:
+    events = [NodeEvent(1_000.0, 3, What.DOWN), NodeEvent(3_000.0, 3, What.UP), NodeEvent(4_000.0, 2, What.DOWN)]
+    result = simulate(streams(200, 40.0), Setting(policy, 2, 2, events=events))
+    ended(result)
+    moved = [stream for stream in result.streams if stream.moved]
+    assert max(stream.longest for stream in moved) > 15 > max(s.longest for s in result.streams if not s.moved)
+
+
+def test_what_a_lost_prefill_node_had_is_computed_elsewhere() -> None:
+    events = [NodeEvent(500.0, 0, What.DOWN), NodeEvent(1_500.0, 1, What.DOWN), NodeEvent(2_500.0, 0, What.UP)]
+    result = simulate(streams(200, 40.0, prompt=3_000), Setting("cost", 2, 2, events=events))
+    ended(result)
+    assert result.local["no_prefill_node"]
+    assert any(stream.moved and stream.local for stream in result.streams)
+
+
+def test_requests_are_refused_while_no_node_can_decode_and_answers_that_have_begun_wait() -> None:
+    events = [NodeEvent(2_000.0, 1, What.DOWN), NodeEvent(3_000.0, 1, What.UP)]
+    result = simulate(streams(100, 30.0), Setting("cost", 1, 1, events=events))
+    refused = [stream for stream in result.streams if stream.refused]
+    assert refused
+    assert all(2_000 <= stream.at <= 3_600 and stream.first < 0 for stream in refused)
+    assert all(stream.done == stream.output for stream in result.streams if not stream.refused)
+    assert max(stream.longest for stream in result.streams) > 900
+
+
+def test_a_slow_node_gets_less() -> None:
+    def first_on_slow(events: list[NodeEvent]) -> float:
+        result = simulate(streams(300, 40.0, prompt=2_000, seed=3), Setting("cost", 2, 2, events=events))
+        ended(result)
+        return sorted(stream.ttft for stream in result.streams)[270]
+
+    assert first_on_slow([]) < first_on_slow([NodeEvent(0.0, 0, What.SLOW, pace=4.0)])
+
+
+def test_a_node_changes_its_role_when_it_has_ended_what_it_has() -> None:
+    events = [NodeEvent(1_000.0, 3, What.ROLE, Role.PREFILL), NodeEvent(4_000.0, 0, What.ROLE, Role.DECODE)]
+    result = simulate(streams(300, 40.0), Setting("cost", 1, 3, events=events))
+    ended(result)
+    assert not any(stream.moved for stream in result.streams)
+
+
+def test_admission_lets_wait_and_refuses_beyond_its_queue() -> None:
+    tight = Speeds(msgspec.structs.replace(H200, kv_tokens=30_000))
+    many = streams(300, 300.0, prompt=3_000)
+    simulate(many, Setting("cost", 1, 1, speeds=tight, max_queue=100))
+    refused = sum(stream.refused for stream in many)
+    assert 0 < refused < 250
+    assert all(stream.done == stream.output for stream in many if not stream.refused)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(0, 2), st.sampled_from(["cost", "least_queue", OMNISCIENT]), st.booleans())
+def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
+    seed: int, prefill: int, policy: str, tight: bool
+) -> None:
+    rng = random.Random(seed)
+    card = msgspec.structs.replace(H200, kv_tokens=9_000, max_running=8) if tight else H200
+    events = []
+    for _ in range(rng.randrange(8)):
+        at, node = rng.uniform(0, 4_000), rng.randrange(prefill + 2)
+        what = rng.choice(list(What))
+        role = rng.choice([Role.PREFILL, Role.DECODE])
+        events.append(NodeEvent(at, node, what, role, rng.choice([0.5, 1.0, 3.0])))
+        if what is What.DOWN:
+            events.append(NodeEvent(at + rng.uniform(1, 2_000), node, What.UP))
+    # At the end there is a node that decodes.
+    events += [NodeEvent(6_000.0, prefill, What.UP), NodeEvent(6_001.0, prefill, What.ROLE, Role.DECODE)]
+    result = simulate(streams(60, 20.0, seed=seed), Setting(policy, prefill, 2, events=events, speeds=Speeds(card)))
+    for stream in result.streams:
+        assert stream.refused or (stream.done == stream.output and stream.last >= stream.first >= stream.at)
+        assert not (stream.refused and stream.first >= 0)
+
+
+def test_an_engine_is_empty_when_all_have_left() -> None:
+    waiting: list[tuple[float, object]] = []
+
+    class Hears:
+        begins = fetched = ended = gap = computed = staticmethod(lambda *_: None)
+
+    node = Engine(SPEEDS, 128, lambda at, call: waiting.append((at, call)), Hears())
+    held, whole, dropped = Stream(0.0, 500, 2, (1, 2)), Stream(0.0, 300, 5), Stream(0.0, 400, 9)
+    node.submit(held, Leg.PREFILL, 0.0)
+    node.submit(whole, Leg.WHOLE, 0.0)
+    node.submit(dropped, Leg.DECODE, 0.0, 1)
+    node.drop(dropped, 0.0)
+    for at, call in waiting:
+        call(at)  # type: ignore[operator]
+    assert not node.idle
+    assert node.requests == node.tokens == 0
+    node.release(held, 100.0)
+    assert node.idle
+    assert node.cache.free == node.cache.capacity
+    assert node.cache.cached((1, 2)) == 256
