@@ -27,9 +27,12 @@ class Codec(Generic[T]):
         return frame
 
     def decode(self, frame: bytes) -> T:
-        """Raises msgspec.DecodeError (also for wrong types), or ValueError beyond the size limit."""
+        """Raises msgspec.DecodeError (also for wrong types), or ValueError: too long, or nested too deeply."""
         self._check(frame)
-        return self._decoder.decode(frame)
+        try:
+            return self._decoder.decode(frame)
+        except RecursionError as why:
+            raise ValueError("the message is nested too deeply") from why
 
     def _check(self, frame: bytes) -> None:
         if len(frame) > self.limit:

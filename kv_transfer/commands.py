@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kv_transfer.leases import LeaseId
 
-__all__ = ["Command", "End", "PeerKey", "Prove", "Read"]
+__all__ = ["Ask", "Command", "End", "PeerCommand", "PeerKey", "Prove", "Read", "Sum"]
 
 
 class PeerKey(NamedTuple):
@@ -49,4 +49,22 @@ class Prove:
     lease: LeaseId
 
 
-Command = Read | End | Prove
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Command: have the peer send the checksums of these blocks of a lease, by its own ids; they go to `vouched`."""
+
+    peer: PeerKey
+    lease: LeaseId
+    remote_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Command: compute the checksums of these blocks of ours; they go to `summed` with this number."""
+
+    number: int
+    local_blocks: tuple[int, ...]
+
+
+PeerCommand = Read | End | Prove | Ask
+Command = PeerCommand | Sum

@@ -1,7 +1,7 @@
-"""Two processes that send and receive memory: gloo between CPUs, NCCL between GPUs, behind one small interface.
+"""Two processes that send and receive memory, behind one small interface; and NCCL between GPUs behind it.
 
 Owns groups of two ranks, 0 sends and 1 receives, and how a wait on them ends: done, or PeerLost after a deadline, a
-lost connection or `interrupt`. Refuses to know blocks, pools or pairs.
+lost connection or `interrupt`. Refuses to know blocks, pools or pairs. Between CPUs it is kv_transfer/over_tcp.py.
 
 NCCL is called directly, not through torch.distributed: the watchdog of a ProcessGroupNCCL takes the whole process down
 when an operation times out or the peer is lost (unless an environment variable, which the tensor-parallel group of this
@@ -14,26 +14,18 @@ have nobody to wait for: they put a kernel into a stream, in 15 us. That one's e
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from wire.errors import ConfigError, PeerLost
 
-__all__ = ["Backend", "Communicator", "GlooBackend", "Mailbox", "NcclBackend", "Work"]
+__all__ = ["RECEIVES", "SENDS", "Backend", "Communicator", "NcclBackend", "Work"]
 
-# gloo exchanges a few addresses of 170 bytes; what is more is no gloo.
-MAX_WORDS, MAX_WORD_BYTES = 16, 16 << 10
-# So often gloo (torch 2.13) tries to connect to a process that is stopped, and each time for the whole time-out.
-GLOO_TRIES = 5
+SENDS, RECEIVES = 0, 1  # ranks
 # How often an operation of NCCL is looked at: often for as long as one takes if all goes well (64 MiB over NVLink: 190
 # us; the other end's launches).
 POLL_S, LATER_POLL_S, LATER_S = 20e-6, 100e-6, 0.005
@@ -63,139 +55,14 @@ class Communicator(Protocol):
 
 
 class Backend(Protocol):
-    """What makes communicators."""
+    """What makes communicators. Both calls wait for the other side until `deadline` by the monotonic clock, or until
+    this one has `given_up`, which is asked again and again. Both raise PeerLost."""
 
-    def facts(self) -> bytes:
-        """What the receiving side makes up and the sending side must know. Raises PeerLost."""
+    def invite(self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float) -> Communicator:
+        """The receiving side: `say` to the other one what it must know, once, and meet it."""
 
-    def open(self, rank: int, facts: bytes, mailbox: Mailbox, deadline: float) -> Communicator:
-        """Meet the other rank, until `deadline` by the monotonic clock. Raises PeerLost."""
-
-
-class Mailbox(Store):
-    """The store through which two gloo ranks find each other, made of messages: no port that anybody could dial."""
-
-    def __init__(self, say: Callable[[str, bytes], None], deadline: float) -> None:
-        """`say` sends a key and its value to the other side. Nothing is waited for beyond `deadline`."""
-        super().__init__()
-        self._say = say
-        self._deadline = deadline
-        self._changed = threading.Condition()
-        self._words: dict[str, bytes] = {}
-        self._closed = False
-
-    def put(self, key: str, value: bytes) -> None:
-        """The other side said this. Raises ValueError for what gloo would not say."""
-        with self._changed:
-            if len(self._words) >= MAX_WORDS or len(value) > MAX_WORD_BYTES:
-                raise ValueError(f"more than {MAX_WORDS} words, or one of more than {MAX_WORD_BYTES} bytes")
-            self._words[key] = value
-            self._changed.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the other side has given up, or we have."""
-        return self._closed
-
-    def close(self) -> None:
-        """Nothing will come any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    # What gloo calls.
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self.put(key, value)
-        self._say(key, value)
-
-    def get(self, key: str) -> bytes:
-        with self._changed:
-            wait_s = max(0.0, self._deadline - time.monotonic())
-            self._changed.wait_for(lambda: self._closed or key in self._words, wait_s)
-            if key not in self._words:
-                raise PeerLost("the other side did not say in time where it is")
-            return self._words[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self.get(key)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Ours is the deadline."""
-
-
-class GlooBackend:
-    """Over TCP between addresses of these hosts."""
-
-    def __init__(self, host: str, patience_s: float) -> None:
-        """`host` is an address of this machine that the others reach. Raises ConfigError without gloo."""
-        if not (dist.is_available() and dist.is_gloo_available()):
-            raise ConfigError("kv_connector nccl needs gloo for a pool in CPU memory, and this build of torch has none")
-        self._host = host
-        self._patience = timedelta(seconds=patience_s)
-
-    def facts(self) -> bytes:
-        """The mailbox does it all."""
-        return b""
-
-    def open(self, rank: int, facts: bytes, mailbox: Mailbox, deadline: float) -> Communicator:
-        """See Backend."""
-        group: Any = dist.ProcessGroupGloo
-        options = group._Options()
-        try:
-            options._devices = [group.create_device(hostname=self._host)]
-            options._threads = 1
-            options._timeout = timedelta(seconds=max(0.001, (deadline - time.monotonic()) / GLOO_TRIES))
-            return _GlooCommunicator(group(mailbox, rank, 2, options), mailbox, 1 - rank, self._patience)
-        except RuntimeError as error:
-            raise PeerLost(f"gloo did not connect: {_first_line(error)}") from error
-
-
-class _GlooCommunicator:
-    DATA, POISON = 0, 1  # tags
-
-    def __init__(self, group: Any, mailbox: Mailbox, peer: int, patience: timedelta) -> None:
-        self._group = group
-        self._mailbox = mailbox  # the group holds its C++ half only
-        self._peer = peer
-        self._patience = patience
-
-    def send(self, staging: torch.Tensor) -> Work:
-        return self._start(self._group.send, staging)
-
-    def recv(self, staging: torch.Tensor) -> Work:
-        return self._start(self._group.recv, staging)
-
-    def interrupt(self) -> None:
-        """gloo's own `abort` leaves waiting threads where they are; a receive that times out closes the connection and
-        wakes them all (torch 2.13)."""
-        with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, self.POISON).wait(
-                timedelta(milliseconds=1)
-            )
-
-    def close(self) -> None:
-        self.interrupt()
-
-    def _start(self, operation: Callable[..., Any], staging: torch.Tensor) -> Work:
-        try:
-            return _GlooWork(operation([staging], self._peer, self.DATA), self._patience)
-        except RuntimeError as error:
-            raise PeerLost(f"gloo lost the other side: {_first_line(error)}") from error
-
-
-class _GlooWork:
-    def __init__(self, work: Any, patience: timedelta) -> None:
-        self._work = work
-        self._patience = patience
-
-    def wait(self) -> None:
-        """A wait that times out also closes the connection: whatever comes later finds no memory to land in."""
-        try:
-            self._work.wait(self._patience)
-        except RuntimeError as error:
-            raise PeerLost(f"gloo lost the other side: {_first_line(error)}") from error
+    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
+        """The sending side: meet who has said this."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -247,16 +114,26 @@ class NcclBackend:
         self.spare_streams: list[torch.cuda.Stream] = []
 
     def facts(self) -> bytes:
-        """The unique id of a communicator to be."""
+        """The unique id of a communicator to be. Raises PeerLost."""
         unique_id = _UniqueId()
         self.check(self.library.ncclGetUniqueId(ctypes.byref(unique_id)), "make a unique id")
         return bytes(unique_id)
 
-    def open(self, rank: int, facts: bytes, mailbox: Mailbox, deadline: float) -> Communicator:
+    def invite(self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float) -> Communicator:
         """See Backend."""
+        facts = self.facts()
+        say(facts)
+        return self.open(RECEIVES, facts, given_up, deadline)
+
+    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
+        """See Backend."""
+        return self.open(SENDS, facts, given_up, deadline)
+
+    def open(self, rank: int, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
+        """Meet the other rank of this unique id. Raises PeerLost."""
         if len(facts) != ctypes.sizeof(_UniqueId):
             raise PeerLost(f"a unique id of NCCL has {ctypes.sizeof(_UniqueId)} bytes, got {len(facts)}")
-        communicator = _NcclCommunicator(self, 1 - rank, mailbox)
+        communicator = _NcclCommunicator(self, 1 - rank, given_up)
         try:
             communicator.meet(rank, _UniqueId.from_buffer_copy(facts), deadline)
         except PeerLost:
@@ -271,10 +148,10 @@ class NcclBackend:
 
 
 class _NcclCommunicator:
-    def __init__(self, backend: NcclBackend, peer: int, mailbox: Mailbox) -> None:
+    def __init__(self, backend: NcclBackend, peer: int, given_up: Callable[[], bool]) -> None:
         self._backend = backend
         self._peer = peer
-        self._mailbox = mailbox
+        self._given_up = given_up
         # Written by NCCL, later than the call returns.
         self._parent, self._child = ctypes.c_void_p(), ctypes.c_void_p()
         self._comm = self._parent  # which operations go to
@@ -291,7 +168,7 @@ class _NcclCommunicator:
         self.settle("meet the other rank", deadline)
         # The first operation connects the two GPUs, by all channels whatever its size.
         byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
-        (self.send if rank == 0 else self.recv)(byte).wait()
+        (self.send if rank == SENDS else self.recv)(byte).wait()
         self._split(rank, deadline)
 
     def _split(self, rank: int, deadline: float) -> None:
@@ -345,7 +222,7 @@ class _NcclCommunicator:
 
     def patiently(self, doing: str, began: float, deadline: float) -> None:
         """One round of a wait. Raises PeerLost when it was long enough."""
-        if self._interrupted or self._mailbox.closed:
+        if self._interrupted or self._given_up():
             raise PeerLost(f"gave up while NCCL was to {doing}")
         now = time.monotonic()
         if now >= deadline:
@@ -376,7 +253,3 @@ class _NcclWork:
             self._communicator.settle("move a slice", deadline)
             self._communicator.patiently("move a slice", began, deadline)
         self._communicator.settle("move a slice", deadline)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

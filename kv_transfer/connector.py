@@ -124,6 +124,12 @@ class TransferStats:
     retries: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
+    checked_blocks: int = 0
+    """Of fetched blocks, those whose checksum was compared with the source's."""
+    wrong_blocks: int = 0
+    """Of these, those that were not what the source has."""
+    unchecked_blocks: int = 0
+    """Those drawn for a check whose source gives no checksums."""
     silent_s: float = 0.0
     """Since the slowest of its threads was seen at work; one that waits for work is."""
 

@@ -11,11 +11,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import msgspec
 
-from kv_transfer.commands import PeerKey
+from kv_transfer.checks import MOST_BLOCKS
+from kv_transfer.commands import PeerKey, Sum
 from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
 from kv_transfer.control import ControlThread
 from kv_transfer.fetch import FetchLimits
@@ -75,13 +77,14 @@ class Desk:
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
         num_bytes = len(heads) * region.block_bytes  # of a block on all ranks, which hold equally many heads
         self._fetches = FetchTable(
-            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes)
+            FetchLimits(config.lease_s, config.transfer_deadline_s, config.transfer_floor_bytes_s, num_bytes),
+            config.kv_checksums,
         )
         self._heard_at = float("-inf")  # of any reader
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         try:
-            self._planes = OpenPlanes(planes, self, region, heads[0], link)
+            self._planes = OpenPlanes(planes, self, region, heads[0], link, checksums=config.kv_checksums > 0)
         except KvrelayError:
             self._control.close(JOIN_S)
             if link is not None:
@@ -127,7 +130,7 @@ class Desk:
         with self._turn():
             lease = self._leases.grant(request_id, time.monotonic(), growing=ready is not None)
             self._words.begin(lease)
-            self._growths.begin(lease, len(block_ids) if ready is None else ready)
+            self._growths.begin(lease, len(block_ids) if ready is None else ready, block_ids)
         self._planes.nudge()
         host, port = self.address
         ticket = KvTransferParams(
@@ -240,6 +243,9 @@ class Desk:
                 retries=fetches.retries,
                 fetched_bytes=fetches.fetched_bytes,
                 fetch_s=fetches.fetch_s,
+                checked_blocks=fetches.checked_blocks,
+                wrong_blocks=fetches.wrong_blocks,
+                unchecked_blocks=fetches.unchecked_blocks,
                 silent_s=max(time.monotonic() - self._beat_at, self._planes.silent_s()),
             )
 
@@ -268,6 +274,8 @@ class Desk:
                 if now - self._stepped_at > STALL_S:
                     kept, lost = [], message.leases
                 return Renewed(message.sent_at, kept, lost)
+            if isinstance(message, Follow) and message.checksums:
+                return self._vouch(sender, message)
             if isinstance(message, Follow):
                 self._leases.want(message.lease)
                 return self._growths.follow(message.lease, sender) or Renewed(now, [], [message.lease])
@@ -341,7 +349,10 @@ class Desk:
             yield
             commands, self._fetches.commands = self._fetches.commands, []
             for command in commands:
-                self._peers.carry_out(command, time.monotonic())
+                if isinstance(command, Sum):
+                    self._planes.sums(command.local_blocks, partial(self._summed, command.number))
+                else:
+                    self._peers.carry_out(command, time.monotonic())
             for ended in self._leases.events:
                 self._words.end(ended.request_id)
                 self._growths.forget(ended.request_id)
@@ -358,7 +369,26 @@ class Desk:
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
         ranks, words = self._planes.ranks, self._words.place
-        return Welcome(self._engine_id, self._generation, self._fingerprint, ranks, words)
+        return Welcome(self._engine_id, self._generation, self._fingerprint, ranks, words, self._planes.can_sum)
+
+    def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
+        """Source: the answer follows when they are summed, if the lease still holds then. Of other blocks none does."""
+        readable, blocks = self._growths.readable(asked.lease), asked.checksums
+        if readable is None:
+            return Renewed(time.monotonic(), [], [asked.lease])
+        if self._planes.can_sum and len(blocks) <= MOST_BLOCKS and set(blocks) <= set(readable):
+            self._planes.sums(blocks, partial(self._vouched, sender, asked))
+        return None
+
+    def _vouched(self, sender: bytes, asked: Follow, checksums: list[bytes]) -> None:
+        with self._lock:
+            told = self._growths.vouch(asked.lease, dict(zip(asked.checksums, checksums, strict=True)))
+        if told is not None:
+            self._control.tell(sender, told)
+
+    def _summed(self, number: int, checksums: list[bytes]) -> None:
+        with self._turn():
+            self._fetches.summed(number, checksums, time.monotonic())
 
 
 def _source(ticket: KvTransferParams) -> PeerKey:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from kv_transfer.checks import Checks
 from kv_transfer.commands import PeerKey
 from kv_transfer.connector import Completion
 from kv_transfer.leases import LeaseId
@@ -36,6 +37,7 @@ class State(enum.Enum):
     WAITING = enum.auto()  # asked for; the peer, its renewal or more of the KV is not there yet
     READING = enum.auto()  # a READ is in flight
     CONFIRMING = enum.auto()  # all bytes are in; the source's word is not
+    CHECKING = enum.auto()  # the source has held it all the while; our own checksums are not there
     ABANDONED = enum.auto()  # nobody wants the KV any more, but a READ is in flight
 
 
@@ -63,6 +65,7 @@ class Fetch:
     proven: int = 0  # of those that are in, those which the source has held since
     retried: bool = False
     token: int = 0  # of the End that is to confirm it
+    checks: Checks = field(default_factory=Checks)
     remote_blocks: tuple[int, ...] = field(default=())
     local_blocks: tuple[int, ...] = field(default=())
     asked_at: float = 0.0
@@ -77,6 +80,11 @@ class Fetch:
         if self.complete:
             return len(self.local_blocks)
         return max(0, self.ready - (self.blocks - len(self.local_blocks)))
+
+    @property
+    def released(self) -> bool:
+        """Whether the source has been told that we are through."""
+        return self.state in (State.CONFIRMING, State.CHECKING)
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +118,13 @@ class Fetch:
                 f"{where} computes the prompt but has not renewed its lease for {limits.lease_s:g} s; it hangs, or the"
                 " network between us does"
             )
-        doing = {State.WAITING: "no renewed lease", State.READING: "bytes missing"}.get(self.state, "unconfirmed")
+        doing = {
+            State.WAITING: "no renewed lease",
+            State.READING: "bytes missing",
+            State.CHECKING: "our checksums missing",
+        }.get(self.state, "unconfirmed")
+        if self.state is State.WAITING and self.complete and self.landed == len(self.local_blocks):
+            doing = "its checksums missing"
         return TransferTimeout(
             f"fetch of {len(self.local_blocks)} blocks from {where} took longer than"
             f" {self.deadline - self.exposed_at:.2f} s ({doing}); transfer_deadline_s and transfer_floor_bytes_s set"
@@ -131,5 +145,6 @@ class Fetch:
         assert (self.deadline < float("inf")) == timed or self.state is State.ABANDONED, self
         assert self.proven <= self.landed <= self.taken <= len(self.local_blocks), self
         all_taken = self.complete and self.taken == len(self.local_blocks)
-        assert self.state is not State.CONFIRMING or all_taken, self
+        assert not self.released or all_taken, self
+        assert not self.released or not self.checks.unanswered, self
         assert self.lost is None or self.state is State.WATCHED, self

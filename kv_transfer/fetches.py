@@ -18,6 +18,12 @@ Growth. A growing ticket names all its blocks, of which the first `ready` can be
 announced since the last one, and the fetch ends when the KV is complete and read. Until then its deadline is that of
 the source's next renewal: the prompt is being computed, and may take as long as it takes.
 
+The checks. A share of the blocks is drawn (kv_transfer/checks.py), and their checksums, as the source computes them,
+are compared with ours of what has landed. The source is asked as each READ begins, so that the answer is on its way
+while the bytes are, and is let go when it has answered: before that nothing it sums may be overwritten. The exit fence
+comes first: bytes that differ because the lease was lost are LeaseLost, and only what the source held until the end and
+is different here is KvCorrupted. Of that nothing is kept, and nothing behind a drawn block that is not compared yet.
+
 The quarantine. A failed or cancelled fetch whose READ is in flight is Settled only when the plane has said that nothing
 of it can land any more (kv_transfer/planes.py): NIXL hands back a cancelled handle and goes on writing (seen: 969 of
 1024 MiB landed after the release). A peer that is lost meanwhile may be met again; the READ stays its own.
@@ -26,13 +32,14 @@ of it can land any more (kv_transfer/planes.py): NIXL hands back a cancelled han
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from kv_transfer.commands import Command, End, PeerKey, Prove, Read
+from kv_transfer.checks import MOST_BLOCKS, drawn
+from kv_transfer.commands import Ask, Command, End, PeerKey, Prove, Read, Sum
 from kv_transfer.connector import Completion, Fetched, FetchFailed, Settled
 from kv_transfer.fetch import Fetch, FetchLimits, State
 from kv_transfer.leases import LeaseId
-from wire.errors import KvrelayError, LeaseLost, PeerLost, TransferTimeout
+from wire.errors import KvCorrupted, KvrelayError, LeaseLost, PeerLost, TransferTimeout
 
 __all__ = ["FetchTable", "sentence"]
 
@@ -46,8 +53,9 @@ class FetchTable:
     """All watched and running fetches of one reader. Every fetch ends in Fetched, or in FetchFailed or a cancel and
     then Settled; each exactly once."""
 
-    def __init__(self, limits: FetchLimits) -> None:
+    def __init__(self, limits: FetchLimits, checked_share: float = 0.0) -> None:
         self.limits = limits
+        self._checked_share = checked_share
         self.events: list[Fetched | FetchFailed | Settled] = []
         self.commands: list[Command] = []
         self.fetched = 0
@@ -56,7 +64,11 @@ class FetchTable:
         self.fetched_bytes = 0
         self.fetch_s = 0.0
         self._fetches: dict[str, Fetch] = {}
+        self.checked_blocks = 0
+        self.wrong_blocks = 0
+        self.unchecked_blocks = 0
         self._ready: set[PeerKey] = set()
+        self._vouching: set[PeerKey] = set()
         self._reads = 0
 
     def watch(self, request_id: str, peer: PeerKey, lease: LeaseId, growing: int | None = None) -> None:
@@ -109,16 +121,18 @@ class FetchTable:
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.state is State.ABANDONED:
             return
-        if fetch.state is not State.CONFIRMING:  # else it is on its way
+        if not fetch.released:  # else it is on its way
             self._end_lease(fetch)
         if fetch.state is State.WATCHED:
             del self._fetches[request_id]
         else:
             self._abandon(fetch)
 
-    def peer_ready(self, peer: PeerKey, now: float) -> None:
-        """Reads from this peer can be posted."""
+    def peer_ready(self, peer: PeerKey, now: float, *, vouches: bool = False) -> None:
+        """Reads from this peer can be posted; `vouches`: it gives checksums of its blocks."""
         self._ready.add(peer)
+        if vouches:
+            self._vouching.add(peer)
         for fetch in self._of(peer):
             self._start(fetch, now)
 
@@ -129,8 +143,10 @@ class FetchTable:
     def peer_lost(self, peer: PeerKey, error: KvrelayError) -> None:
         """This peer will not answer any more. Its reads in flight end by themselves."""
         self._ready.discard(peer)
+        self._vouching.discard(peer)
         for fetch in self._of(peer):
-            self._lose(fetch, error)
+            if fetch.state is not State.CHECKING:  # else it has held all that we need of it
+                self._lose(fetch, error)
 
     def grown(self, peer: PeerKey, lease: LeaseId, ready: int, completion: Completion | None, now: float) -> None:
         """The first `ready` blocks of this lease can be read; all of them, if there is a completion."""
@@ -153,8 +169,8 @@ class FetchTable:
             if fetch.lease in still:
                 fetch.kept(sent_at)
                 self._start(fetch, now)
-            elif fetch.lease in gone and fetch.state is not State.CONFIRMING:
-                # While confirming, the answer to the End decides: a renewal behind it in the queue finds no lease.
+            elif fetch.lease in gone and not fetch.released:
+                # Once released, the answer to the End decides: a renewal behind it in the queue finds no lease.
                 self._lose(fetch, self._lease_lost(fetch))
 
     def confirmed(self, peer: PeerKey, token: int, *, held: bool, now: float) -> None:
@@ -163,20 +179,34 @@ class FetchTable:
             if fetch.state is not State.CONFIRMING or fetch.token != token:
                 continue
             if held:
-                self._finish(fetch, now)
+                self._admit(fetch, now)
             else:
                 self._fail(fetch, self._lease_lost(fetch))
+
+    def vouched(self, peer: PeerKey, lease: LeaseId, checksums: Mapping[int, bytes], now: float) -> None:
+        """The peer has sent checksums of blocks of this lease, by its own ids."""
+        for fetch in self._of(peer):
+            if fetch.lease == lease:
+                fetch.checks.hear_theirs(checksums)
+                self._start(fetch, now)
+
+    def summed(self, number: int, checksums: Sequence[bytes], now: float) -> None:
+        """The checksums of our blocks for which a Sum of this number has asked."""
+        for fetch in list(self._fetches.values()):
+            if fetch.checks.hear_ours(number, checksums) and fetch.state is State.CHECKING:
+                self._admit(fetch, now)
 
     def read_ended(self, read_id: int, now: float) -> None:
         """All bytes of the READ are in."""
         fetch = self._reading(read_id)
         if fetch is None:
             return
-        fetch.read_id, fetch.landed = None, fetch.taken
+        landed_before, fetch.read_id, fetch.landed = fetch.landed, None, fetch.taken
         fetch.read_s += now - fetch.posted_at
         if fetch.state is State.ABANDONED:
             self._settle(fetch)
             return
+        self._sum(fetch, fetch.checks.between(landed_before, fetch.landed))
         fetch.ends.append((now, fetch.landed))
         fetch.state = State.WAITING
         self._start(fetch, now)
@@ -209,7 +239,7 @@ class FetchTable:
             error = fetch.late(now)
             if error is None:
                 continue
-            if isinstance(error, TransferTimeout) and fetch.state is not State.CONFIRMING:
+            if isinstance(error, TransferTimeout) and not fetch.released:
                 self._end_lease(fetch)
             self._fail(fetch, error)
 
@@ -224,8 +254,12 @@ class FetchTable:
 
     def leases(self, peer: PeerKey) -> list[LeaseId]:
         """Leases to renew at this peer."""
-        done = (State.CONFIRMING, State.ABANDONED)
-        return [f.lease for f in self._of(peer) if f.lost is None and f.state not in done]
+        return [f.lease for f in self._of(peer) if f.lost is None and not f.released and f.state is not State.ABANDONED]
+
+    def unanswered(self, peer: PeerKey) -> list[Ask]:
+        """Checksums for which this peer was asked and which it has not sent."""
+        asked = [(f, f.checks.unanswered) for f in self._of(peer) if f.state is not State.ABANDONED]
+        return [Ask(peer, f.lease, tuple(blocks)) for f, blocks in asked if blocks]
 
     def reading(self, peer: PeerKey) -> bool:
         """Whether bytes of this peer may still land here."""
@@ -257,10 +291,52 @@ class FetchTable:
             part = slice(fetch.taken, announced)
             fetch.taken, fetch.posted_at = announced, now
             self.commands.append(Read(self._reads, fetch.peer, fetch.remote_blocks[part], fetch.local_blocks[part]))
-        elif fetch.complete:
+            self._draw(fetch, part)
+        elif fetch.complete and not fetch.checks.unanswered:
             self._reads += 1
             fetch.state, fetch.token = State.CONFIRMING, self._reads
             self._end_lease(fetch)
+
+    def _draw(self, fetch: Fetch, part: slice) -> None:
+        """Ask the source for the checksums of those that are to be checked of the blocks that are read now."""
+        remote = fetch.remote_blocks[part]
+        chosen = set(drawn(fetch.lease, remote, self._checked_share))
+        places = {block: part.start + at for at, block in enumerate(remote) if block in chosen}
+        if fetch.peer not in self._vouching:
+            fetch.checks.unchecked.update(places.values())
+        elif places:
+            fetch.checks.places.update(places)
+            self.commands.append(Ask(fetch.peer, fetch.lease, tuple(places)))
+
+    def _sum(self, fetch: Fetch, places: Sequence[int]) -> None:
+        """Have our own checksums computed of blocks that have just landed."""
+        for first in range(0, len(places), MOST_BLOCKS):
+            some = places[first : first + MOST_BLOCKS]
+            self._reads += 1
+            fetch.checks.ask(self._reads, some)
+            self.commands.append(Sum(self._reads, tuple(fetch.local_blocks[place] for place in some)))
+
+    def _admit(self, fetch: Fetch, now: float) -> None:
+        """The source held it all until the last byte was in. It is ours if it is also what the source has."""
+        checks = fetch.checks
+        if not checks.settled:
+            fetch.state = State.CHECKING
+            return
+        self.checked_blocks += len(checks.places)
+        self.unchecked_blocks += len(checks.unchecked)
+        self.wrong_blocks += len(checks.wrong)
+        if not checks.wrong:
+            self._finish(fetch, now)
+            return
+        first = checks.wrong[0]
+        self._fail(
+            fetch,
+            KvCorrupted(
+                f"{len(checks.wrong)} of {len(checks.places)} blocks that were checked are not what"
+                f" {fetch.peer.host}:{fetch.peer.port} has, the first of them its block {fetch.remote_blocks[first]},"
+                f" which is {fetch.local_blocks[first]} here; test the memory, GPUs and network between the two"
+            ),
+        )
 
     def _end_lease(self, fetch: Fetch) -> None:
         if fetch.lost is None:
@@ -297,7 +373,8 @@ class FetchTable:
 
     def _fail(self, fetch: Fetch, error: KvrelayError) -> None:
         self.failures[type(error).__name__] += 1
-        self.events.append(FetchFailed(fetch.request_id, sentence(error), fetch.proven))
+        kept = int(min(fetch.proven, fetch.checks.sound))
+        self.events.append(FetchFailed(fetch.request_id, sentence(error), kept))
         self._abandon(fetch)
 
     def _abandon(self, fetch: Fetch) -> None:

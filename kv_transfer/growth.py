@@ -7,6 +7,7 @@ because the first has failed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.connector import Completion
@@ -20,6 +21,7 @@ __all__ = ["GrowthTable"]
 class _Growth:
     lease: LeaseId
     ready: int
+    blocks: tuple[int, ...] = ()
     completion: Completion | None = None
     follower: bytes | None = None
 
@@ -38,9 +40,9 @@ class GrowthTable:
         """Leases that are known here."""
         return len(self._growths)
 
-    def begin(self, lease: LeaseId, ready: int, completion: Completion | None = None) -> None:
-        """A lease was granted; its first `ready` blocks can be read."""
-        self._growths[lease.request_id] = _Growth(lease, ready, completion)
+    def begin(self, lease: LeaseId, ready: int, blocks: Sequence[int] = ()) -> None:
+        """A lease was granted on these blocks, of which the first `ready` can be read."""
+        self._growths[lease.request_id] = _Growth(lease, ready, tuple(blocks))
 
     def grow(self, request_id: str, ready: int) -> None:
         """The first `ready` blocks can be read. Unknown ids, and news that are none, are ignored."""
@@ -63,6 +65,18 @@ class GrowthTable:
             return None
         growth.follower = follower
         return growth.news()
+
+    def readable(self, lease: LeaseId) -> tuple[int, ...] | None:
+        """The blocks that can be read under this lease; None if it is not known, or over."""
+        growth = self._growths.get(lease.request_id)
+        return growth.blocks[: growth.ready] if growth is not None and growth.lease == lease else None
+
+    def vouch(self, lease: LeaseId, checksums: dict[int, bytes]) -> Grown | None:
+        """What a reader is told that has asked for these, however the lease stands now; None if it is over."""
+        growth = self._growths.get(lease.request_id)
+        if growth is None or growth.lease != lease:
+            return None
+        return Grown(lease, growth.ready, growth.completion, checksums)
 
     def superseded(self, lease: LeaseId, reader: bytes) -> bool:
         """Whether another reader has followed this lease since."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from kv_transfer.checksums import ChecksumThread
 from kv_transfer.commands import PeerKey
 from kv_transfer.connector import PoolRegion
 from kv_transfer.planes import DataPlane, PlaneThread
@@ -25,6 +26,8 @@ from kv_transfer.rank_messages import (
     ReadEnded,
     ReadFailed,
     Serve,
+    Sum,
+    Summed,
     ToRank,
 )
 from wire.errors import ConfigError, KvrelayError
@@ -61,6 +64,10 @@ class LedPlanes:
                 missing[kind] = error.message
             else:
                 self._threads[kind] = thread
+        self._checksums: ChecksumThread | None = None
+        if meeting.terms.summed_heads:
+            self._checksums = ChecksumThread(region, meeting.terms.summed_heads, self.broke)
+            self._checksums.open()
         self.link = LinkEnd(meeting, self._hear, lost)
         self.link.say(Opened(rank, region, cards, missing))
 
@@ -74,6 +81,12 @@ class LedPlanes:
             thread.stop()
         for thread in self._threads.values():
             thread.close(JOIN_S)
+        if self._checksums is not None:
+            self._checksums.close(JOIN_S)
+
+    def broke(self, error: Exception) -> None:
+        """A thread of this process has ended by an error of ours: rank 0 must hear of it."""
+        self.link.say(Broke(f"{type(error).__name__}: {error}"))
 
     def _hear(self, message: ToRank) -> None:
         match message:
@@ -85,6 +98,9 @@ class LedPlanes:
                 self._threads[kind].peer_gone(peer)
             case DropPeer(kind, peer):
                 self._threads[kind].drop_peer(peer)
+            case Sum(number, blocks):
+                assert self._checksums is not None
+                self._checksums.ask(blocks, lambda sums: self.link.say(Summed(number, sums)))
             case Serve(on):
                 self.serving = on
                 for thread in self._threads.values():
@@ -113,7 +129,7 @@ class _Voice:
         return self._planes.serving
 
     def broke(self, error: Exception) -> None:
-        self._planes.link.say(Broke(f"{type(error).__name__}: {error}"))
+        self._planes.broke(error)
 
 
 def _said(error: KvrelayError) -> tuple[str, str]:

@@ -59,6 +59,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     ranks: list[RankCard]
     lease_words: HostFile | None = None
     """Where a reader on the source's host finds its leases (kv_transfer/lease_words.py)."""
+    checksums: bool = False
+    """Whether it answers a reader that asks for checksums of blocks."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -97,9 +99,12 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """Reader -> source: we read under this lease now; say how far its KV is, now and whenever it has grown."""
+    """Reader -> source: we read under this lease now; say how far its KV is, now and whenever it has grown.
+
+    With `checksums` it asks for those of these blocks, in a Grown, and for nothing else."""
 
     lease: LeaseId
+    checksums: list[int] = []
 
 
 class Grown(msgspec.Struct, tag="grown", frozen=True):
@@ -108,6 +113,8 @@ class Grown(msgspec.Struct, tag="grown", frozen=True):
     lease: LeaseId
     ready: int
     completion: Completion | None
+    checksums: dict[int, bytes] = {}
+    """By block, as asked for: 8 bytes for each KV head of each rank (kernels/block_checksums.py)."""
 
 
 Message = Hello | Welcome | Refused | Renew | Renewed | End | Ended | Follow | Grown

@@ -45,11 +45,12 @@ def join_connector(
     return LedPlanes(rank, region, _planes(f"{meeting.engine_id}-{rank}", region, terms), meeting, lost)
 
 
-def terms_of(config: TransferConfig) -> PlaneTerms:
-    """What planes must know of the configuration."""
+def terms_of(config: TransferConfig, rank_heads: int = 0) -> PlaneTerms:
+    """What planes must know of the configuration; `rank_heads`: how many KV heads each of several ranks has."""
     kinds = PLANES if config.kv_connector == "auto" else (config.kv_connector,)
     # A pair that is not made by its fetch's deadline is of no use; and who is silent for a lease has lost it.
-    return PlaneTerms(kinds, config.kv_host, config.transfer_deadline_s, config.lease_s)
+    summed_heads = rank_heads if config.kv_checksums else 0
+    return PlaneTerms(kinds, config.kv_host, config.transfer_deadline_s, config.lease_s, summed_heads)
 
 
 def _planes(name: str, region: PoolRegion, terms: PlaneTerms) -> dict[str, DataPlane]:

@@ -32,7 +32,6 @@ from kv_transfer.pair_messages import (
     Meet,
     PairMessage,
     Part,
-    Word,
     decode,
     encode,
 )
@@ -92,7 +91,7 @@ class PairControl:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self.address = Address(host, port, self._keys[0])
+        self.address = Address(host, port, self._keys[0], tcp=True)
         self._poller = zmq.Poller()
         self._poke = Poke(self._poller)
         self._poller.register(self._router, zmq.POLLIN)
@@ -168,9 +167,7 @@ class PairControl:
             pair.abort(PeerLost(f"the reader has ended the pair: {message.reason}"))
             return
         try:
-            if isinstance(message, Word):
-                pair.hear(message)
-            elif isinstance(message, Ask):
+            if isinstance(message, Ask):
                 pair.serve(message)
         except ValueError as error:
             # A transfer that is not sent would shift all that follow: the pair ends.
@@ -226,13 +223,20 @@ class PairControl:
                 if pair is None or message.pair != pair.name:  # of a pair that has ended
                     continue
                 if isinstance(message, Part):
-                    pair.abort(PeerLost(f"{source.where} has ended the pair: {message.reason}"))
-                elif isinstance(message, Word):
-                    pair.hear(message)
+                    self._parted(source, pair, message)
                 elif isinstance(message, Leave):
                     pair.part()
             except (msgspec.DecodeError, ValueError) as error:
                 log.warning("the NCCL plane of %s is not understood: %s", source.where, error)
+
+    def _parted(self, source: _Source, pair: ReaderPair, message: Part) -> None:
+        why = PeerLost(f"{source.where} has ended the pair: {message.reason}")
+        if not message.idle:
+            pair.abort(why)
+            return
+        # It closes what has long been idle: only who slept, or asks at that very moment, has asked for anything.
+        for transfer in pair.unheard(why):
+            self._read(source.generation, transfer)
 
     def _hang_up(self, generation: str, reason: str) -> None:
         source = self._sources.pop(generation, None)

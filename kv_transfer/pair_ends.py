@@ -14,7 +14,7 @@ from kv_transfer.pair_messages import Ask, Leave, Meet, PairMessage
 from kv_transfer.pairs import READER, SOURCE, Move, Pair, Terms, Transfer, within
 from kv_transfer.shares import Share
 from kv_transfer.staging import Lane
-from wire.errors import PeerLost
+from wire.errors import PeerLost, TransferError
 
 __all__ = ["ReaderPair", "SourcePair"]
 
@@ -48,8 +48,8 @@ class SourcePair(Pair):
             self._jobs.append(Transfer(blocks, (), Share(start, 0, num_bytes)))
             self._changed.notify_all()
 
-    def _introduce(self) -> bytes:
-        return self._facts
+    def _meet(self) -> Communicator:
+        return self._terms.backend.join(self._facts, self._given_up, self._deadline)
 
     def _leave(self) -> float:
         """Only the reader knows whether it is still receiving, or has asked; one that is gone is not waited for."""
@@ -93,6 +93,10 @@ class ReaderPair(Pair):
             self._changed.notify_all()
         return True
 
+    def unheard(self, error: TransferError) -> list[Transfer]:
+        """The source has closed this pair as idle: end it, and what it has not heard of is for another pair."""
+        return self._end_now(error)
+
     def _ask(self, transfer: Transfer) -> None:
         part = transfer.part
         self._say(Ask(self.name, list(transfer.remote_blocks), part.remote_start, part.num_bytes))
@@ -100,14 +104,15 @@ class ReaderPair(Pair):
     def _leave(self) -> float:
         return 0.0
 
-    def _introduce(self) -> bytes:
-        facts = self._terms.backend.facts()
+    def _meet(self) -> Communicator:
+        return self._terms.backend.invite(self._introduce, self._given_up, self._deadline)
+
+    def _introduce(self, facts: bytes) -> None:
         with self._touching():
             self._say(Meet(self.name, self.slice_bytes, facts))
             for transfer in self._jobs:
                 self._ask(transfer)
             self._introduced = True
-        return facts
 
     def _begin(self, move: Move, stage: torch.Tensor, communicator: Communicator, lane: Lane) -> Work:
         return communicator.recv(stage)

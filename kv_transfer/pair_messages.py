@@ -17,7 +17,6 @@ __all__ = [
     "Meet",
     "PairMessage",
     "Part",
-    "Word",
     "decode",
     "encode",
 ]
@@ -32,6 +31,8 @@ class Address(msgspec.Struct, frozen=True):
     host: str
     port: int
     key: bytes
+    tcp: bool = False
+    """Pairs on CPUs meet by kv_transfer/over_tcp.py. The release before had gloo there, and no version tells of it."""
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
@@ -41,15 +42,7 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
     slice_bytes: int
     """Transfers are cut into slices of at most this size, by both sides alike."""
     facts: bytes
-    """NCCL: the unique id of the communicator. gloo: empty."""
-
-
-class Word(msgspec.Struct, tag="word", frozen=True):
-    """Either way, while gloo connects: what its store would hold."""
-
-    pair: bytes
-    key: str
-    value: bytes
+    """How the source finds the reader: the unique id of a communicator of NCCL, or an invitation to a connection."""
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
@@ -66,6 +59,8 @@ class Part(msgspec.Struct, tag="part", frozen=True):
 
     pair: bytes
     reason: str
+    idle: bool = False
+    """All that was asked for has been sent. What has been asked for since then, this end has not heard."""
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
@@ -74,7 +69,7 @@ class Leave(msgspec.Struct, tag="leave", frozen=True):
     pair: bytes
 
 
-PairMessage = Meet | Word | Ask | Part | Leave
+PairMessage = Meet | Ask | Part | Leave
 
 _codec: Codec[PairMessage] = Codec(PairMessage, MAX_PAIR_MESSAGE_BYTES)
 encode, decode = _codec.encode, _codec.decode

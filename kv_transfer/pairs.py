@@ -7,8 +7,8 @@ A pair is a conveyor belt: as soon as a stage is free the next slice is begun, o
 So there are always `STAGES` slices under way, each end has launched them ahead, and a slice's time on the wire hides
 what the host does for another one.
 
-Why a thread for each pair: meeting the other rank blocks, gloo's sends and receives can be waited for but not polled,
-and a hung peer must hold up neither the data plane's thread nor other pairs.
+Why a thread for each pair: meeting the other rank blocks, on a CPU bytes move while they are waited for, and a hung
+peer must hold up neither the data plane's thread nor other pairs.
 
 Why nothing lands after an abort, even if a stopped peer wakes up later: bytes from outside go to the staging memory of
 their pair alone, which is given back only when its communicator is closed; and the copy from staging into the pool
@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 import torch
 
-from kv_transfer.communicators import Backend, Communicator, Mailbox, Work
+from kv_transfer.communicators import RECEIVES, SENDS, Backend, Communicator, Work
 from kv_transfer.pair_budget import Budget
-from kv_transfer.pair_messages import PairMessage, Part, Word
+from kv_transfer.pair_messages import PairMessage, Part
 from kv_transfer.shares import Share
 from kv_transfer.staging import BlockPool, Lane, Places, Slice, cut
 from kv_transfer.timer_slack import wake_in_time
@@ -50,7 +50,9 @@ IDLE_S = 60.0
 STAGES = 3
 # A copy takes less than 100 us where nobody is in its way.
 SETTLE_S, POLL_S = 0.1, 20e-6
-SOURCE, READER = 0, 1  # ranks
+# How long a reader whose communicator has broken waits for the source's reason.
+HEAR_S = 0.25
+SOURCE, READER = SENDS, RECEIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,6 @@ class Pair(abc.ABC):
         self._say = say
         self._ended = ended
         self._deadline = time.monotonic() + terms.meet_s
-        self._mailbox = Mailbox(lambda key, value: say(Word(name, key, value)), self._deadline)
         self._communicator: Communicator | None = None
         self._lane: Lane | None = None
         self._jobs: collections.deque[Transfer] = collections.deque()  # not ended
@@ -129,10 +130,6 @@ class Pair(abc.ABC):
         """Begin to meet the other end."""
         self._thread.start()
 
-    def hear(self, word: Word) -> None:
-        """What the other end's gloo says. Raises ValueError for what it would not say."""
-        self._mailbox.put(word.key, word.value)
-
     def part(self) -> None:
         """End soon, unless there is something to do."""
         with self._changed:
@@ -144,23 +141,27 @@ class Pair(abc.ABC):
         """End at once. From the return of this call on the pool is not touched any more.
 
         (If a GPU is kept from copying for more than `SETTLE_S`: from the moment on that transfers have an error.)"""
+        for transfer in self._end_now(error):
+            transfer.error = self.over
+
+    def _end_now(self, error: TransferError) -> list[Transfer]:
+        """The same; those transfers that are not through, if nothing of them is being copied any more."""
         with self._changed:
             first, self.over = self.over is None, self.over or error
             communicator, lane = self._communicator, self._lane
             self._changed.notify_all()
         if first:
             self._say(Part(self.name, error.message))
-        self._mailbox.close()
         self._terms.budget.nudge()
         if first and communicator is not None:
             communicator.interrupt()
         if lane is None or within(SETTLE_S, lane.settled):
             with self._changed:
-                jobs = list(self._jobs)
+                left = list(self._jobs)
                 self._jobs.clear()
-            for job in jobs:
-                job.error = self.over
-        # Else the pair's own thread will come here, when it has closed the communicator.
+            return left
+        # The pair's own thread will come here, when it has closed the communicator.
+        return []
 
     def join(self, timeout_s: float) -> None:
         """Wait for its thread, up to `timeout_s`."""
@@ -171,6 +172,9 @@ class Pair(abc.ABC):
         try:
             self._live()
         except KvrelayError as error:
+            if self._rank == READER:  # the source may have said why, and its word still be on its way
+                with self._changed:
+                    self._changed.wait_for(self._given_up, HEAR_S)
             self.abort(error if isinstance(error, PeerLost) else PeerLost(error.message))
         except Exception as error:
             # The edge of this thread: an error of ours or of the device ends this pair, and its transfers hear of it.
@@ -185,7 +189,7 @@ class Pair(abc.ABC):
             terms.budget.share(terms.cost(self.slice_bytes), self._deadline, self._given_up),
             terms.pool.lane() as lane,
         ):
-            communicator = terms.backend.open(self._rank, self._introduce(), self._mailbox, self._deadline)
+            communicator = self._meet()
             try:
                 stages = [lane.staging(self.slice_bytes) for _ in range(STAGES)]
                 with self._touching():
@@ -233,8 +237,8 @@ class Pair(abc.ABC):
         """Wait for the oldest slice that is under way, and free its stage."""
 
     @abc.abstractmethod
-    def _introduce(self) -> bytes:
-        """What the communicator must know."""
+    def _meet(self) -> Communicator:
+        """Meet the other end, before the deadline."""
 
     @abc.abstractmethod
     def _leave(self) -> float:
@@ -267,7 +271,7 @@ class Pair(abc.ABC):
             self.idle_since = None
             return
         self.over = PeerLost("the pair was idle and has been closed")
-        self._say(Part(self.name, self.over.message))
+        self._say(Part(self.name, self.over.message, idle=True))
 
     def _done(self, job: Transfer) -> None:
         with self._touching():

@@ -17,7 +17,8 @@ import logging
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kv_transfer.commands import Command, PeerKey, Prove, Read
+from kv_transfer.checks import MOST_BLOCKS, in_our_order
+from kv_transfer.commands import Ask, PeerCommand, PeerKey, Prove, Read
 from kv_transfer.connector import Way
 from kv_transfer.control import ControlThread
 from kv_transfer.fetches import FetchTable
@@ -56,6 +57,8 @@ class _Peer:
     """The plane that we read through, or are about to."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
     """Which rank of ours reads what through it."""
+    heads: list[int] = field(default_factory=list)
+    """Where checksums of our KV heads lie among its own; empty if it or we compare none."""
     joined: bool = False
     """The plane can read, as far as is known."""
     choices: list[tuple[str, list[tuple[int, Source]]]] = field(default_factory=list)
@@ -94,12 +97,14 @@ class Peers:
             self._renew(peer, [lease], now)
             self._control.say(peer, Follow(lease))
 
-    def carry_out(self, command: Command, now: float) -> None:
+    def carry_out(self, command: PeerCommand, now: float) -> None:
         """What the fetches want done."""
         if isinstance(command, Prove):
             self._renew(command.peer, [command.lease], now)
         elif isinstance(command, Read):
             self._planes[self._peers[command.peer].plane].read(command)
+        elif isinstance(command, Ask):
+            self._ask(command)
         elif command.token and self._sees_held(command.peer, command.lease):
             # The answer is there already: a farewell, and nothing to wait for.
             self._control.say(command.peer, End(command.lease, 0))
@@ -133,6 +138,9 @@ class Peers:
         elif isinstance(message, Ended):
             self._fetches.confirmed(peer, message.token, held=message.held, now=now)
         elif isinstance(message, Grown):
+            if known.heads and message.checksums:
+                ours = {block: in_our_order(of_it, known.heads) for block, of_it in message.checksums.items()}
+                self._fetches.vouched(peer, message.lease, ours, now)
             self._fetches.grown(peer, message.lease, message.ready, message.completion, now)
         elif isinstance(message, Refused):
             self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now)
@@ -182,7 +190,7 @@ class Peers:
             return
         log.info("KV of %s:%d comes by %s, protocol %d", peer.host, peer.port, known.plane, known.protocol)
         known.joined = True
-        self._fetches.peer_ready(peer, now)
+        self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
 
     def way_lost(self, peer: PeerKey) -> None:
         """The plane has lost its way to a peer, which may be there all the same: no READ starts on this way."""
@@ -234,7 +242,7 @@ class Peers:
         if not known.plane:
             self._join(peer, known, welcome, now)
         elif known.joined:  # we were here before, and a READ is still on this way
-            self._fetches.peer_ready(peer, now)
+            self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
         else:
             self.read_over(peer)
 
@@ -245,6 +253,8 @@ class Peers:
         except Incompatible as error:
             self._lose(peer, Incompatible(f"{peer.host}:{peer.port}: {error.message}"), now)
             return
+        if welcome.checksums and self._planes.can_sum:
+            known.heads = self._planes.order_of_heads(welcome)
         known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
         shared = {kind for kind, _ in known.choices}
         absent = [kind for kind in self._planes if kind not in shared]
@@ -275,10 +285,16 @@ class Peers:
             self._control.say(peer, Renew(now, []))
         for lease in self._fetches.growing(peer):
             self._control.say(peer, Follow(lease))  # what was told meanwhile may have been lost
+        for ask in self._fetches.unanswered(peer):
+            self._ask(ask)
 
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):
             self._control.say(peer, Renew(now, leases[first : first + RENEW_BATCH]))
+
+    def _ask(self, ask: Ask) -> None:
+        for first in range(0, len(ask.remote_blocks), MOST_BLOCKS):
+            self._control.say(ask.peer, Follow(ask.lease, list(ask.remote_blocks[first : first + MOST_BLOCKS])))
 
     def _sees_held(self, peer: PeerKey, lease: LeaseId) -> bool:
         known = self._peers.get(peer)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from kv_transfer.checksums import Checksums, ChecksumThread
 from kv_transfer.connector import PoolRegion
 from kv_transfer.messages import RankCard, Welcome
 from kv_transfer.parts import Part
 from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
 from kv_transfer.rank_link import RankLink
-from kv_transfer.rank_messages import Broke, FromRank, Joined, Opened, ReadEnded, ReadFailed, error_of
+from kv_transfer.rank_messages import Broke, FromRank, Joined, Opened, ReadEnded, ReadFailed, Sum, Summed, error_of
 from kv_transfer.rank_planes import RankPlane, RemotePlane
-from kv_transfer.shares import Heads, Share, shares
+from kv_transfer.shares import Heads, Share, order_of_heads, shares
 from wire.errors import ConfigError, Incompatible, KvrelayError
 
 __all__ = ["OpenPlanes"]
@@ -31,10 +32,14 @@ class OpenPlanes:
         region: PoolRegion,
         heads: Heads,
         link: RankLink | None = None,
+        *,
+        checksums: bool = False,
     ) -> None:
         """Open them. Of several, those that this engine cannot have on all its ranks are left out.
 
-        `region` and `heads` are rank 0's. Raises ConfigError if the only one cannot be had, or none of several."""
+        `region` and `heads` are rank 0's; `checksums`: of blocks can be asked for, of all ranks together. Raises
+        ConfigError if the only plane cannot be had, or none of several, or no checksums."""
+        self._checksums: Checksums | None = None
         self.missing: dict[str, str] = {}
         """Those left out, and why."""
         self.wanted = tuple(planes)
@@ -55,6 +60,10 @@ class OpenPlanes:
                 self._leave_out(kind, error.message)
         self.ranks = [RankCard(heads, region, cards)]
         """What peers need to read from here."""
+        if checksums:
+            own = ChecksumThread(region, heads[1] - heads[0], desk.broke)
+            own.open()
+            self._checksums = Checksums(own, 1 if link is None else len(link.heads), self._ask_rank)
         if link is not None:
             self._meet(link, link.opened())
         for kind, thread in self._threads.items():
@@ -95,8 +104,15 @@ class OpenPlanes:
                 self._planes[kind].read_ended(Part(rank, peer), read_id)
             case ReadFailed(kind, peer, read_id, error, in_flight):
                 self._planes[kind].read_failed(Part(rank, peer), read_id, error_of(error), in_flight=in_flight)
+            case Summed(number, checksums):
+                assert self._checksums is not None
+                self._checksums.heard(rank, number, checksums)
             case Broke(reason):
                 self._desk.broke(KvrelayError(f"rank {rank}: {reason}"))
+
+    def _ask_rank(self, rank: int, number: int, blocks: Sequence[int]) -> None:
+        assert self._link is not None
+        self._link.tell(rank, Sum(number, list(blocks)))
 
     def __getitem__(self, kind: str) -> RankPlane:
         """A plane that is open."""
@@ -127,6 +143,20 @@ class OpenPlanes:
             if welcome.ranks and all(kind in card.planes for card in welcome.ranks)
         ]
 
+    @property
+    def can_sum(self) -> bool:
+        """Whether checksums of blocks can be asked for."""
+        return self._checksums is not None
+
+    def sums(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
+        """`done` is called, from any thread, with the checksums of each of these blocks, of all ranks."""
+        assert self._checksums is not None
+        self._checksums.ask(blocks, done)
+
+    def order_of_heads(self, welcome: Welcome) -> list[int]:
+        """Of each KV head of each of our ranks, where it lies among those of this peer's ranks. Raises Incompatible."""
+        return order_of_heads([card.heads for card in self.ranks], [card.heads for card in welcome.ranks])
+
     def silent_s(self) -> float:
         """Seconds since the slowest of this process's threads was seen at work."""
         return max(thread.silent_s() for thread in self._threads.values())
@@ -147,6 +177,8 @@ class OpenPlanes:
             self._link.close(max(0.0, until - time.monotonic()))
         for thread in self._threads.values():
             thread.close(max(0.0, until - time.monotonic()))
+        if self._checksums is not None:
+            self._checksums.close(max(0.0, until - time.monotonic()))
 
 
 def _head_bytes(card: RankCard) -> int:

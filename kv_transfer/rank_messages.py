@@ -29,6 +29,8 @@ __all__ = [
     "ReadEnded",
     "ReadFailed",
     "Serve",
+    "Sum",
+    "Summed",
     "ToRank",
     "error_of",
 ]
@@ -45,6 +47,8 @@ class PlaneTerms(msgspec.Struct, frozen=True):
     """Address at which peers reach this process."""
     meet_s: float
     patience_s: float
+    summed_heads: int = 0
+    """KV heads of each rank, if checksums of blocks may be asked for; else 0."""
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -92,6 +96,13 @@ class Serve(msgspec.Struct, tag="serve", frozen=True):
     on: bool
 
 
+class Sum(msgspec.Struct, tag="sum", frozen=True):
+    """Compute the checksums of these blocks. Summed follows."""
+
+    number: int
+    blocks: list[int]
+
+
 class Close(msgspec.Struct, tag="close", frozen=True):
     """The engine ends."""
 
@@ -137,8 +148,15 @@ class Broke(msgspec.Struct, tag="broke", frozen=True):
     reason: str
 
 
-ToRank = AddPeer | Post | PeerGone | DropPeer | Serve | Close
-FromRank = Opened | Joined | ReadEnded | ReadFailed | Broke
+class Summed(msgspec.Struct, tag="summed", frozen=True):
+    """The answer to Sum, in the order of its blocks."""
+
+    number: int
+    checksums: list[bytes]
+
+
+ToRank = AddPeer | Post | PeerGone | DropPeer | Serve | Sum | Close
+FromRank = Opened | Joined | ReadEnded | ReadFailed | Summed | Broke
 
 
 def error_of(error: tuple[str, str]) -> KvrelayError:

@@ -13,7 +13,7 @@ import msgspec
 
 from wire.errors import Incompatible
 
-__all__ = ["Heads", "Share", "shares"]
+__all__ = ["Heads", "Share", "order_of_heads", "shares"]
 
 Heads = tuple[int, int]
 """The KV heads of a rank: the first, and the one behind the last."""
@@ -45,3 +45,16 @@ def shares(rank: int, readers: Sequence[Heads], sources: Sequence[Heads], head_b
         found.append((holder, Share(remote * head_bytes, local * head_bytes, (stop - first) * head_bytes)))
         first = stop
     return found
+
+
+def order_of_heads(readers: Sequence[Heads], sources: Sequence[Heads]) -> list[int]:
+    """Of each KV head of each reading rank, in this order, where the one that it reads lies among all of the source's.
+
+    Raises Incompatible for a head that no rank of the source holds."""
+    before = [sum(end - first for first, end in sources[:index]) for index in range(len(sources))]
+    return [
+        before[source] + share.remote_start + head
+        for rank in range(len(readers))
+        for source, share in shares(rank, readers, sources, 1)
+        for head in range(share.num_bytes)
+    ]

@@ -22,6 +22,7 @@ from kv_transfer.mapped_gpu import GpuPiece, GpuSide
 from kv_transfer.mapped_host import HostSide
 from kv_transfer.planes import Source
 from wire.errors import ConfigError, TransferError
+from wire.frames import MALFORMED
 
 __all__ = ["DirectPlane", "Metadata"]
 
@@ -95,7 +96,7 @@ class DirectPlane:
             return
         try:
             metadata = msgspec.msgpack.decode(source.metadata, type=Metadata)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise TransferError(f"{source.engine_id} speaks another language than kv_connector direct") from error
         if metadata.boot_id != self._boot_id:
             raise TransferError(f"kv_connector direct needs one host, and {source.engine_id} runs on another one")

@@ -1,11 +1,11 @@
-"""The NCCL data plane: two-rank communicators between pairs of nodes, gloo on CPU memory and NCCL on GPUs.
+"""The NCCL data plane: two-rank communicators between pairs of nodes, NCCL on GPUs and TCP on CPU memory.
 
 Owns what the desk sees of it, and its sizes. It is three kinds of threads. The data plane's own calls the methods here,
 which post jobs, look at results and never wait. One has the control socket (`kv_transfer/pair_control.py`). Each pair
 has one, where communicators may block (`kv_transfer/pairs.py`, which also tells why an aborted read is over at once).
 
-Bytes travel as gloo and NCCL send them: not encrypted. Both ends need an address that the other one reaches: `kv_host`
-for gloo; NCCL chooses its own (NCCL_SOCKET_IFNAME).
+Bytes travel as NCCL and TCP send them: not encrypted. Both ends need an address that the other one reaches: `kv_host`
+on CPUs; NCCL chooses its own (NCCL_SOCKET_IFNAME).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kv_transfer.communicators import Backend, GlooBackend, NcclBackend
+from kv_transfer.communicators import Backend, NcclBackend
 from kv_transfer.connector import PoolRegion
+from kv_transfer.over_tcp import TcpBackend
 from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_control import PairControl
 from kv_transfer.pair_messages import Address, Ask, encode
@@ -23,6 +24,7 @@ from kv_transfer.pairs import Terms, Transfer
 from kv_transfer.planes import Source
 from kv_transfer.staging import BlockPool
 from wire.errors import ConfigError, PeerLost, TransferError
+from wire.frames import MALFORMED
 
 __all__ = ["NcclPlane"]
 
@@ -36,7 +38,7 @@ MEMORY_CAP_BYTES = 2 << 30
 
 
 class NcclPlane:
-    """A `DataPlane` over gloo or NCCL, whichever the pool's memory asks for."""
+    """A `DataPlane` over NCCL or TCP, whichever the pool's memory asks for."""
 
     helps_readers = False  # its own threads do
 
@@ -60,10 +62,10 @@ class NcclPlane:
         self._sources: dict[str, Source] = {}  # by generation
 
     def open(self) -> bytes:
-        """Listen. Returns the metadata. Raises ConfigError without gloo, NCCL or CURVE, or if the address is taken."""
+        """Listen. Returns the metadata. Raises ConfigError without NCCL or CURVE, or if the address is taken."""
         backend: Backend
         if self._kind == "cpu":
-            backend, beside = GlooBackend(self._host, self._patience_s), 0
+            backend, beside = TcpBackend(self._host, self._patience_s), 0
         else:
             backend, beside = NcclBackend(self._device, self._patience_s), NCCL_BYTES
         pool = BlockPool(self._region)
@@ -78,12 +80,17 @@ class NcclPlane:
             return
         try:
             address = msgspec.msgpack.decode(source.metadata, type=Address)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise TransferError(f"{source.engine_id} does not hand KV over by NCCL: set one kv_connector") from error
         if source.region.device.partition(":")[0] != self._kind:
             raise TransferError(
                 f"the pool of {source.engine_id} is on {source.region.device}, this one on {self._region.device};"
                 " kv_connector nccl needs both on CPUs or both on GPUs"
+            )
+        if self._kind == "cpu" and not address.tcp:
+            raise TransferError(
+                f"{source.engine_id} is of the release before, whose pairs on CPUs meet by gloo: until it is upgraded, "
+                "take kv_connector direct or nixl"
             )
         self._sources[source.generation] = source
         self._control.dial(source.generation, address)

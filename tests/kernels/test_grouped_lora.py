@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -149,44 +150,54 @@ def test_what_does_not_fit_is_refused(device):
 
 
 COMPILE = """
-import re, subprocess, sys, tempfile, triton
+import json, re, subprocess, sys, tempfile, triton
 from triton.backends.compiler import GPUTarget
 from kernels.grouped_lora import _expand, _shrink
 
-name, rows, split, target = sys.argv[1], *map(int, sys.argv[2:])
-kernel = {"shrink": _shrink, "expand": _expand}[name]
-sizes = {
-    "shrink": dict(K=4096, C=48, SPLIT=split, BM=rows, BC=16, BK=128, PDL=target >= 90),
-    "expand": dict(N0=4096, N1=1024, N2=1024, R=16, C=48, SPLIT=split, BM=rows, BN=128, BR=16, PDL=target >= 90),
-}[name]
-kinds = dict(x="*bf16", down="*bf16", up="*bf16", y="*bf16", low="*fp32", adapters="*i32")
-types = {arg: "constexpr" if arg in sizes else kinds.get(arg, "i32") for arg in kernel.arg_names}
-aligned = {
-    (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg != "count" and arg not in sizes
-}
-source = triton.compiler.ASTSource(kernel, types, {(kernel.arg_names.index(a),): v for a, v in sizes.items()}, aligned)
-options = {"num_warps": 4, "num_stages": 3 if name == "shrink" else 1}
-compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-    file.write(compiled.asm["ptx"]); file.flush()
-    arch = "sm_90a" if target == 90 else f"sm_{target}"
-    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
-    log = subprocess.run(command, capture_output=True, text=True)
-assert log.returncode == 0, log.stderr
-print(sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr)), compiled.metadata.shared)
-print(compiled.asm["ptx"].count("griddepcontrol.wait"))
+def compiled_as(name, rows, split, target):
+    kernel = {"shrink": _shrink, "expand": _expand}[name]
+    sizes = {
+        "shrink": dict(K=4096, C=48, SPLIT=split, BM=rows, BC=16, BK=128, PDL=target >= 90),
+        "expand": dict(N0=4096, N1=1024, N2=1024, R=16, C=48, SPLIT=split, BM=rows, BN=128, BR=16, PDL=target >= 90),
+    }[name]
+    kinds = dict(x="*bf16", down="*bf16", up="*bf16", y="*bf16", low="*fp32", adapters="*i32")
+    types = {arg: "constexpr" if arg in sizes else kinds.get(arg, "i32") for arg in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg != "count" and arg not in sizes
+    }
+    constants = {(kernel.arg_names.index(arg),): value for arg, value in sizes.items()}
+    source = triton.compiler.ASTSource(kernel, types, constants, aligned)
+    options = {"num_warps": 4, "num_stages": 3 if name == "shrink" else 1}
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"]); file.flush()
+        arch = "sm_90a" if target == 90 else f"sm_{target}"
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True)
+    assert log.returncode == 0, log.stderr
+    spilled = sum(int(n) for n in re.findall(r"(\\d+) bytes spill", log.stderr))
+    return spilled, compiled.metadata.shared, compiled.asm["ptx"].count("griddepcontrol.wait")
+
+print(json.dumps([compiled_as(*variant) for variant in json.loads(sys.argv[1])]))
 """
 
 
-@pytest.mark.parametrize("name", ["shrink", "expand"])
-@pytest.mark.parametrize(("rows", "split", "target"), [(16, 16, 90), (64, 1, 90), (64, 4, 80)])
-def test_they_compile_without_spills(name, rows, split, target):
-    """Needs no GPU: in a process without the interpreter."""
+VARIANTS = [(name, *sizes) for sizes in ((16, 16, 90), (64, 1, 90), (64, 4, 80)) for name in ("shrink", "expand")]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, int, int, int], list[int]]:
+    """Spilled bytes, shared memory and waits of each. Needs no GPU: in a process without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, name, *map(str, (rows, split, target))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", COMPILE, json.dumps(VARIANTS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    spilled, shared, waits = map(int, done.stdout.split())
+    return dict(zip(VARIANTS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_they_compile_without_spills(variant, compiled):
+    (*_, target), (spilled, shared, waits) = variant, compiled[variant]
     assert spilled == 0
     assert shared <= 100 << 10
     assert waits == (target >= 90)  # once, on the way of every program

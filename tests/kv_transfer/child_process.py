@@ -7,16 +7,17 @@ import json
 import os
 import selectors
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from forked import Forked
 
 
 class ChildProcess:
     """The parent's end."""
 
-    answer_s = 20.0
+    answer_s = 60.0
     """How long an answer may take, unless a call says otherwise."""
 
     def __init__(self, script: str, *arguments: str, env: dict[str, str] | None = None) -> None:
@@ -27,9 +28,7 @@ class ChildProcess:
             "OMP_NUM_THREADS": "1",
             **(env or {}),
         }
-        self.process = subprocess.Popen(
-            [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+        self.process = Forked([script, *arguments], environment)
 
     def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method there."""
@@ -38,12 +37,10 @@ class ChildProcess:
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Call a method there; its answer is fetched later."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([method, *arguments]).encode() + b"\n")
         self.process.stdin.flush()
 
     def answer(self, timeout_s: float | None = None) -> Any:
-        assert self.process.stdout is not None
         within_s = self.answer_s if timeout_s is None else timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -53,7 +50,8 @@ class ChildProcess:
     def stop(self) -> None:
         """SIGSTOP, and wait until it is stopped."""
         self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -68,5 +66,4 @@ class ChildProcess:
             self.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
+                pipe.close()

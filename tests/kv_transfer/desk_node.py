@@ -20,7 +20,7 @@ from wire.transfer import Fingerprint
 class Node(Woken):
     """A desk, its plane, and its events as the step loop would see them."""
 
-    within_s = 5.0
+    within_s = 10.0
 
     def __init__(self, name: str, folder: Path, config: TransferConfig, fingerprint: Fingerprint) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class PlaneNode:
 class PeerPlane(ChildProcess):
     """The parent's end."""
 
-    answer_s = 30.0
+    answer_s = 90.0
 
     def __init__(self, num_blocks: int, block_bytes: int, slice_bytes: int, device: str = "cpu") -> None:
         super().__init__(__file__, *map(str, (num_blocks, block_bytes, slice_bytes)), device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 import simulated_world
 from simulated_cluster import Call, Router, longest_s, random_call
 from simulated_node import LATE_S, TRANSFER, SimulatedNode
-from simulated_plane import SimulatedPlaneThread
+from simulated_plane import SimulatedChecksums, SimulatedPlaneThread
 from simulated_world import CLOCK, SimulatedControl, Violation, World
 
 import kv_transfer.desk
@@ -38,6 +39,7 @@ STATES = ("queued", "growing", "held", "watched", "waiting", "reading", "confirm
 # A fault is over when the last one whom it concerns has seen it, or has seen the lease run out.
 SEEN_S = simulated_world.SLOW_S + LATE_S
 FREE_WITHIN_S = 1.0
+SILENT = logging.Logger("simulated", logging.CRITICAL + 1)
 
 
 @dataclass(slots=True)
@@ -70,10 +72,11 @@ def simulation(world: World) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "time", CLOCK))
         stack.enter_context(mock.patch.object(kv_transfer.desk, "ControlThread", SimulatedControl))
         stack.enter_context(mock.patch.object(kv_transfer.plane_choice, "PlaneThread", SimulatedPlaneThread))
+        stack.enter_context(mock.patch.object(kv_transfer.plane_choice, "ChecksumThread", SimulatedChecksums))
         # Longer than a READ of this world takes, also if its source is stopped meanwhile.
         stack.enter_context(mock.patch.object(kv_transfer.planes, "BROKEN_S", 20.0))
         for module in (kv_transfer.peers, kv_transfer.planes, engine_process):
-            stack.enter_context(mock.patch.object(module, "log", mock.Mock()))
+            stack.enter_context(mock.patch.object(module, "log", SILENT))
         yield
 
 
@@ -86,6 +89,7 @@ class Schedule:
         world.trace = [] if told else None
         world.blind_reads = rng.random() < 0.4
         world.shares_words = rng.random() < 0.4
+        world.checksums = 1.0 if seed % 4 == 0 else 0.0
         world.slowest_read_s = rng.choice([0.02, 0.3, 1.0, 3.0, 3.0])
         self.seen: Counter[tuple[str, str]] = Counter()  # faults by kind and state
         self.ends: Counter[str] = Counter()  # how requests and fetches have ended

@@ -147,6 +147,7 @@ class SimulatedNode(EngineProcess):
                 lease_s=TRANSFER.lease_s,
                 heartbeat_s=TRANSFER.heartbeat_s,
                 transfer_deadline_s=TRANSFER.transfer_deadline_s,
+                kv_checksums=world.checksums,
             )
             self.connector = SimulatedDesk(name, FINGERPRINT, region, config, self.wake, {"simulated": self.plane})
             self.connector.node, self.connector.given_up = self, set()
@@ -259,6 +260,8 @@ class SimulatedNode(EngineProcess):
                 if self.asked.pop(request_id, None) is None:
                     raise Violation(f"{self.name}: {event} of a fetch that is over, or was none")
                 if isinstance(event, FetchFailed):
+                    if event.cause == "KvCorrupted":
+                        raise Violation(f"{self.name}: nothing spoils KV here, but {event}")
                     self.unsettled.add(request_id)
                     self._forsake(self.tickets[request_id], event.reason)
             case Settled(request_id):

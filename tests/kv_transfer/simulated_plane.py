@@ -5,7 +5,8 @@ Over the real `PlaneThread`, whose turns are events here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from simulated_world import CLOCK, QUICK_S, Violation
 
 import kv_transfer.planes
 from kv_transfer.commands import PeerKey, Read
+from kv_transfer.connector import PoolRegion
 from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
 from wire.errors import PeerLost, TransferError
 
@@ -68,6 +70,44 @@ class SimulatedPlaneThread(PlaneThread):
             while self._todo:
                 self._todo.popleft()()
             self._poll()
+
+
+class SimulatedChecksums:
+    """The thread of checksums: they are computed a little later, and heard of later still."""
+
+    def __init__(self, _region: PoolRegion, _kv_heads: int, _broke: Callable[[Exception], None]) -> None:
+        node = CLOCK.world.here
+        assert node is not None
+        self._node = node
+
+    def open(self) -> None:
+        pass
+
+    def ask(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
+        self._soon(partial(self._compute, list(blocks), done))
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+    def _soon(self, what: Callable[[], None]) -> None:
+        world = self._node.world
+        world.after(world.rng.random() * QUICK_S, what)
+
+    def _compute(self, blocks: list[int], done: Callable[[list[bytes]], None]) -> None:
+        if self._node.running:
+            memory = self._node.device.memory
+            self._soon(partial(self._tell, [repr(memory[block]).encode() for block in blocks], done))
+        elif self._node.alive:  # goes on when it does
+            wait_s = self._node.stopped_until - self._node.world.now
+            self._node.world.after(wait_s, partial(self._compute, blocks, done))
+
+    def _tell(self, found: list[bytes], done: Callable[[list[bytes]], None]) -> None:
+        if self._node.running:
+            with self._node.at_work():
+                done([hashlib.blake2b(one, digest_size=8).digest() for one in found])
+        elif self._node.alive:
+            wait_s = self._node.stopped_until - self._node.world.now
+            self._node.world.after(wait_s, partial(self._tell, found, done))
 
 
 @dataclass(eq=False, slots=True)

@@ -48,6 +48,7 @@ class World:
         self.dark: dict[frozenset[str], float] = {}  # pairs of hosts that do not hear each other, and until when
         self.blind_reads = False  # the data plane reads what a stopped or dead node had (direct), or needs it (NIXL)
         self.shares_words = False  # readers see which leases are held (kv_transfer/lease_words.py), or ask
+        self.checksums = 0.0  # the share of blocks that are compared with their source
         self.slowest_read_s = 0.1
 
     def say(self, text: str) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 from desk_node import Node, node, reason
-from peer_process import CONFIG, FINGERPRINT
+from peer_process import AT_ONCE_S, CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, pattern
 
 from kv_transfer.commands import PeerKey
@@ -55,7 +55,7 @@ def start_with(reader: Node, ticket: KvTransferParams, name: str = "r") -> None:
     reader.plane.gate.clear()
     reader.desk.watch(name, ticket)
     reader.desk.fetch(name, [1, 2], [3, 4])
-    assert reader.plane.posted.wait(5.0)
+    assert reader.plane.posted.wait(20.0)
 
 
 def test_scattered_blocks_arrive_and_the_source_is_free_again(source: Node, reader: Node) -> None:
@@ -91,7 +91,7 @@ def test_lease_nobody_watches_expires(source: Node) -> None:
     source.desk.offer("r", [1], 16)
     started = time.monotonic()
     assert source.wait(1) == [Released("r", expired=True)]
-    assert CONFIG.lease_s - 0.05 < time.monotonic() - started < CONFIG.lease_s + 0.5
+    assert CONFIG.lease_s - 0.05 < time.monotonic() - started < CONFIG.lease_s + AT_ONCE_S
     assert source.desk.stats().leases_expired == 1
 
 
@@ -151,7 +151,7 @@ def test_fetch_past_its_deadline_fails_and_settles_when_its_bytes_are_in(source:
     start(source, reader)
     (failed,) = reader.wait(1)
     assert reason(failed).startswith("TransferTimeout: fetch of 2 blocks")
-    assert CONFIG.transfer_deadline_s <= time.monotonic() - started < CONFIG.transfer_deadline_s + 0.5
+    assert CONFIG.transfer_deadline_s <= time.monotonic() - started < CONFIG.transfer_deadline_s + AT_ONCE_S
     assert source.wait(1) == [Released("r", expired=False)]
     reader.plane.gate.set()
     assert reader.wait(1) == [Settled("r")]
@@ -180,7 +180,7 @@ def test_a_peer_is_met_again_while_a_read_of_it_hangs(source: Node, reader: Node
     reader.plane.posted.clear()
     reader.desk.watch("again", again)
     reader.desk.fetch("again", [5, 6], [7, 8])
-    assert reader.plane.posted.wait(5.0)  # welcomed, renewed and reading
+    assert reader.plane.posted.wait(20.0)  # welcomed, renewed and reading
     reader.woken.clear()  # a thread that saw the failure in its turn, too, may have told it again
     reader.quiet()  # the blocks of the first one are where they were
     reader.plane.gate.set()
@@ -242,7 +242,7 @@ def test_source_that_closes_fails_waiting_fetches_and_is_met_anew(folder: Path, 
         closed_at = time.monotonic()
     (failed,) = reader.wait(1)
     assert reason(failed).startswith("PeerLost: the connection to 127.0.0.1:")
-    assert time.monotonic() - closed_at < 1.0
+    assert time.monotonic() - closed_at < AT_ONCE_S
     reader.plane.gate.set()
     assert reader.wait(1) == [Settled("r")]
     reader.desk.fetch("second", [1], [1])
@@ -270,7 +270,7 @@ def test_refused_connection_fails_the_fetch_at_once(reader: Node) -> None:
     failed, settled = reader.wait(2)
     assert reason(failed).startswith(f"PeerLost: the connection to 127.0.0.1:{port} has ended or was refused")
     assert settled == Settled("r")
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < AT_ONCE_S
 
 
 def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: Node) -> None:
@@ -280,7 +280,7 @@ def test_peer_that_never_answers_fails_the_fetch_within_a_lease(reader: Node) ->
         reader.desk.watch("r", params)
         reader.desk.fetch("r", [1], [1])
         failed, settled = reader.wait(2)
-    assert reason(failed) == f"PeerLost: no answer from 127.0.0.1:{port} within 0.7 s"
+    assert reason(failed) == f"PeerLost: no answer from 127.0.0.1:{port} within {CONFIG.lease_s:g} s"
     assert settled == Settled("r")
 
 
@@ -392,11 +392,11 @@ def test_address_in_use_is_a_config_error(folder: Path, source: Node) -> None:
         Node("other", folder, taken, FINGERPRINT)
 
 
-def test_close_takes_less_than_a_second_and_gives_watched_leases_back(folder: Path, source: Node) -> None:
+def test_close_takes_no_time_and_gives_watched_leases_back(folder: Path, source: Node) -> None:
     with node("reader", folder) as reader:
         start(source, reader)
         before = time.monotonic()
-    assert time.monotonic() - before < 1.0
+    assert time.monotonic() - before < AT_ONCE_S
     assert reader.plane.closed
     assert source.wait(1) == [Released("r", expired=False)]
 
@@ -492,7 +492,7 @@ def test_a_reader_that_was_replaced_may_admit_what_it_has_read_and_leaves_the_le
     start_with(reader, ticket)
     with node("second", folder) as second:
         second.desk.watch("mine", ticket)
-        wait_until(lambda: second.desk.way(ticket) is not None)
+        second.renewed("mine")
         reader.plane.gate.set()
         assert isinstance(reader.wait(1)[0], Fetched)
         source.quiet()
@@ -518,7 +518,7 @@ def test_a_hung_step_loop_keeps_no_lease_alive(source: Node, reader: Node, monke
     assert reason(reader.wait(2)[0]).startswith("LeaseLost:")
 
 
-def wait_until(true: Callable[[], bool], within_s: float = 5.0) -> None:
+def wait_until(true: Callable[[], bool], within_s: float = 30.0) -> None:
     until = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < until

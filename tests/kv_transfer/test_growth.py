@@ -27,6 +27,23 @@ def test_a_follower_hears_where_it_stands_and_all_that_is_new() -> None:
     assert table.news == [(b"a", Grown(lease, 3, None)), (b"a", Grown(lease, 4, DONE))]
 
 
+def test_it_vouches_for_what_can_be_read_under_the_lease_and_for_no_other_blocks() -> None:
+    table, lease = GrowthTable(), LeaseId("r", 2)
+    table.begin(lease, 1, [7, 8])
+    assert table.readable(lease) == (7,)
+    table.follow(lease, b"a")
+    assert table.vouch(lease, {7: b"x"}) == Grown(lease, 1, None, {7: b"x"})
+    table.complete("r", 2, DONE)
+    assert table.readable(lease) == (7, 8)
+    assert table.vouch(lease, {8: b"y"}) == Grown(lease, 2, DONE, {8: b"y"})
+    assert table.follow(lease, b"a") == Grown(lease, 2, DONE)
+    for other in (LeaseId("r", 1), LeaseId("s", 2)):
+        assert table.readable(other) is None
+        assert table.vouch(other, {7: b"x"}) is None
+    table.forget("r")
+    assert table.vouch(lease, {7: b"x"}) is None
+
+
 def test_a_second_reader_takes_the_place_of_the_first() -> None:
     table, lease = GrowthTable(), LeaseId("r", 1)
     table.begin(lease, 0)

@@ -11,6 +11,8 @@ from kv_transfer.messages import (
     MAX_MESSAGE_BYTES,
     End,
     Ended,
+    Follow,
+    Grown,
     Hello,
     Message,
     RankCard,
@@ -39,6 +41,8 @@ LEASE = LeaseId("r", 7)
         Renewed(1.5, [LEASE], []),
         End(LEASE, 3),
         Ended(3, True),
+        Follow(LEASE, [1, 2]),
+        Grown(LEASE, 3, None, {1: b"\0" * 24}),
     ],
 )
 def test_messages_come_back_equal(message: Message) -> None:
@@ -51,6 +55,12 @@ def test_messages_come_back_equal(message: Message) -> None:
 def test_garbage_is_a_decode_error(frame: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode(frame)
+
+
+def test_nesting_that_nobody_writes_is_a_value_error() -> None:
+    depth = 100_000
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode(b"\x82\xa4type\xa5renew\xa1x" + b"\x91" * depth + b"\xc0")
 
 
 def test_messages_over_the_limit_are_neither_sent_nor_read() -> None:

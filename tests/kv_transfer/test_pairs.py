@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kv_transfer.communicators import Communicator, Mailbox, Work
+from kv_transfer import pairs
+from kv_transfer.communicators import Communicator, Work
 from kv_transfer.connector import PoolRegion
 from kv_transfer.pair_budget import Budget
 from kv_transfer.pair_ends import ReaderPair, SourcePair
@@ -43,10 +44,11 @@ class Scripted:
         self.may_close = threading.Event()
         self.may_close.set()
 
-    def facts(self) -> bytes:
-        return b""
+    def invite(self, say: Callable[[bytes], None], given_up: Callable[[], bool], deadline: float) -> Communicator:
+        say(b"")
+        return self
 
-    def open(self, rank: int, facts: bytes, mailbox: Mailbox, deadline: float) -> Communicator:
+    def join(self, facts: bytes, given_up: Callable[[], bool], deadline: float) -> Communicator:
         return self
 
     def send(self, staging: torch.Tensor) -> Work:
@@ -101,7 +103,7 @@ def side() -> Iterator[Side]:
     assert side.budget.used_bytes == 0
 
 
-def until(true: Callable[[], object], within_s: float = 10.0) -> None:
+def until(true: Callable[[], object], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not true():
         assert time.monotonic() < end, "not within the deadline"
@@ -159,6 +161,36 @@ def test_nothing_lands_after_an_abort(side: Side) -> None:
     assert side.pool[2:].sum() == 0
     assert not pair.read(transfer(5))
     assert isinstance(side.said[-1], Part)
+
+
+def test_what_an_idle_source_has_not_heard_of_is_left_for_another_pair(side: Side) -> None:
+    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    begun, waiting = transfer(0), transfer(1)
+    pair.read(begun)
+    pair.start()
+    side.begun(1)
+    pair.read(waiting)
+    assert pair.unheard(PeerLost("idle")) == [begun, waiting]
+    assert not pair.read(transfer(2))
+    assert side.ended.wait(10.0)
+    assert not any(each.done or each.error for each in (begun, waiting))
+    assert not side.pool.any()
+    assert pair.unheard(PeerLost("again")) == []
+
+
+def test_who_has_lost_its_source_waits_a_moment_for_the_reason(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "HEAR_S", 10.0)
+    pair = ReaderPair(b"p", side.terms, side.said.append, side.on_end)
+    lost = transfer(0)
+    pair.read(lost)
+    pair.start()
+    side.begun(1)
+    side.backend.interrupt()  # the connection has broken
+    assert side.backend.closed.wait(10.0)
+    assert lost.error is None
+    assert pair.unheard(PeerLost("idle")) == [lost]
+    assert side.ended.wait(10.0)
+    assert lost.error is None
 
 
 def test_a_transfer_whose_copies_are_held_up_is_over_when_its_communicator_is_closed(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,8 +50,10 @@ def heads_of(size: int) -> list[Heads]:
 class Node(Woken):
     """An engine of `size` ranks, whose planes of both kinds are over pools of their own."""
 
-    def __init__(self, name: str, folder: Path, size: int = 1, **kinds: type[SharedPlane]) -> None:
-        """`kinds`: a plane of another class on the last rank."""
+    def __init__(
+        self, name: str, folder: Path, size: int = 1, checksums: bool = False, **kinds: type[SharedPlane]
+    ) -> None:
+        """`kinds`: a plane of another class on the last rank; `checksums`: all of plane a's blocks are checked."""
         super().__init__()
         self.heads = heads_of(size)
         self.planes: list[dict[str, SharedPlane]] = []
@@ -57,7 +61,6 @@ class Node(Woken):
         regions = []
         for rank, (first, end) in enumerate(self.heads):
             block_bytes = BLOCK_BYTES // 2 * (end - first)
-            regions.append(PoolRegion(0, BLOCKS, block_bytes, "cpu"))
             last = rank == size - 1
             self.planes.append(
                 {
@@ -67,14 +70,18 @@ class Node(Woken):
                     for kind in KINDS
                 }
             )
-        self.link = RankLink("127.0.0.1", self.heads, name, terms_of(CONFIG)) if size > 1 else None
+            pool = ctypes.addressof(ctypes.c_char.from_buffer(self.planes[-1]["a"].pool))
+            regions.append(PoolRegion(pool, BLOCKS, block_bytes, "cpu"))
+        config = replace(CONFIG, transfer_deadline_s=30.0, kv_checksums=1.0) if checksums else CONFIG
+        heads = self.heads[0][1]
+        self.link = RankLink("127.0.0.1", self.heads, name, terms_of(config, heads)) if size > 1 else None
         self.led = [
             LedPlanes(rank, regions[rank], self.planes[rank], self.link.meeting, self.lost.append)
             for rank in range(1, size)
             if self.link is not None
         ]
         self.desk = self.watching = Desk(
-            name, FINGERPRINT, regions[0], CONFIG, self.woken.set, self.planes[0], self.link
+            name, FINGERPRINT, regions[0], config, self.woken.set, self.planes[0], self.link
         )
 
     def fill(self) -> None:
@@ -98,8 +105,8 @@ class Node(Woken):
 def make(tmp_path: Path) -> Iterator[object]:
     nodes: list[Node] = []
 
-    def made(name: str, size: int, **kinds: type[SharedPlane]) -> Node:
-        nodes.append(Node(name, tmp_path, size, **kinds))
+    def made(name: str, size: int, checksums: bool = False, **kinds: type[SharedPlane]) -> Node:
+        nodes.append(Node(name, tmp_path, size, checksums, **kinds))
         return nodes[-1]
 
     yield made
@@ -128,6 +135,36 @@ def test_every_rank_gets_its_part_of_every_block(make, size, source_size):
     assert source.wait(1) == [Released("p", expired=False)]
 
 
+class FaultyPlane(SharedPlane):
+    """A bit of the first block of each part of a READ arrives wrong."""
+
+    def poll(self, handle: object) -> bool:
+        done = super().poll(handle)
+        if done:
+            assert isinstance(handle, tuple)
+            generation, ((_, block), *_) = handle
+            source, _ = self.peers[generation]
+            self.pool[block * self.block_bytes + source.part.local_start + 100] ^= 1
+        return done
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("source_size", [1, 2, 4])
+def test_every_rank_checks_its_part_against_the_ranks_that_it_reads_from(make, size, source_size):
+    source = make("source", source_size, checksums=True)
+    source.fill()
+    for checked, kinds in ((2, {}), (1, {"a": FaultyPlane})):
+        reader = make("reader", size, checksums=True, **kinds)
+        name = f"{checked}"
+        reader.desk.watch("r", source.desk.offer(name, [3, 4, 9], 40))
+        reader.desk.fetch("r", [4, 9][:checked], [1, 7][:checked])
+        first, *_ = reader.wait(1 if not kinds else 2, 30.0)
+        stats = reader.desk.stats()
+        assert (stats.checked_blocks, stats.wrong_blocks) == (checked, len(kinds))
+        assert isinstance(first, FetchFailed if kinds else Fetched), first
+        assert not kinds or first.cause == "KvCorrupted"
+
+
 def test_a_read_lasts_until_its_last_part_does(make):
     source, reader = make("source", 1), make("reader", 2)
     source.fill()
@@ -135,7 +172,7 @@ def test_a_read_lasts_until_its_last_part_does(make):
     slow.gate.clear()
     reader.desk.watch("r", source.desk.offer("p", [3], 16))
     reader.desk.fetch("r", [3], [1])
-    assert slow.posted.wait(5)
+    assert slow.posted.wait(20)
     reader.quiet(0.2)
     slow.gate.set()
     (fetched,) = reader.wait(1)

@@ -25,7 +25,7 @@ from node.engine_process import EngineProcess
 from paged_engine.request import Request
 from paged_engine.scheduler import Scheduler
 
-COUNT = 3200
+COUNT = 3000
 # Enough for each of the mutants below, several times over.
 MUTANT_COUNT = 3000
 
@@ -120,7 +120,7 @@ def no_deadline(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS = [
     (no_entry_fence, "whose time is over"),
-    (no_exit_fence, "does not hold tokens"),
+    (no_exit_fence, "does not hold tokens|nothing spoils KV"),
     (no_quarantine_of_reads, "which is free|does not hold tokens"),
     (no_quarantine_of_blocks, "which is free|does not hold tokens"),
     (no_quarantine_of_broken_reads, "which is free|does not hold tokens"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from desk_node import Node, node, reason
-from peer_process import CONFIG, PeerProcess, of_another_host, peer_process
+from peer_process import AT_ONCE_S, CONFIG, PeerProcess, of_another_host, peer_process
 from real_node import RealNode
 from shared_plane import BLOCK_BYTES, BLOCKS
 
@@ -56,7 +56,7 @@ def test_leases_of_a_killed_reader_expire(here: Node | RealNode, child: PeerProc
     child.kill()
     killed_at = time.monotonic()
     assert set(here.wait(2)) == {Released("queued", expired=True), Released("fetching", expired=True)}
-    assert time.monotonic() - killed_at < CONFIG.lease_s + 1.0
+    assert time.monotonic() - killed_at < CONFIG.lease_s + AT_ONCE_S
 
 
 def test_reader_that_slept_past_its_lease_never_admits(here: Node | RealNode, child: PeerProcess) -> None:
@@ -69,12 +69,12 @@ def test_reader_that_slept_past_its_lease_never_admits(here: Node | RealNode, ch
     assert {e.request_id for e in here.wait(2)} == {"queued", "fetching"}  # both leases ran out
     child.go_on()
     child.ask("gate", True)
-    failed, settled = child.events(2, within_s=3.0)
+    failed, settled = child.events(2, within_s=AT_ONCE_S)
     assert failed[:2] == ["FetchFailed", "fetching"]
     assert failed[2].startswith("LeaseLost: ")
     assert settled == ["Settled", "fetching"]
     child.ask("fetch", "queued", [1], [3])
-    failed, settled = child.events(2, within_s=3.0)
+    failed, settled = child.events(2, within_s=AT_ONCE_S)
     assert failed[:2] == ["FetchFailed", "queued"]
     assert failed[2].startswith("LeaseLost: ")
 
@@ -85,20 +85,20 @@ def test_reader_that_slept_shorter_than_its_lease_goes_on(here: Node | RealNode,
     child.ask("fetch", "r", [1, 2], [3, 4])
     assert child.ask("posted")
     child.stop()
-    here.quiet(CONFIG.lease_s * 0.3)
+    here.quiet(CONFIG.lease_s * 0.2)
     child.go_on()
     child.ask("gate", True)
-    assert [e[:2] for e in child.events(1, within_s=3.0)] == [["Fetched", "r"]]
+    assert [e[:2] for e in child.events(1, within_s=AT_ONCE_S)] == [["Fetched", "r"]]
     assert here.wait(1) == [Released("r", expired=False)]
 
 
-def test_killed_source_fails_the_fetch_within_a_second(here: Node | RealNode, child: PeerProcess) -> None:
+def test_killed_source_fails_the_fetch_at_once(here: Node | RealNode, child: PeerProcess) -> None:
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(5.0)
+    assert here.plane.posted.wait(20.0)
     child.kill()
-    (failed,) = here.wait(1, within_s=1.0)
+    (failed,) = here.wait(1, within_s=AT_ONCE_S)
     assert reason(failed).startswith("PeerLost: ")
     here.plane.gate.set()
     assert here.wait(1) == [Settled("r")]
@@ -111,7 +111,7 @@ def test_stopped_source_cannot_confirm_and_its_fetch_times_out(
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(5.0)
+    assert here.plane.posted.wait(20.0)
     child.stop()
     here.plane.gate.set()  # the bytes arrive all the same, as they would by DMA
     failed, settled = here.wait(2)
@@ -124,20 +124,20 @@ def test_stopped_source_on_this_host_need_not_confirm(here: Node | RealNode, chi
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(5.0)
+    assert here.plane.posted.wait(20.0)
     child.stop()
     here.plane.gate.set()
     (fetched,) = here.wait(1)
     assert isinstance(fetched, Fetched), fetched
     child.go_on()
-    assert [event[:2] for event in child.events(1, within_s=2.0)] == [["Released", "r"]]
+    assert [event[:2] for event in child.events(1, within_s=AT_ONCE_S)] == [["Released", "r"]]
 
 
 def test_a_lease_that_ended_is_not_seen_as_held(here: Node | RealNode, child: PeerProcess) -> None:
     here.plane.gate.clear()
     here.desk.watch("r", child.offer("r", [1, 2]))
     here.desk.fetch("r", [1, 2], [3, 4])
-    assert here.plane.posted.wait(5.0)
+    assert here.plane.posted.wait(20.0)
     child.ask("release", "r")
     here.plane.gate.set()
     failed, settled = here.wait(2)

@@ -228,12 +228,12 @@ def test_source_killed_in_the_middle_of_a_read(reader: RealNode, monkeypatch: py
         reader.plane.polls_left = 20
         reader.desk.watch("r", source.offer("r", everything))
         reader.desk.fetch("r", everything, everything[::-1])
-        assert reader.plane.posted.wait(5.0)
-        until = time.monotonic() + 5.0
+        assert reader.plane.posted.wait(20.0)
+        until = time.monotonic() + 20.0
         while reader.plane.gate.is_set() and time.monotonic() < until:
             time.sleep(0.001)
         source.kill()
-        (failed,) = reader.wait(1, within_s=5.0)
+        (failed,) = reader.wait(1)
         assert isinstance(failed, FetchFailed)
         assert failed.reason.startswith("PeerLost: ")
         reader.quiet()
@@ -244,7 +244,7 @@ def test_source_killed_in_the_middle_of_a_read(reader: RealNode, monkeypatch: py
         assert reader.wait(1) == [Settled("r")]
     assert torch.equal(reader.pool[:, -1], torch.arange(BLOCKS, 0, -1, dtype=torch.uint8))
     assert not [name for name in os.listdir("/dev/shm") if "kvrelay" in name]
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 20.0
     while mapped_read_only() and time.monotonic() < until:
         time.sleep(0.001)
     assert mapped_read_only() == 0
@@ -260,9 +260,9 @@ def test_killed_reader_leaves_nothing_in_the_source(reader: RealNode) -> None:
         child.ask("fetch", "r", [1, 2], [3, 4])
         assert child.ask("posted")
         child.kill()
-        (released,) = source.wait(1, within_s=CONFIG.lease_s + 1.0)
+        (released,) = source.wait(1)
         assert released.request_id == "r"
-    until = time.monotonic() + 5.0  # the control channel closes the connection when it notices
+    until = time.monotonic() + 20.0  # the control channel closes the connection when it notices
     while len(os.listdir("/proc/self/fd")) > len(files) and time.monotonic() < until:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) <= len(files)
@@ -356,7 +356,7 @@ def test_gpu_source_killed_during_and_before_a_read(gpu_reader: RealNode) -> Non
         gpu_reader.plane.gate.clear()
         gpu_reader.plane.posted.clear()
         fetch_all(gpu_reader, source, "killed")
-        assert gpu_reader.plane.posted.wait(5.0)  # launched, or about to be
+        assert gpu_reader.plane.posted.wait(20.0)  # launched, or about to be
         source.kill()
         (failed,) = gpu_reader.wait(1, within_s=3.0)
         assert isinstance(failed, FetchFailed)

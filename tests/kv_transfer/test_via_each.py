@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from peer_process import CONFIG, PeerProcess, of_another_host, peer_process
+from peer_process import AT_ONCE_S, CONFIG, PeerProcess, of_another_host, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
 from kv_transfer.connector import Fetched, FetchFailed, PoolRegion, Released, Settled
@@ -61,11 +61,11 @@ def test_scattered_blocks_are_equal_and_idle_connectors_cost_no_cpu(node: RealNo
         cpu = time.process_time()
         source.woken.wait(0.5)
         # Two connectors of which one still expects its peer, 0.5 s: progress threads of their own would take 1 s.
-        assert time.process_time() - cpu < 0.1
+        assert time.process_time() - cpu < 0.2
     finally:
         before = time.monotonic()
         source.desk.close()
-        assert time.monotonic() - before < 1.0
+        assert time.monotonic() - before < AT_ONCE_S
 
 
 def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -
             assert isinstance(fetched, Fetched), fetched
             content = torch.arange(BLOCKS, 0, -1, dtype=torch.uint8)
             assert torch.equal(reader.pool, content[:, None].expand(BLOCKS, BLOCK_BYTES))
-            assert source.events(1, within_s=2.0) == [["Released", "first", False]]
+            assert source.events(1, within_s=AT_ONCE_S) == [["Released", "first", False]]
 
             # Stopped: nothing fails before the deadline, nothing is settled before the bytes have come after all.
             reader.pool[:] = 0
@@ -94,7 +94,7 @@ def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -
             source.go_on()
             events += reader.wait(2 - len(events))
             assert events[1] == Settled("second")
-            assert source.events(1, within_s=2.0) != []
+            assert source.events(1, within_s=AT_ONCE_S) != []
             landed = reader.pool.clone()
             reader.quiet(0.2)
             assert torch.equal(landed, reader.pool)  # settled means settled
@@ -107,7 +107,7 @@ def test_stopped_and_killed_source(kind: str, monkeypatch: pytest.MonkeyPatch) -
             assert isinstance(failed, FetchFailed)
             assert failed.reason.startswith("PeerLost: ")
             assert settled == Settled("third")
-            assert time.monotonic() - killed_at < 1.0
+            assert time.monotonic() - killed_at < AT_ONCE_S
     finally:
         reader.desk.close()
 
@@ -127,7 +127,7 @@ def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and
             mine = scheduler.lend("r", scheduler.spare_blocks)
             assert mine is not None
             reader.desk.watch("r", source.offer("r", mine))
-            reader.quiet()  # the lease is renewed meanwhile
+            reader.renewed("r")
             source.stop()
             reader.desk.fetch("r", mine, mine)
             assert isinstance(reader.wait(1)[0], FetchFailed)
@@ -147,7 +147,7 @@ def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and
 
 def stop_mid_fetch(reader: RealNode, source: PeerProcess, name: str) -> None:
     reader.desk.watch(name, source.offer(name, EVERYTHING))
-    reader.quiet()  # the lease is renewed meanwhile
+    reader.renewed(name)
     source.stop()
     reader.desk.fetch(name, EVERYTHING, EVERYTHING)
     reader.quiet()

@@ -74,9 +74,10 @@ def test_a_read_that_hangs_is_over_when_its_peer_is_known_to_be_gone(monkeypatch
         with peer_process("nixl", str(BLOCKS), str(BLOCK_BYTES), "cpu") as source:
             ticket = source.offer("r", EVERYTHING)
             reader.desk.watch("r", ticket)
-            reader.quiet()  # the lease is renewed meanwhile
+            reader.renewed("r")
             source.stop()
             reader.desk.fetch("r", EVERYTHING, EVERYTHING)
+            assert reader.plane.posted.wait(20.0)
             reader.desk.cancel("r")
             reader.quiet(2 * COPIED_S)
             assert ticket.remote_host is not None

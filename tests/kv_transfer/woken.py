@@ -31,3 +31,11 @@ class Woken:
 
     def quiet(self, for_s: float = 0.1) -> None:
         assert not self.woken.wait(for_s), self.watching.events()
+
+    def renewed(self, name: str, within_s: float = 10.0) -> None:
+        """Wait until the source of a watched request has said that it holds the KV: from then on it may be read."""
+        fetch = self.watching._fetches._fetches[name]  # type: ignore[attr-defined]
+        until = time.monotonic() + within_s
+        while fetch.held_until < time.monotonic():
+            assert time.monotonic() < until, "the lease is not renewed"
+            time.sleep(0.005)

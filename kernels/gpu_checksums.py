@@ -1,0 +1,88 @@
+"""Checksums of KV blocks on a GPU: one launch for many blocks. What they are says `kernels/block_checksums.py`.
+
+Bound by memory: every byte is read once, and keys are computed, not read. The slices of the blocks are cut into pieces
+of `PIECE_BYTES`, whose sums torch adds up. At most `PROGRAMS` programs run, so that the steps that share the GPU keep
+the rest of it: a transfer brings KV more slowly than these read it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.block_checksums import STRIDE, WORD_BYTES
+
+__all__ = ["PIECE_BYTES", "PROGRAMS", "VECTOR_BYTES", "gpu_block_checksums"]
+
+VECTOR_BYTES = 16  # one load of a thread; slices are a multiple of it
+PIECE_BYTES = 128 << 10
+PROGRAMS = 64
+_TILE_WORDS = 2048
+_WARPS = 8
+_STRIDE = tl.constexpr(STRIDE)
+
+
+# One binary for all models.
+@triton.jit(
+    do_not_specialize=["items", "kv_heads", "slice_vectors", "pieces"], do_not_specialize_on_alignment=["blocks"]
+)
+def _checksums(
+    pool,  # address
+    blocks,  # int32 [blocks]
+    sums,  # int64 [items], an item being a piece of a slice of a block
+    items,
+    kv_heads,
+    slice_vectors,  # of two words, so that the compiler sees what slices are multiples of
+    pieces,  # of a slice
+    PIECE_WORDS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+):
+    # grid: (min(PROGRAMS, items),)
+    slice_words = slice_vectors * 2
+    lanes = tl.arange(0, TILE_WORDS)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        part = item // pieces
+        block = tl.load(blocks + part // kv_heads).to(tl.int64)
+        start = (block * kv_heads + part % kv_heads) * slice_vectors * 2
+        origin = tl.multiple_of(pool.to(tl.pointer_type(tl.int64)), 16) + tl.multiple_of(start, 2)
+        first = (item % pieces) * PIECE_WORDS
+        total = tl.zeros([TILE_WORDS], dtype=tl.int64)
+        for tile in range(0, PIECE_WORDS, TILE_WORDS):
+            place = first + tile + lanes
+            # Past L1, which knows nothing of what another device wrote.
+            word = tl.load(origin + place, mask=place < slice_words, cache_modifier=".cg", other=0)
+            key = (place.to(tl.int64) + 1) * _STRIDE
+            key = (key ^ (key >> 32)) | 1
+            total += (word + (word >> 32)) * key
+        tl.store(sums + item, tl.sum(total, 0))
+
+
+def gpu_block_checksums(
+    pool: int, blocks: torch.Tensor, *, kv_heads: int, slice_bytes: int, programs: int = PROGRAMS
+) -> torch.Tensor:
+    """Checksums of these blocks of the pool at this address, int64 [blocks, kv_heads] on the GPU.
+
+    `blocks`: int32, on the GPU; `slice_bytes`: of each KV head's part of a block, a multiple of 16 as the address."""
+    assert not pool % VECTOR_BYTES
+    assert not slice_bytes % VECTOR_BYTES
+    assert blocks.dtype == torch.int32
+    pieces = -(-slice_bytes // PIECE_BYTES)
+    items = blocks.numel() * kv_heads * pieces
+    sums = torch.empty(items, dtype=torch.int64, device=blocks.device)
+    if items:
+        _checksums[(min(programs, items),)](
+            pool,
+            blocks,
+            sums,
+            items,
+            kv_heads,
+            slice_bytes // VECTOR_BYTES,
+            pieces,
+            PIECE_WORDS=PIECE_BYTES // WORD_BYTES,
+            TILE_WORDS=_TILE_WORDS,
+            num_warps=_WARPS,
+        )
+    return sums.view(blocks.numel(), kv_heads, pieces).sum(2)

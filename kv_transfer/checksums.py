@@ -1,0 +1,188 @@
+"""Checksums of blocks of an engine's pools: a thread in each rank's process, and on rank 0 all of them as one.
+
+Both ends of a transfer ask here: a source for blocks that are offered, a reader for blocks that have landed. Neither
+the step loop nor a data plane waits: a rank's thread has a stream of its own on a GPU, and lets go of the GIL while it
+sums. What it reads was written before it was asked: a source is asked only for blocks of steps whose end the host has
+seen (paged_engine/ranks.py says why that holds on all ranks), a reader for blocks whose READ has ended; a launch that
+follows sees both. Whether they stay as they are is for the lease to say, so answers may be about blocks that have
+changed since, and whoever asked must know whether it still counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kv_transfer.checks import MOST_BLOCKS
+from kv_transfer.connector import PoolRegion
+from wire.errors import ConfigError
+
+__all__ = ["ChecksumThread", "Checksums"]
+
+log = logging.getLogger(__name__)
+
+Done = Callable[[list[bytes]], None]
+
+
+class _Side(Protocol):
+    """What differs between a CPU and a GPU."""
+
+    def sums(self, blocks: Sequence[int]) -> list[bytes]:
+        """Of each block the checksums of all KV heads, 8 bytes each, little-endian."""
+
+
+class _HostSide:
+    def __init__(self, region: PoolRegion, kv_heads: int) -> None:
+        import numpy as np
+
+        from kernels import block_checksums
+
+        slice_bytes = _slice_bytes(region, kv_heads, block_checksums.WORD_BYTES)
+        whole = (ctypes.c_uint8 * (region.num_blocks * region.block_bytes)).from_address(region.address)
+        self._pool = np.ctypeslib.as_array(whole).view(np.int64).reshape(region.num_blocks, kv_heads, -1)
+        self._keys = block_checksums.keys(slice_bytes // block_checksums.WORD_BYTES)
+        self._sums = block_checksums.block_checksums
+
+    def sums(self, blocks: Sequence[int]) -> list[bytes]:
+        return _packed(self._sums(self._pool, blocks, self._keys))
+
+
+class _GpuSide:
+    """The thread's current stream is ours, of the lowest priority: waiting programs of steps go first."""
+
+    def __init__(self, region: PoolRegion, kv_heads: int) -> None:
+        import torch
+
+        from kernels import cuda_runtime, gpu_checksums
+
+        self._address, self._kv_heads = region.address, kv_heads
+        self._slice_bytes = _slice_bytes(region, kv_heads, gpu_checksums.VECTOR_BYTES)
+        self._copy, self._kernel = cuda_runtime.copy, gpu_checksums.gpu_block_checksums
+        device = torch.device(region.device)
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        torch.cuda.set_stream(self._stream)
+        # Pinned memory made for each question would cost half a millisecond.
+        self._host_ids = torch.empty(MOST_BLOCKS, dtype=torch.int32, pin_memory=True)
+        self._ids = torch.empty(MOST_BLOCKS, dtype=torch.int32, device=device)
+        self._host_sums = torch.empty(MOST_BLOCKS, kv_heads, dtype=torch.int64, pin_memory=True)
+        self.sums([0])  # compiles
+
+    def sums(self, blocks: Sequence[int]) -> list[bytes]:
+        count, stream = len(blocks), self._stream.cuda_stream
+        self._host_ids.numpy()[:count] = blocks
+        self._copy(self._ids.data_ptr(), self._host_ids.data_ptr(), 4 * count, stream)
+        found = self._kernel(self._address, self._ids[:count], kv_heads=self._kv_heads, slice_bytes=self._slice_bytes)
+        self._copy(self._host_sums.data_ptr(), found.data_ptr(), 8 * count * self._kv_heads, stream)
+        self._stream.synchronize()
+        return _packed(self._host_sums[:count].numpy())
+
+
+class ChecksumThread:
+    """Over this process's own pool. `ask` may be called from any thread and returns at once."""
+
+    def __init__(self, region: PoolRegion, kv_heads: int, broke: Callable[[Exception], None]) -> None:
+        """`kv_heads`: of this rank. `broke` is called from the thread if it ends by an error of ours."""
+        self._region, self._kv_heads, self._broke = region, kv_heads, broke
+        self._asked: queue.Queue[tuple[Sequence[int], Done] | None] = queue.Queue()
+        self._opened: queue.Queue[Exception | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="kv-checksums", daemon=True)
+
+    def open(self) -> None:
+        """Start, and on a GPU compile. Raises ConfigError."""
+        self._thread.start()
+        if (error := self._opened.get()) is not None:
+            raise error
+
+    def ask(self, blocks: Sequence[int], done: Done) -> None:
+        """`done` is called from our thread, with the checksums of each of these blocks, at most `MOST_BLOCKS`."""
+        self._asked.put((blocks, done))
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread; what it was asked is answered first, or never."""
+        self._asked.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            gpu = self._region.device != "cpu"
+            side: _Side = (_GpuSide if gpu else _HostSide)(self._region, self._kv_heads)
+        except Exception as error:  # noqa: BLE001 - raised again by open(), in the thread that asked
+            self._opened.put(error)
+            return
+        self._opened.put(None)
+        try:
+            while (asked := self._asked.get()) is not None:
+                blocks, done = asked
+                done(side.sums(blocks))
+        except Exception as error:
+            # The edge of this thread: the step loop must hear of it.
+            log.exception("the thread of KV checksums ended")
+            self._broke(error)
+
+
+@dataclass(slots=True)
+class _Question:
+    done: Done
+    missing: set[int]
+    parts: dict[int, list[bytes]] = field(default_factory=dict)
+
+
+class Checksums:
+    """Of all ranks of an engine. Methods may be called from any thread and return at once, but for `close`."""
+
+    def __init__(self, own: ChecksumThread, ranks: int, tell: Callable[[int, int, Sequence[int]], None]) -> None:
+        """`tell` hands a question (rank, its number, blocks) to another rank, whose answer comes to `heard`."""
+        self._own, self._ranks, self._tell = own, ranks, tell
+        self._lock = threading.Lock()
+        self._questions: dict[int, _Question] = {}
+        self._numbers = 0
+
+    def ask(self, blocks: Sequence[int], done: Done) -> None:
+        """`done` is called from any thread: of each block its checksums, those of rank 0's KV heads first.
+
+        At most `MOST_BLOCKS` blocks."""
+        with self._lock:
+            self._numbers += 1
+            number = self._numbers
+            self._questions[number] = _Question(done, set(range(self._ranks)))
+        for rank in range(1, self._ranks):
+            self._tell(rank, number, blocks)
+        self._own.ask(blocks, lambda sums: self.heard(0, number, sums))
+
+    def heard(self, rank: int, number: int, sums: list[bytes]) -> None:
+        """A rank's answer."""
+        with self._lock:
+            question = self._questions[number]
+            question.parts[rank] = sums
+            question.missing.discard(rank)
+            if question.missing:
+                return
+            del self._questions[number]
+        parts = [question.parts[index] for index in range(self._ranks)]
+        question.done([b"".join(of_block) for of_block in zip(*parts, strict=True)])
+
+    def close(self, timeout_s: float) -> None:
+        """End our thread."""
+        self._own.close(timeout_s)
+
+
+def _slice_bytes(region: PoolRegion, kv_heads: int, unit: int) -> int:
+    """Bytes of a KV head's part of a block. Raises ConfigError."""
+    slice_bytes, rest = divmod(region.block_bytes, kv_heads)
+    if rest or slice_bytes % unit:
+        raise ConfigError(
+            f"kv_checksums reads {unit} bytes of a KV head at a time, and a block of {region.block_bytes} bytes has "
+            f"{kv_heads} heads; leave kv_checksums out"
+        )
+    return slice_bytes
+
+
+def _packed(sums: Any) -> list[bytes]:
+    """`sums`: numpy's, int64 [blocks, kv_heads]."""
+    return [row.astype("<i8").tobytes() for row in sums]

@@ -1,0 +1,43 @@
+"""Products on a CPU: few counts of rows, because the library keeps what it has generated for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.linear import Linear, computed_rows
+
+
+@given(st.integers(1, 5000))
+def test_a_few_rows_more_are_computed_and_the_same_count_again(rows: int) -> None:
+    computed = computed_rows(rows)
+    assert rows <= computed <= max(rows + 3, 1.25 * rows)
+    assert computed_rows(computed) == computed
+
+
+def test_there_are_few_counts() -> None:
+    assert len({computed_rows(rows) for rows in range(1, 129)}) <= 18
+    assert len({computed_rows(rows) for rows in range(1, 513)}) <= 26
+    assert [computed_rows(rows) for rows in (1, 2, 3, 5, 8, 33, 128)] == [1, 2, 4, 8, 8, 40, 128]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
+def test_the_library_sees_no_other_counts_and_results_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(24, 16, generator=generator), torch.randn(130, 16, generator=generator)
+    linear, seen = Linear(weight), set()
+    library = torch.ops.mkldnn._linear_pointwise
+
+    def counted(rows: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.add(len(rows))
+        result: torch.Tensor = library(rows, *rest)
+        return result
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", counted)
+    for rows in range(1, 131):
+        y = linear(x[:rows])
+        assert y.shape == (rows, 24)
+        torch.testing.assert_close(y, x[:rows] @ weight.T)
+    assert seen == {computed_rows(rows) for rows in range(1, 131)}

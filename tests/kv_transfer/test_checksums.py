@@ -1,0 +1,188 @@
+"""Checksums over real pools: the thread, several ranks, and connectors whose data plane delivers what it should not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import pytest
+import torch
+from peer_process import CONFIG
+from real_node import RealNode
+
+from kernels.block_checksums import block_checksums, keys
+from kv_transfer.checksums import Checksums, ChecksumThread
+from kv_transfer.connector import Completion, Event, Fetched, FetchFailed, PoolRegion, Settled
+from kv_transfer.planes import DataPlane
+from wire.config import TransferConfig
+from wire.errors import ConfigError
+
+BLOCKS, BLOCK_BYTES, HEADS = 32, 64 << 10, 2
+DEADLINE_S = 30.0
+PATIENT = TransferConfig(lease_s=20.0, heartbeat_s=0.5, transfer_deadline_s=60.0, kv_checksums=1.0)
+
+
+def unbroken(error: Exception) -> None:
+    raise error
+
+
+def test_the_thread_sums_its_pool_and_ranks_are_joined_in_order() -> None:
+    pool = torch.randint(0, 256, (BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    region = PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu")
+    thread, other = (ChecksumThread(region, HEADS, unbroken) for _ in range(2))
+    thread.open()
+    other.open()
+    found: list[list[bytes]] = []
+    done = threading.Event()
+    try:
+        asked: list[tuple[int, Sequence[int]]] = []
+        ranks = Checksums(thread, 2, lambda rank, number, blocks: asked.append((number, blocks)))
+        ranks.ask([3, 7], lambda sums: (found.append(sums), done.set()))  # type: ignore[func-returns-value]
+        ((number, blocks),) = asked
+        other.ask(blocks, lambda sums: ranks.heard(1, number, sums))
+        assert done.wait(DEADLINE_S)
+    finally:
+        thread.close(5)
+        other.close(5)
+    words = pool.view(torch.int64).view(BLOCKS, HEADS, -1)
+    expected = block_checksums(words.numpy(), [3, 7], keys(words.shape[2]))
+    packed = [row.astype("<i8").tobytes() for row in expected]
+    assert found == [[of_block * 2 for of_block in packed]]
+
+
+def test_a_block_that_cannot_be_cut_into_heads_is_refused() -> None:
+    thread = ChecksumThread(PoolRegion(0, 1, 100, "cpu"), 3, unbroken)
+    with pytest.raises(ConfigError, match="block of 100 bytes has 3 heads; leave kv_checksums out"):
+        thread.open()
+
+
+class FaultyPlane:
+    """Delivers something else, once, when `fault` is set."""
+
+    def __init__(self, plane: DataPlane, pool: torch.Tensor) -> None:
+        self._plane, self._pool = plane, pool
+        self.fault = ""
+        self.stale = pool.clone()
+        """What the blocks held before anything was read."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._plane, name)
+
+    def post_read(self, generation: str, remote_blocks: Sequence[int], local_blocks: Sequence[int]) -> object:
+        return self._plane.post_read(generation, remote_blocks, local_blocks), list(local_blocks)
+
+    def poll(self, handle: object) -> bool:
+        real, blocks = cast("tuple[object, list[int]]", handle)
+        if not self._plane.poll(real):
+            return False
+        if self.fault:
+            fault, self.fault = self.fault, ""
+            getattr(self, fault)(blocks)
+        return True
+
+    def flipped_bit(self, blocks: list[int]) -> None:
+        self._pool[blocks[-1], BLOCK_BYTES // 3] ^= 64
+
+    def shifted(self, blocks: list[int]) -> None:
+        self._pool[blocks[0]] = self._pool[blocks[0]].roll(8)
+
+    def swapped(self, blocks: list[int]) -> None:
+        self._pool[blocks[:2]] = self._pool[[blocks[1], blocks[0]]]
+
+    def old(self, blocks: list[int]) -> None:
+        self._pool[blocks[1]] = self.stale[blocks[1]]
+
+
+class Pair:
+    """A source and a reader whose plane can be at fault."""
+
+    def __init__(self, kind: str, ours: TransferConfig = PATIENT, theirs: TransferConfig = PATIENT) -> None:
+        self.source = RealNode("source", kind, BLOCKS, BLOCK_BYTES, config=theirs)
+        self.reader = RealNode("reader", kind, BLOCKS, BLOCK_BYTES, config=ours)
+        self.source.pool[:] = torch.randint(0, 256, self.source.pool.shape, dtype=torch.uint8)
+        self.reader.pool[:] = torch.randint(0, 256, self.reader.pool.shape, dtype=torch.uint8)
+        self.fault = FaultyPlane(self.reader.plane._plane, self.reader.pool)
+        self.reader.plane._plane = cast(DataPlane, self.fault)
+
+    def fetch(self, name: str, remote: list[int], local: list[int], events: int = 1) -> list[Event]:
+        """To its end: Fetched, or with two events FetchFailed and Settled."""
+        self.reader.desk.watch(name, self.source.desk.offer(name, remote, 1))
+        self.reader.desk.fetch(name, remote, local)
+        return self.reader.wait(events, DEADLINE_S)
+
+    def close(self) -> None:
+        self.reader.desk.close()
+        self.source.desk.close()
+
+
+@pytest.fixture(params=["direct", "nixl"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl")
+    it = Pair(request.param)
+    yield it
+    it.close()
+
+
+@pytest.mark.parametrize("fault", ["flipped_bit", "shifted", "swapped", "old"])
+def test_what_is_not_what_the_source_has_is_not_admitted(pair: Pair, fault: str) -> None:
+    (fetched,) = pair.fetch("good", [1, 2, 3], [11, 12, 13])
+    assert isinstance(fetched, Fetched)
+    assert torch.equal(pair.reader.pool[11:14], pair.source.pool[1:4])
+    assert pair.reader.desk.stats().checked_blocks == 3
+    pair.fault.fault = fault
+    failed, settled = pair.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23], events=2)
+    assert isinstance(failed, FetchFailed)
+    assert (failed.cause, failed.proven) == ("KvCorrupted", 0)
+    assert settled == Settled("bad")
+    stats = pair.reader.desk.stats()
+    assert stats.checked_blocks == 7
+    assert stats.wrong_blocks == (2 if fault == "swapped" else 1)
+    assert dict(stats.failures) == {"KvCorrupted": 1}
+    (fetched,) = pair.fetch("again", [4, 5, 6, 7], [20, 21, 22, 23])
+    assert isinstance(fetched, Fetched)
+    assert torch.equal(pair.reader.pool[20:24], pair.source.pool[4:8])
+    assert len(pair.source.wait(3, DEADLINE_S)) == 3  # all leases are over
+
+
+def test_many_blocks_of_a_growing_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several questions on both ends, while it grows."""
+    for module in ("fetches", "peers", "desk"):
+        monkeypatch.setattr(f"kv_transfer.{module}.MOST_BLOCKS", 3)
+    pair = Pair("direct")
+    try:
+        blocks = list(range(1, 21))
+        pair.reader.desk.watch("r", pair.source.desk.offer("r", blocks, 1, ready=0))
+        pair.reader.desk.fetch("r", blocks, blocks[::-1])
+        for ready in (1, 8, 15):
+            pair.source.desk.grow("r", ready)
+        pair.source.desk.complete("r", Completion([5]))
+        (fetched,) = pair.reader.wait(1, DEADLINE_S)
+        assert isinstance(fetched, Fetched)
+        assert fetched.completion == Completion([5])
+        assert pair.reader.desk.stats().checked_blocks == 20
+        assert pair.reader.desk.stats().wrong_blocks == 0
+    finally:
+        pair.close()
+
+
+def test_an_undrawn_block_is_not_checked_and_a_source_that_does_not_check_is_counted() -> None:
+    silent = TransferConfig(lease_s=20.0, heartbeat_s=0.5, transfer_deadline_s=60.0)
+    for ours, theirs, counted in ((silent, PATIENT, (0, 0)), (PATIENT, silent, (0, 4))):
+        pair = Pair("direct", ours, theirs)
+        try:
+            pair.fault.fault = "flipped_bit"
+            (fetched,) = pair.fetch("bad", [4, 5, 6, 7], [20, 21, 22, 23])
+            assert isinstance(fetched, Fetched)
+            stats = pair.reader.desk.stats()
+            assert (stats.checked_blocks, stats.unchecked_blocks) == counted
+        finally:
+            pair.close()
+
+
+def test_the_share_is_a_share() -> None:
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="kv_checksums is a share"):
+            TransferConfig(kv_checksums=share)
+    assert CONFIG.kv_checksums == 0
