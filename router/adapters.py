@@ -16,6 +16,7 @@ from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.shared import Shared
 from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
+from wire.frames import MALFORMED
 
 __all__ = ["LOAD_PATH", "UNLOAD_PATH", "tell_all"]
 
@@ -36,7 +37,7 @@ async def tell_all(pool: Pool, shared: Shared, legs: Legs, path: str, body: byte
     """
     try:
         asked = msgspec.json.decode(body, type=_Asked)
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+    except MALFORMED as why:
         raise RequestError(f"the body must be a JSON object with lora_name: {why}", param="lora_name") from why
 
     name = asked.lora_name

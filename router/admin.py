@@ -1,7 +1,7 @@
-"""The admin routes: who is in the pool, add and remove nodes, drain them. For operators, with a key of their own.
+"""The admin routes: which nodes there are; they are added, removed, drained and given other roles. For operators.
 
-Who may ask is router/operators.py's. All of them may be repeated; what is changed is logged with who has asked. Nothing
-is kept on disk: a router that is started again knows the nodes of its flags and those that announce themselves.
+Who may ask is router/operators.py's. They may be repeated; what is changed is logged with who has asked. Nothing is
+kept on disk: a router that is started again knows the nodes of its flags and those that announce themselves.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from openai_api.json_body import json_response
+from router.balance.flips import BEGUN, TELL_DEADLINE_S, ask_role
 from router.legs.legs import Legs
 from router.membership.members import NodeSpec
-from router.nodes.node import Node
+from router.nodes.node import Node, NodeKind
 from router.nodes.pool import Pool
 from router.operators import check_operator, peer_of
 from router.shared import Shared
 from router.state import node_of
 from wire.config import Role
-from wire.errors import ConfigError, NotFound, RequestError
+from wire.errors import ConfigError, Conflict, KvrelayError, NotFound, RequestError, Unavailable
+from wire.frames import MALFORMED
 
 __all__ = ["add_admin_routes"]
 
-_TELL_DEADLINE_S = 5.0
+_NO_SUCH_ROUTE = (404, 405)
 
 _log = logging.getLogger("kvrelay.router")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -41,6 +44,12 @@ class _Add(msgspec.Struct, frozen=True):
 
 class _Name(msgspec.Struct, frozen=True):
     url: str
+
+
+class _Flip(msgspec.Struct, frozen=True):
+    url: str
+    role: Role
+    force: bool = False
 
 
 def add_admin_routes(
@@ -57,12 +66,12 @@ def add_admin_routes(
     @app.get("/admin/nodes", response_model=None)
     async def nodes(request: Request) -> Response:
         check_operator(key, request)
-        return _json({"nodes": await desk.rows()})
+        return json_response({"nodes": await desk.rows()})
 
     @app.post("/admin/nodes", response_model=None)
     async def add(request: Request) -> Response:
         check_operator(key, request)
-        return _json(await desk.add(_decoded(await read(request), _Add), peer_of(request)))
+        return json_response(await desk.add(_decoded(await read(request), _Add), peer_of(request)))
 
     @app.delete("/admin/nodes", response_model=None)
     async def remove(request: Request) -> Response:
@@ -70,19 +79,24 @@ def add_admin_routes(
         url = request.query_params.get("url", "")
         if not url:
             raise RequestError("name the node: DELETE /admin/nodes?url=http://HOST:PORT", param="url")
-        return _json(await desk.remove(url, peer_of(request)))
+        return json_response(await desk.remove(url, peer_of(request)))
 
     @app.post("/admin/drain", response_model=None)
     @app.post("/admin/undrain", response_model=None)
     async def drain(request: Request) -> Response:
         check_operator(key, request)
         asked = _decoded(await read(request), _Name)
-        return _json(await desk.drain(asked.url, peer_of(request), begin=request.url.path == "/admin/drain"))
+        return json_response(await desk.drain(asked.url, peer_of(request), begin=request.url.path == "/admin/drain"))
+
+    @app.post("/admin/nodes/role", response_model=None)
+    async def change_role(request: Request) -> Response:
+        check_operator(key, request)
+        return json_response(await desk.flip(_decoded(await read(request), _Flip), peer_of(request)))
 
     @app.post("/admin/reload", response_model=None)
     async def reload(request: Request) -> Response:
         check_operator(key, request)
-        return _json(await desk.reload(peer_of(request)))
+        return json_response(await desk.reload(peer_of(request)))
 
 
 class _Desk:
@@ -124,15 +138,45 @@ class _Desk:
         return answer
 
     async def drain(self, url: str, peer: str, *, begin: bool) -> dict[str, Any]:
-        node = self._pool.find(url)
-        if node is None:
-            raise NotFound(f"no node {url!r} is known; GET /admin/nodes lists them", param="url")
+        node = self._known(url)
         await self._shared.drain(node, begin=begin)
         # Other routers see it by its health; one that is not ours does not know the route, and is drained by us alone.
         path = "/drain" if begin else "/undrain"
-        status, _ = await self._legs().tell(node, path, b"{}", _TELL_DEADLINE_S)
+        status, _ = await self._legs().tell(node, path, b"{}", TELL_DEADLINE_S)
+        if begin and status == 200:  # it says so itself from now on, and whoever asks it to end that is heard by all
+            await self._shared.drain(node, begin=False)
         _log.info("admin: %s asks to %s node %s, which answers %d", peer, path[1:], node.url, status)
         return {"node_told": status == 200, "node": self.row(node)}
+
+    async def flip(self, asked: _Flip, peer: str) -> dict[str, Any]:
+        node = self._known(asked.url)
+        if node.kind is not NodeKind.KVRELAY:
+            raise RequestError(f"{node.url} is a {node.kind} node, whose role is given at its start", param="url")
+        if asked.role is not node.role and not asked.force:
+            self._check_not_last(node)
+        status, message = await ask_role(self._pool, self._legs(), node, asked.role)
+        _log.info("admin: %s asks %s node %s to be %s: %d", peer, node.role, node.url, asked.role, status)
+        if status not in (BEGUN, 200):
+            raise _not_flipped(node, status, message)
+        # Other routers and workers see it by its health, and all when it is over.
+        return {"node": self.row(node)}
+
+    def _known(self, url: str) -> Node:
+        node = self._pool.find(url)
+        if node is None:
+            raise NotFound(f"no node {url!r} is known; GET /admin/nodes lists them", param="url")
+        return node
+
+    def _check_not_last(self, node: Node) -> None:
+        others = self._pool.up(node.role, [node], node.model, NodeKind.KVRELAY)
+        if not others:
+            effect = "nothing can be answered" if node.role is Role.DECODE else "decode nodes compute all prompts"
+            raise Conflict(
+                f"{node.url} is the last {node.role} node that is up: without it {effect}; add another one first, or "
+                "send force: true (kvrelay role --force)",
+                param="force",
+                code="last_of_role",
+            )
 
     async def reload(self, peer: str) -> dict[str, Any]:
         try:
@@ -146,10 +190,16 @@ class _Desk:
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+    except MALFORMED as why:
         fields = ", ".join(kind.__struct_fields__)
         raise RequestError(f"the body must be a JSON object with {fields}: {why}") from why
 
 
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _not_flipped(node: Node, status: int, message: str) -> KvrelayError:
+    if status == Conflict.status:
+        return Conflict(f"{node.url}: {message}")
+    if status in _NO_SUCH_ROUTE:
+        return RequestError(f"{node.url} is of a release whose nodes keep their role; upgrade it, or restart it")
+    if status == RequestError.status:
+        return RequestError(f"{node.url}: {message}", param="role")
+    return Unavailable(f"{node.url} answers {status}: {message}")

@@ -23,12 +23,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Speak, as_it_is
+from openai_api.json_body import json_response
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
 from openai_api.tracing import tracing_to
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
-from router.admission.gate import Gate, Targets
+from router.admission.gate import Gate
 from router.admission.keys import Caller, Keyring
+from router.balance.balancer import balancing
+from router.balance.work import Counted
 from router.chores import Chores
 from router.client import arrived, headers_of
 from router.console.lookout import Lookout
@@ -41,6 +44,7 @@ from router.legs.legs import Legs
 from router.membership.heartbeats import hearing
 from router.membership.kubernetes_watch import discovering
 from router.metrics import Metrics
+from router.nodes.cards import read_cards
 from router.nodes.doors import Doors
 from router.nodes.health import watching
 from router.nodes.models import Models
@@ -98,7 +102,7 @@ class Router:
     def __init__(self, config: RouterConfig, rng: random.Random, shared: Make = Alone) -> None:
         self.config = config
         policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
-        self.pool = Pool(config.prefill, config.decode, rng, policies)
+        self.pool = Pool(config.prefill, config.decode, rng, policies, read_cards(config.rate_cards))
         self.doors = Doors(self.pool, rng)
         self.models = Models(self.pool, config.aliases, int(time.time()))
         self.keyring = Keyring(config.api_key, config.keys)
@@ -114,8 +118,9 @@ class Router:
         self._means: Means | None = None
         self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
+        self.counted = Counted(self.pool, self.gate.waiting_by_model) if config.balance else None
         self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
-        self.endings = Endings(self.metrics, self.lookout)
+        self.endings = Endings(self.metrics, self.lookout, self.counted)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -143,8 +148,11 @@ class Router:
                 watching(self.pool, legs, events, config.health_interval_s),
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
-                warming(self.pool, self.pairs, legs, self._met) if self.shared.warms else nullcontext(),
+                warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port),
+                balancing(
+                    lambda: self.config, self.pool, self.shared, self.counted, self.legs, self.metrics, self.lookout
+                ),
             ):
                 yield
         finally:
@@ -179,6 +187,7 @@ class Router:
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(request)
         traced: Traced | None = None
+        walk: Walk | JoinedWalk | VllmWalk | None = None
         try:
             body = await self._body(request)
             if learn is not None:
@@ -188,7 +197,10 @@ class Router:
             if request.state.job_id in self._live:  # since the body was waited for
                 request.state.job_id = self._new_id(request)
             session = header(SESSION_HEADER, "")
-            job = parse_job(body, leg_path, request.state.job_id, int(time.time()), _ids.getrandbits(53), session)
+            targets = self.gate.targets(*targets_of(header))
+            job = parse_job(
+                body, leg_path, request.state.job_id, int(time.time()), _ids.getrandbits(53), session, targets
+            )
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
@@ -196,13 +208,17 @@ class Router:
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             traced = Traced(self.tracing, path, header, timeline.arrived)
             walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline)
-            turn = await self.gate.enter(caller, job, Targets(*targets_of(header)), timeline.arrived)
+            turn = await self.gate.enter(caller, job, timeline.arrived)
         except KvrelayError as why:
+            if self.counted is not None and walk is not None and not isinstance(walk, VllmWalk):
+                self.counted.refused(walk.job, why)
             self.endings.refused(request.state.job_id, path, caller.name, why, traced)
             raise
         except ClientDisconnect:
             self.metrics.refused(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
+        if self.counted is not None and not isinstance(walk, VllmWalk):
+            self.counted.asked(job)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
         walk.on_placed = partial(self.gate.placed, turn)
@@ -253,7 +269,7 @@ class Router:
         workers = self.shared.workers()
         if workers is not None:
             body["workers"] = workers
-            if not self.shared.warms:
+            if not self.shared.leads:
                 del body["pairs"]  # the first worker knows
         return (200 if ready else 503), msgspec.json.encode(body)
 
@@ -362,13 +378,13 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
         cards = [card for card in router.models.cards() if _caller(request).may(str(card["id"]))]
-        return _json({"object": "list", "data": cards})
+        return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
         _caller(request).check_model(name)
         router.models.named(name)
-        return _json(next(card for card in router.models.cards() if card["id"] == name))
+        return json_response(next(card for card in router.models.cards() if card["id"] == name))
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
@@ -380,10 +396,6 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
         return Response(await router.shared.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:

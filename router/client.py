@@ -2,7 +2,7 @@
 
 ASGI's `send` is a coroutine: an answer's pieces would need a task that waits for them, about 5 us for each. A `Client`
 writes straight to the connection instead, and tells who has to wait (`flow`). What the connection may do is
-router/connections.py's and uvicorn's.
+openai_api/connections.py's and uvicorn's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from router.connections import Guarded
+from openai_api.connections import Guarded
 from router.reply import Flow
 
 __all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of", "send_written"]

@@ -1,4 +1,5 @@
-"""Where a request that has ended leaves what was measured of it: metrics, console, one log line, the span of its trace.
+"""Where a request that has ended leaves what was measured of it: metrics, console, balance of roles, one log line, the
+span of its trace.
 
 Measures nothing itself: a timeline and a walk have it all. Without tracing a request costs nothing for it.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from openai_api.stage_times import StageTime
 from openai_api.stages import STAGES
 from openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trace_id_of
+from router.balance.work import Counted
 from router.console.lookout import Lookout
 from router.entry import shown_error
 from router.metrics import Metrics
@@ -58,8 +60,8 @@ class Traced:
 class Endings:
     """Of all requests of a router."""
 
-    def __init__(self, metrics: Metrics, lookout: Lookout) -> None:
-        self._metrics, self._lookout = metrics, lookout
+    def __init__(self, metrics: Metrics, lookout: Lookout, counted: Counted | None = None) -> None:
+        self._metrics, self._lookout, self._counted = metrics, lookout, counted
 
     def refused(self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None) -> None:
         """A request was refused before it began."""
@@ -85,6 +87,8 @@ class Endings:
         failed = "" if why is None else shown_error(why)
         self._metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
         self._lookout.ended(walk, path, status, key, failed, stages_s)
+        if self._counted is not None and not isinstance(walk, VllmWalk):
+            self._counted.ended(walk, status)
         more = Fields(client_gone="yes" if status == CLIENT_GONE else "no")
         if traced.headers:
             more["trace"] = trace_id_of(traced.headers["traceparent"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +14,6 @@ from openai_api.tallies import Spread, Tally
 from router.admission.metrics import AdmissionMetrics
 from router.nodes.breaker import State
 from router.nodes.doors import Doors
-from router.nodes.node import Node
 from router.nodes.pool import Pool
 from router.prefix.metrics import PrefixMetrics
 from router.timeline import Timeline
@@ -25,7 +23,7 @@ from wire.errors import KV_CAUSES
 
 __all__ = ["LOCAL_REASONS", "Metrics"]
 
-LOCAL_REASONS = ("no_prefill_node", "incompatible", Reason.CHEAPER.value)
+LOCAL_REASONS = ("no_prefill_node", "incompatible", Reason.CHEAPER.value, Reason.IN_TIME.value)
 """Why a prompt is computed on a decode node: the first two whatever it costs there."""
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -126,18 +124,13 @@ class Metrics:
             ["why"],
             registry=registry,
         )
-        node_up = Gauge("kvrelay_router_node_up", "1 if the node takes legs.", ["node", "role"], registry=registry)
-        depth = Gauge("kvrelay_router_queue_depth", "Depth that the choice sees.", ["node", "role"], registry=registry)
-
-        def joined(node: Node) -> None:
-            node_up.labels(node.url, node.role).set_function(partial(_up, node))
-            depth.labels(node.url, node.role).set_function(partial(_depth, node))
-
-        def left(node: Node) -> None:
-            node_up.remove(node.url, node.role)
-            depth.remove(node.url, node.role)
-
-        pool.follow(joined, left)
+        self.role_changes = Counter(
+            "kvrelay_router_role_changes",
+            "Decisions to have one node more take a role, by model, this role and how it ended.",
+            ["model", "role", "outcome"],
+            registry=registry,
+        )
+        registry.register(_Nodes(pool))
         self._show_zeros()
         ProcessCollector(registry=registry)
 
@@ -198,12 +191,22 @@ class _Choices(Collector):
         yield choices
 
 
-def _up(node: Node) -> float:
-    return float(node.up)
+class _Nodes(Collector):
+    """Read when they are asked for: nodes come and go, and change their roles."""
 
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
 
-def _depth(node: Node) -> float:
-    return node.depth
+    def collect(self) -> Iterator[Metric]:
+        """Two gauges."""
+        labels = ("node", "role")
+        up = GaugeMetricFamily("kvrelay_router_node_up", "1 if the node takes legs.", labels=labels)
+        depth = GaugeMetricFamily("kvrelay_router_queue_depth", "Depth that the choice sees.", labels=labels)
+        for node in (*self._pool.nodes, *self._pool.leaving):
+            up.add_metric((node.url, node.role), float(node.up))
+            depth.add_metric((node.url, node.role), node.depth)
+        yield up
+        yield depth
 
 
 class _Breakers(Collector):

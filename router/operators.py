@@ -30,7 +30,8 @@ def check_operator(key: str, request: Request) -> None:
     elif not is_loopback(peer_of(request)) or not _is_direct(request):
         raise Unauthorized(
             "without --admin-key the admin routes and the console answer this machine only, by its name localhost or "
-            "its loopback address, and neither proxies nor pages of other sites"
+            "its loopback address, and neither proxies nor pages of other sites; start the router with a key "
+            "(KVRELAY_ADMIN_KEY) to open them to whoever has it"
         )
 
 

@@ -13,6 +13,7 @@ from router.nodes.node import Node
 from router.nodes.pool import Pool
 from wire.config import Role
 from wire.errors import RequestError
+from wire.frames import MALFORMED
 
 __all__ = ["ask_any"]
 
@@ -48,7 +49,7 @@ async def ask_any(pool: Pool, models: Models, legs: Legs, path: str, body: bytes
 def _for_model(body: bytes, models: Models) -> tuple[str, bytes]:
     """The model whose nodes are asked (empty: any), and the body with the name that they know."""
     asked = None
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # a node says what is wrong
+    with contextlib.suppress(*MALFORMED):  # a node says what is wrong
         asked = msgspec.json.decode(body, type=_Asked).model
     if asked:
         model = models.named(asked)

@@ -19,7 +19,7 @@ from router.client import client_of
 from router.vllm.walk import VllmWalk
 from router.walk.handoff import Walk
 from router.walk.joined_walk import JoinedWalk
-from wire.errors import ErrorBody, KvrelayError, NodeFailed
+from wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
@@ -115,9 +115,9 @@ class Relay(Response):
         except KvrelayError as why:
             return why
         except asyncio.CancelledError:
-            if not self._left and self._broken is None:
-                raise
             self._task.uncancel()
+            if not self._left and self._broken is None:  # by the server, whose time to end is over
+                return Draining("the router ends, and has waited for this request as long as it may; send it again")
             return self._broken
         except Exception:  # noqa: BLE001 - the edge of a request: it must end, with an honest answer
             _log.exception("id=%s: the walk broke on an error of the router itself", self._walk.job.id)

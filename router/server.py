@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import signal
 import socket
 from collections.abc import Sequence
@@ -14,18 +15,16 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from openai_api.connections import connections
 from router.app import create_app
 from router.client import ClientConnection
-from router.connections import connections
 from router.reload import Reread, reload_on_hangup
 from router.shared import Alone, Make
 from router.tls import check_certificate
 from wire.router_config import RouterConfig
 
-__all__ = ["DRAIN_S", "settle", "make_server", "run", "serve"]
+__all__ = ["settle", "make_server", "run", "serve"]
 
-DRAIN_S = 30
-"""What is under way may take so long when the process is to end."""
 # Above the idle time after which OpenAI clients close a kept connection themselves, so that we never do it first.
 _KEEP_CONNECTION_S = 75
 
@@ -69,7 +68,7 @@ def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_CONNECTION_S,
-            timeout_graceful_shutdown=DRAIN_S,
+            timeout_graceful_shutdown=math.ceil(config.drain_deadline_s),
             ssl_certfile=config.tls_cert or None,
             ssl_keyfile=config.tls_key or None,
         )

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from openai_api.response_store import KeptHere, Responses
 from router.admission.rate_limits import HeldHere, Limits
+from router.balance.work import Work
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
@@ -32,8 +33,8 @@ class Shared(Protocol):
 
     limits: Limits
     responses: Responses
-    warms: bool
-    """Whether this one has nodes meet."""
+    leads: bool
+    """Whether this one does what one of them must do alone: it has nodes meet, and balances roles."""
 
     async def add(self, spec: NodeSpec) -> None:
         """An operator names a node. Raises Unavailable."""
@@ -79,6 +80,14 @@ class Shared(Protocol):
         """What the others see, if they answer. Raises Unavailable."""
         ...
 
+    def counts(self, take: Callable[[], dict[str, Work]]) -> None:
+        """For the balance of roles, which one of them keeps: what this one has counted since the last time."""
+        ...
+
+    async def work_elsewhere(self) -> list[dict[str, Work]]:
+        """What the others have counted since the last time, if they answer. Raises Unavailable."""
+        ...
+
     def workers(self) -> dict[str, int] | None:
         """How many there are, and which is this; None: it is alone."""
         ...
@@ -95,7 +104,7 @@ class Make(Protocol):
 class Alone:
     """The Shared of a router of one process."""
 
-    warms = True
+    leads = True
 
     def __init__(self, pool: Pool, doors: Doors, metrics: Metrics, reread: Reread | None = None) -> None:
         self._pool, self._doors, self._metrics, self._reread = pool, doors, metrics, reread
@@ -150,6 +159,13 @@ class Alone:
         """See Shared."""
 
     async def seen_elsewhere(self, since: float) -> list[WorkerSeen]:
+        """See Shared."""
+        return []
+
+    def counts(self, take: Callable[[], dict[str, Work]]) -> None:
+        """See Shared."""
+
+    async def work_elsewhere(self) -> list[dict[str, Work]]:
         """See Shared."""
         return []
 

@@ -23,6 +23,7 @@ def node_of(node: Node, pool: Pool, now: float) -> dict[str, Any]:
     return {
         "url": node.url,
         "role": node.role,
+        "flips_to": node.flips_to,
         "kind": node.kind,
         "up": node.up,
         "for_s": round(now - node.since, 3) if node.since else None,

@@ -210,18 +210,25 @@ class RanksConfig:
 
     engine: EngineConfig
     """Equal to rank 0's, but for tensor_parallel_local, the number of ranks here."""
-    first_rank: int = 1
-    """Rank of the first one here."""
+    machine: int = 1
+    """Which machine of the engine this is, where each has tensor_parallel_local ranks; rank 0's is 0."""
+    first_rank: int = 0
+    """Rank of the first one here; 0 takes machine times tensor_parallel_local."""
+
+    @property
+    def first(self) -> int:
+        """Rank of the first one here."""
+        return self.first_rank or self.machine * self.engine.tensor_parallel_local
 
     def __post_init__(self) -> None:
         size, local = self.engine.tensor_parallel, self.engine.tensor_parallel_local
         require(bool(self.engine.tensor_parallel_address), "name rank 0's host:port with tensor_parallel_address")
         require(local > 0, "say with tensor_parallel_local how many ranks run here")
         require(local < size, f"tensor_parallel_local {local} leaves no rank 0 elsewhere; give fewer than {size}")
+        said = f"got {self.first_rank}" if self.first_rank else f"and machine {self.machine} begins with {self.first}"
         require(
-            0 < self.first_rank <= size - local,
-            f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into {size}, "
-            f"got {self.first_rank}",
+            0 < self.first <= size - local,
+            f"first_rank must be between 1 and {size - local}, so that {local} ranks fit into {size}, {said}",
         )
 
 
@@ -257,8 +264,15 @@ class TransferConfig:
     kv_load_failure_policy: str = "recompute"
     """What a decode node does when KV does not come: recompute (from the first missing block on) or fail (end the
     request with an error)."""
+    kv_checksums: float = 0.0
+    """Share of fetched KV blocks, 0 to 1, that are compared with their source by checksum; what differs is not used.
+    The source must have it above 0, too."""
 
     def __post_init__(self) -> None:
+        require(
+            0 <= self.kv_checksums <= 1,
+            f"kv_checksums is a share of all blocks, between 0 (none) and 1 (all), got {self.kv_checksums:g}",
+        )
         require(
             self.kv_connector in _CONNECTORS,
             f"kv_connector {self.kv_connector!r} is not one of {', '.join(_CONNECTORS)}",

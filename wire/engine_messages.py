@@ -253,6 +253,9 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     fetch_kept_blocks: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
+    checked_blocks: int = 0
+    wrong_blocks: int = 0
+    unchecked_blocks: int = 0
     leases_granted: int = 0
     leases_released: int = 0
     leases_expired: int = 0

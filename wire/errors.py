@@ -7,6 +7,7 @@ KvrelayError 500
 |   +-- Forbidden 403           the API key may not do this
 |   +-- NotFound 404            unknown model or route
 |   +-- RequestTimeout 408      the body did not arrive in time
+|   +-- Conflict 409            what is asked for does not go with how things are now
 |   +-- BodyTooLarge 413
 +-- Unavailable 503             try again; carries Retry-After
 |   +-- NoNode 503              no node of a role is up
@@ -22,6 +23,7 @@ KvrelayError 500
     +-- PeerLost                the other side is gone or was restarted
     +-- LeaseLost               the blocks are no longer held for us
     +-- TransferTimeout
+    +-- KvCorrupted             what arrived is not what the source has, by its checksums
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import msgspec
 __all__ = [
     "BodyTooLarge",
     "ConfigError",
+    "Conflict",
     "DeadlineExceeded",
     "Draining",
     "EngineDead",
@@ -40,6 +43,7 @@ __all__ = [
     "Forbidden",
     "Incompatible",
     "KV_CAUSES",
+    "KvCorrupted",
     "KvNotLoaded",
     "KvrelayError",
     "LeaseLost",
@@ -135,6 +139,12 @@ class RequestTimeout(RequestError):
     status = 408
 
 
+class Conflict(RequestError):
+    """It does not go with how things are now: something else is under way, or would be left without."""
+
+    status = 409
+
+
 class BodyTooLarge(RequestError):
     """The request body is longer than the server reads."""
 
@@ -188,13 +198,14 @@ class NodeFailed(KvrelayError):
     type = "node_failed"
 
 
-KV_CAUSES = ("Incompatible", "LeaseLost", "PeerLost", "TransferError", "TransferTimeout")
+KV_CAUSES = ("Incompatible", "KvCorrupted", "LeaseLost", "PeerLost", "TransferError", "TransferTimeout")
 """Why KV does not come, for metrics."""
 _CAUSES = {
     "Incompatible": "the two nodes may not exchange KV",
     "PeerLost": "its prefill node is gone or was restarted",
     "LeaseLost": "its prefill node no longer held it",
     "TransferTimeout": "the transfer did not end within its deadline",
+    "KvCorrupted": "what arrived is not what its prefill node sent",
 }
 
 
@@ -243,3 +254,7 @@ class LeaseLost(TransferError):
 
 class TransferTimeout(TransferError):
     """The transfer did not finish within its deadline."""
+
+
+class KvCorrupted(TransferError):
+    """What arrived is not what the source has: a checksum of `kv_checksums` differs."""

@@ -29,8 +29,8 @@ __all__ = [
 
 FRAMES_MEDIA_TYPE = "application/vnd.kvrelay.frames"
 LOAD_HEADER = "x-kvrelay-load"
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
-"""What decoding raises on bytes that are no message."""
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises on bytes that are no message; the last one if they are nested too deeply."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 # What a node may be sent of a hand-over, in JSON and beside the client's own body: log-probabilities of a long prompt
 # are longer than any prompt may be. A number has up to four times as many characters as it has bytes in a frame.
@@ -110,7 +110,7 @@ class FrameReader:
                 break
             try:
                 frames.append(_decoder.decode(memoryview(self._buffer)[start + 4 : start + 4 + size]))
-            except msgspec.DecodeError as why:
+            except MALFORMED as why:
                 raise NodeFailed(f"a node sent a malformed frame: {why}") from why
             start += 4 + size
         del self._buffer[:start]

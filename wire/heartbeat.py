@@ -14,6 +14,7 @@ import msgspec
 
 from wire.config import Role
 from wire.errors import RequestError, Unauthorized
+from wire.frames import MALFORMED
 from wire.outputs import Load
 
 __all__ = ["HEARTBEAT_S", "LOST_AFTER_S", "MAX_BYTES", "MAX_SKEW_S", "Heartbeat", "NodeState", "opened", "sealed"]
@@ -64,7 +65,7 @@ def opened(message: bytes, key: str, unix_now: float) -> Heartbeat:
         raise Unauthorized("a heartbeat was signed with another key; give the router and its nodes the same one")
     try:
         beat = msgspec.msgpack.decode(told, type=Heartbeat)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+    except MALFORMED as why:
         raise RequestError(f"a heartbeat is malformed: {why}") from why
     if not abs(beat.sent_at - unix_now) <= MAX_SKEW_S:
         raise RequestError(

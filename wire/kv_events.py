@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from wire.errors import NodeFailed
+from wire.frames import MALFORMED
 
 __all__ = [
     "END",
@@ -136,7 +137,7 @@ def read_batch(payload: bytes) -> EventBatch:
         for piece in raw.events:
             event = bytes(piece)
             events.append(_event_array.decode(event) if _is_array(event) else _event.decode(event))
-    except msgspec.DecodeError as why:
+    except MALFORMED as why:
         raise NodeFailed(f"a node sent malformed KV events: {why}") from why
     return EventBatch(raw.ts, events, raw.generation if isinstance(raw, _RawBatch) else "")
 

@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import msgspec
-
 from router.admission.admission import Admission, Refusal
 from router.admission.fair_queue import Entrant
 from router.admission.keys import Caller
@@ -24,22 +22,15 @@ from router.admission.rate_limits import Exceeded, Limits, Taken
 from router.admission.saturation import Nodes
 from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
-from router.walk.job import Job, prefix_of
+from router.walk.job import Job, Targets, prefix_of
 from wire.config import Role
 from wire.errors import DeadlineExceeded, KvrelayError, Overloaded, RateLimited
 from wire.router_config import RouterConfig
 
-__all__ = ["Gate", "Targets", "Turn"]
+__all__ = ["Gate", "Turn"]
 
 _LOOK_S = 0.01
 """How often the queue is looked at while somebody waits; and it is whenever a request ends."""
-
-
-class Targets(msgspec.Struct, frozen=True):
-    """What a request wants of its tokens' times, in seconds; None takes the router's."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
 
 
 class _State(enum.Enum):
@@ -107,7 +98,21 @@ class Gate:
         """Requests in all queues."""
         return sum(len(line.admission.queue) for line in self._lines.values())
 
-    async def enter(self, caller: Caller, job: Job, targets: Targets, arrived: float) -> Turn:
+    def waiting_by_model(self) -> dict[str, tuple[int, int]]:
+        """By model, the requests in its queue, and tokens of their prompts."""
+        return {
+            model: (len(queue), sum(each.uncached for each in queue))
+            for model, queue in ((model, line.admission.queue) for model, line in self._lines.items())
+            if queue
+        }
+
+    def targets(self, ttft_s: float | None, tpot_s: float | None) -> Targets:
+        """What holds for a request that asks for these."""
+        # The router's time per token is a promise to all who are served: a laxer one is no reason to break it.
+        tpots = [each for each in (tpot_s, self._config.tpot_target_ms / 1e3) if each]
+        return Targets(ttft_s or self._config.ttft_target_ms / 1e3 or None, min(tpots, default=None))
+
+    async def enter(self, caller: Caller, job: Job, arrived: float) -> Turn:
         """A request that begins now, or waits. Raises Overloaded, RateLimited, with the time after which to return."""
         now = time.monotonic()
         base = self._pool.base_of(job.model)
@@ -115,7 +120,7 @@ class Gate:
         if line is None:
             line = self._lines[base] = _Line(Admission(self._config.max_queue))
         nodes = self._nodes(job.model)
-        entrant = self._entrant(caller, job, targets, arrived, nodes)
+        entrant = self._entrant(caller, job, arrived, nodes)
         tokens = entrant.tokens
         if caller.quota.tokens_per_minute:
             # A long answer may be thought of that never comes: alone it is no reason to refuse.
@@ -180,32 +185,31 @@ class Gate:
             self._looking.cancel()
             await asyncio.wait((self._looking,))
 
-    def _entrant(self, caller: Caller, job: Job, targets: Targets, arrived: float, nodes: Nodes) -> Entrant:
+    def _entrant(self, caller: Caller, job: Job, arrived: float, nodes: Nodes) -> Entrant:
         each = nodes.decode[0].rates.output_tokens(job.max_tokens) if nodes.decode else 0.0
-        ttft_s = targets.ttft_s or self._config.ttft_target_ms / 1e3 or None
-        tpots = [each for each in (targets.tpot_s, self._config.tpot_target_ms / 1e3) if each]
+        targets = job.targets
+        # Without a target nothing is estimated that it would change.
+        prompt, cached = (job.prompt_tokens, 0) if targets.ttft_s is None else self._known(job, nodes)
         return Entrant(
             key=caller.name,
             arrived=arrived,
             weight=caller.weight,
             priority=job.priority,
-            prompt_tokens=job.prompt_tokens,
-            # Without a target nothing is estimated that it would change.
-            cached_tokens=0 if ttft_s is None else self._cached(job, nodes),
+            prompt_tokens=prompt,
+            cached_tokens=cached,
             output_tokens=math.ceil(each) * max(job.choices, job.best_of),
-            ttft_s=ttft_s,
-            # The router's is a promise to all who are served: a laxer one of a client's is no reason to break it.
-            tpot_s=min(tpots, default=None),
+            ttft_s=targets.ttft_s,
+            tpot_s=targets.tpot_s,
             deadline=arrived + self._config.request_deadline_s,
         )
 
-    def _cached(self, job: Job, nodes: Nodes) -> int:
-        """Tokens of its prompt that the luckiest prefill node is believed to have."""
+    def _known(self, job: Job, nodes: Nodes) -> tuple[int, int]:
+        """Tokens of its prompt, and those that the luckiest prefill node is believed to have."""
         prefix = prefix_of(job)
         if any(node.kind is not NodeKind.KVRELAY for node in self._pool.up(Role.PREFILL, model=job.model)):
             prefix = prefix.for_contents()
         cached = self._pool.prefixes.lookup(prefix)
-        return max((cached.get(node.url) for node in nodes.prefill), default=0)
+        return cached.prompt_tokens, max((cached.get(node.url) for node in nodes.prefill), default=0)
 
     async def _take(self, caller: Caller, tokens: int, now: float) -> Taken:
         taken = await self._limits.take(caller.name, caller.quota, tokens, now)
@@ -225,7 +229,8 @@ class Gate:
         return error
 
     def _nodes(self, model: str) -> Nodes:
-        return Nodes(self._pool.up(Role.PREFILL, model=model), self._pool.up(Role.DECODE, model=model))
+        prefill, decode = (self._pool.up(role, model=model) for role in (Role.PREFILL, Role.DECODE))
+        return Nodes(prefill, decode, self._config.conditional_disaggregation)
 
     async def _look(self) -> None:
         try:

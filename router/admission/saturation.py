@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from router.admission.fair_queue import Ahead, Entrant
+from router.nodes.spare_time import Streaming, stalled_ms
 
 __all__ = [
     "Freed",
@@ -37,46 +38,23 @@ _SAMPLE_TOKENS = 2048  # of a queue, to ask how fast it moves
 _HALF_LIFE_S = 30.0
 
 
-class Rates(Protocol):
-    """Measured speeds of a node, in milliseconds."""
-
-    def prefill_ms(self, tokens: float) -> float:
-        """To compute so many tokens of a prompt."""
-        ...
-
-    def queue_ms(self, tokens: float, requests: int) -> float:
-        """Until so many tokens of so many requests are computed that are ahead in the queue."""
-        ...
-
-    def step_ms(self, running: float) -> float:
-        """One decode step with so many running requests."""
-        ...
-
-    def output_tokens(self, limit: int = 0) -> float:
-        """How long an answer will probably be that may have `limit` tokens (0: any number)."""
-        ...
-
-
-class View(Protocol):
-    """One node: requests there, tokens of prompts it has yet to compute, room for KV."""
+class View(Streaming, Protocol):
+    """One node, and its room for KV."""
 
     @property
     def url(self) -> str: ...
     @property
-    def requests(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
     def kv_room(self) -> float: ...
     @property
-    def rates(self) -> Rates: ...
+    def computes_prompts(self) -> bool: ...
 
 
 class Nodes(msgspec.Struct, frozen=True):
-    """Those that could take the request."""
+    """Those that could take the request. `conditional`: decode nodes compute prompts that would be late otherwise."""
 
     prefill: Sequence[View]
     decode: Sequence[View]
+    conditional: bool = False
 
 
 @dataclass(slots=True)
@@ -209,4 +187,10 @@ def ttft_s(entrant: Entrant, nodes: Nodes, promised: Promised, ahead: Ahead, dec
     queue_ms = min(node.rates.queue_ms(node.tokens + tokens, node.requests + requests) for node in nodes.prefill)
     waits = ahead.uncached / prefill_speed(nodes.prefill) if ahead.uncached else 0.0
     known = decode_s if decode_s < math.inf else 0.0
-    return max(queue_ms / 1e3 + waits, known) + own_ttft_s(entrant, nodes)
+    expected = max(queue_ms / 1e3 + waits, known) + own_ttft_s(entrant, nodes)
+    if entrant.ttft_s is None or entrant.tpot_s is None or expected <= entrant.ttft_s or not nodes.conditional:
+        return expected
+    helped = (
+        stalled_ms(node, entrant.uncached, entrant.tpot_s * 1e3) for node in nodes.decode if node.computes_prompts
+    )
+    return min(expected, known + min(helped, default=math.inf) / 1e3)

@@ -6,14 +6,14 @@ Owns the clock of the console. What is counted and put together is in router/con
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client.registry import Collector
 
 from openai_api.routes import version
 from openai_api.stages import MOVED
 from router.admission.gate import Gate
-from router.console.picture import BreakerSeen, FailedPair, NodeSeen, Picture, WorkerSeen, picture_of
+from router.console.picture import BalanceSeen, BreakerSeen, FailedPair, NodeSeen, Picture, WorkerSeen, picture_of
 from router.console.recent import Ended, Recent
 from router.metrics import Metrics
 from router.nodes.models import Models
@@ -39,6 +39,8 @@ class Lookout:
         self._metrics, self._shared = metrics, shared
         self._recent = Recent()
         self._began = time.monotonic()
+        self.balance: Callable[[], list[BalanceSeen]] = list
+        """What is told of the balance of roles, where that is kept."""
         shared.shows(self.seen)
 
     def ended(
@@ -59,10 +61,10 @@ class Lookout:
         recent.ended(now, status, tokens, ttft_s, inter_token_s, stages_s["total"])
         cached = moved = 0
         if isinstance(walk, Walk):
-            cached, moved = walk.counts[2], self._moved(walk.timeline.decode_ms, prefill, decode)
+            cached, moved = walk.cached_tokens, self._moved(walk.timeline.decode_ms, prefill, decode)
         elif isinstance(walk, JoinedWalk):
             for part in walk.parts:
-                cached += part.counts[2]
+                cached += part.cached_tokens
                 moved += self._moved(part.timeline.decode_ms, *part.nodes)
         elif tokens and prefill != "-" and decode != "-":
             recent.moved(prefill, decode, 0, 0.0, 0.0)
@@ -118,6 +120,7 @@ class Lookout:
                 "kv_failures": _by(self._metrics.kv_failures, "cause"),
             },
             [FailedPair(*pair) for pair in self._pairs.failed()[:_MOST_FAILED_PAIRS]],
+            self.balance(),
         )
 
     async def picture(self, since: float) -> Picture:
@@ -161,6 +164,7 @@ def _node(node: Node, pool: Pool, now: float) -> NodeSeen:
         load.block_tokens,
         {leg.value: _breaker(standing.breaker.facts(now)) for leg, standing in node.standing.items()},
         int(node.up),
+        node.flips_to or "",
     )
 
 

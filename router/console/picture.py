@@ -18,6 +18,7 @@ from router.console.recent import SLOT_S, SLOTS, Edge, Ended, Slot, quantile
 
 __all__ = [
     "EDGE_WINDOW_S",
+    "BalanceSeen",
     "BreakerSeen",
     "EdgeRow",
     "FailedPair",
@@ -25,6 +26,8 @@ __all__ = [
     "NodeSeen",
     "Percentiles",
     "Picture",
+    "RoleChange",
+    "RoleSeen",
     "Series",
     "WorkerRow",
     "WorkerSeen",
@@ -73,6 +76,8 @@ class NodeSeen(msgspec.Struct, frozen=True):
     breakers: dict[str, BreakerSeen]
     up_in: int = 1
     """So many workers see it up."""
+    flips_to: str = ""
+    """The role that it is changing to."""
 
 
 class FailedPair(msgspec.Struct, frozen=True):
@@ -81,6 +86,43 @@ class FailedPair(msgspec.Struct, frozen=True):
     prefill: str
     decode: str
     reason: str
+
+
+class RoleSeen(msgspec.Struct, frozen=True):
+    """One role of a model, as the balance of roles has last seen it."""
+
+    nodes: int
+    """That take legs."""
+    use: float
+    """Work that came, as a share of the time of these nodes."""
+    in_time: float
+    """The share of requests that kept the role's target."""
+    backlog_s: float
+    """Node-seconds of work that waits."""
+
+
+class RoleChange(msgspec.Struct, frozen=True):
+    """A decision to have one node more take a role, and what came of it."""
+
+    at: float
+    """Unix time."""
+    role: str
+    where: str
+    """The node's address, or the Deployments; empty if none began."""
+    why: str
+    outcome: str
+
+
+class BalanceSeen(msgspec.Struct, frozen=True):
+    """The balance of roles of one model. `looked` is the Unix time of the last look, 0 before the first."""
+
+    model: str
+    why: str
+    """Why nothing changes now, or what does."""
+    looked: float
+    roles: dict[str, RoleSeen]
+    changes: list[RoleChange]
+    """The newest first."""
 
 
 class WorkerSeen(msgspec.Struct, frozen=True):
@@ -96,6 +138,8 @@ class WorkerSeen(msgspec.Struct, frozen=True):
     requests: list[Ended]
     counts: dict[str, dict[str, float]]
     failed_pairs: list[FailedPair]
+    balance: list[BalanceSeen] = []
+    """Of the process that balances roles, if one does."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -176,6 +220,8 @@ class Picture(msgspec.Struct, frozen=True):
     counts: dict[str, dict[str, float]]
     requests: list[Ended]
     """The newest first."""
+    balance: list[BalanceSeen] = []
+    """By model; empty if roles are not balanced."""
 
 
 def picture_of(
@@ -215,6 +261,7 @@ def picture_of(
         failed_pairs=[pair for each in seen for pair in each.failed_pairs],
         counts=_counts(seen),
         requests=newest[:_MOST_REQUESTS],
+        balance=[of_model for each in seen for of_model in each.balance],
         **_figures(slots, monotonic),
     )
 

@@ -1,4 +1,5 @@
-"""Follows the pods of a Kubernetes namespace and tells the pool. The only file that knows the `kubernetes` package.
+"""Follows the pods of a Kubernetes namespace and tells the pool. This file and router/balance/deployments.py are the
+only ones that know the `kubernetes` package.
 
 List, watch from there on for 2 s, list again, and so on. A watch may lose a DELETE, or fall silent, and never say
 so; so what counts is the list, and the watch makes it quick. The first list is read from where the truth is (and in
@@ -205,7 +206,8 @@ def server_of(namespace: str) -> tuple[Any, str]:
         import kubernetes.config
     except ImportError as why:
         raise ConfigError(
-            f"kubernetes_selector needs the package kubernetes ({why}); run: pip install 'kvrelay[kubernetes]'"
+            f"asking a Kubernetes API server takes the package kubernetes ({why}); run: "
+            "pip install 'kvrelay[kubernetes]'"
         ) from why
     settings = kubernetes.client.Configuration()
     try:
@@ -218,7 +220,7 @@ def server_of(namespace: str) -> tuple[Any, str]:
             own = kubernetes.config.list_kube_config_contexts(config_file=file)[1]["context"].get("namespace", "")
     except (kubernetes.config.ConfigException, OSError) as why:
         raise ConfigError(
-            f"kubernetes_selector is set, and no API server is known: {why}; run the router in a pod with a "
+            f"a Kubernetes API server is to be asked, and none is known: {why}; run the router in a pod with a "
             "service account, or set KUBECONFIG"
         ) from why
     settings.retries = False  # we do that

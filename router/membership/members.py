@@ -62,6 +62,8 @@ class Change:
     left: tuple[str, ...] = ()
     replaced: tuple[NodeSpec, ...] = ()
     """Another process stands at the same address now."""
+    relisted: tuple[NodeSpec, ...] = ()
+    """The same node is named with another role."""
 
 
 class Listener(Protocol):
@@ -104,6 +106,10 @@ class Members:
         """What a source says of a node, if it names it."""
         return self._told[source].get(url)
 
+    def listed(self, url: str) -> NodeSpec | None:
+        """What the first source says of a node, if any names it."""
+        return next((specs[url] for specs in self._told.values() if url in specs), None)
+
     def told(self, source: Source) -> list[NodeSpec]:
         """What a source sees."""
         return list(self._told[source].values())
@@ -116,8 +122,7 @@ class Members:
         before, was = self._wanted(), dict(self._told)
         self._told |= told
         after = self._wanted()
-        # A node of another role is another node.
-        same = {url for url in before.keys() & after.keys() if before[url].role is after[url].role}
+        same = before.keys() & after.keys()
         return Change(
             joined=tuple(spec for url, spec in after.items() if url not in same),
             left=tuple(url for url in before if url not in same),
@@ -127,6 +132,7 @@ class Members:
                 for url, spec in specs.items()
                 if url in same and url in was[source] and _replaced(was[source][url], spec)
             ),
+            relisted=tuple(after[url] for url in same if before[url].role is not after[url].role),
         )
 
     def _wanted(self) -> dict[str, NodeSpec]:

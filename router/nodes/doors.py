@@ -97,11 +97,11 @@ class Doors:
             return able
         return [node for node in able if not self.faults.avoided(_name(peer), _name(node), now)] or able
 
-    def with_partner(self, prefill: Sequence[Node], decode: Sequence[Node]) -> tuple[list[Node], str]:
-        """Of prefill nodes, those whose KV one of these decode nodes can take; and why not, of another one."""
+    def with_partner(self, prefill: Sequence[Node], model: str) -> tuple[list[Node], str]:
+        """Of prefill nodes, those whose KV a decode node can take that serves this model; and why not, of another."""
         if not self._pool.kinds.mixed:
             return list(prefill), ""
-        kinds = {node.kv for node in decode}
+        kinds = {node.kv for node in self._pool.up(Role.DECODE, model=model, kind=NodeKind.KVRELAY)}
         why = {node.kv: min((unlike(node.kv, kind) or "" for kind in kinds), default="") for node in prefill}
         return [node for node in prefill if not why[node.kv]], next(filter(None, why.values()), "")
 

@@ -44,9 +44,30 @@ async def watching(pool: Pool, legs: Legs, events: KvEvents, interval_s: float) 
 
 
 async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents, interval_s: float) -> None:
-    while True:
-        await _check(node, pool, legs, events)
-        await asyncio.sleep(interval_s)
+    """One check after the other. A node that is down is asked each interval, whether or not the last check was
+    answered: what was sent into a cut network comes late or never when it is whole again, a new question at once."""
+    checks: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            began = time.monotonic()
+            checks.add(asyncio.create_task(_check(node, pool, legs, events)))
+            done, checks = await asyncio.wait(
+                checks, timeout=None if node.up else interval_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for check in done:
+                check.result()
+            if node.up:  # what older checks did not hear is not true any more
+                _cancel(checks)
+                began = time.monotonic()
+            await asyncio.sleep(began + interval_s - time.monotonic())
+    finally:
+        _cancel(checks)
+
+
+def _cancel(checks: set[asyncio.Task[None]]) -> None:
+    for check in checks:
+        check.cancel()
+    checks.clear()
 
 
 async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
@@ -54,15 +75,15 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
     try:
         report = await legs.health(node)
     except TimeoutError:
-        pool.miss(node, "it did not answer its health check in time", time.monotonic())
+        pool.miss(node, "it did not answer its health check in time", started, time.monotonic())
     except aiohttp.ClientConnectorError as why:
         if isinstance(why.os_error, ConnectionRefusedError):
             # The machine is there, nobody listens: a draining node goes on with its legs, a dead one has lost them.
             pool.unready(node, "it refuses connections", time.monotonic())
         else:
-            pool.miss(node, f"its health check failed: {why}", time.monotonic())
+            pool.miss(node, f"its health check failed: {why}", started, time.monotonic())
     except (aiohttp.ClientError, OSError) as why:
-        pool.miss(node, f"its health check failed: {why}", time.monotonic())
+        pool.miss(node, f"its health check failed: {why}", started, time.monotonic())
     else:
         if isinstance(report, HealthReport):
             pool.report(node, report, started, time.monotonic())

@@ -14,7 +14,7 @@ _LEAST_STEPS = 4
 def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None:
     """The frame of a leg that holds its node's timing. `generated`: tokens that the leg has told of, 0 if of several
     choices. `peer`: the prefill node whose KV it was given, if it is a decode leg."""
-    timing, rates = frame.timing, lease.node.rates
+    timing, rates = frame.timing, lease.rates
     if timing is None:
         return
     prompt, _, cached = frame.usage or (0, 0, 0)
@@ -30,4 +30,4 @@ def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None
     if frame.usage is not None:
         rates.generated(frame.usage[1])
     if "decode" in timing and generated > _LEAST_STEPS:
-        rates.stepped((lease.company + lease.node.requests) / 2, timing["decode"] / (generated - 1))
+        rates.stepped(lease.running, timing["decode"] / (generated - 1))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from router.nodes.credit import Credit, Reservation, blocks_of
+from router.nodes.rates import NodeRates
 from router.nodes.standing import Standing
 from router.policies.policy import NodeView
 from router.prefix.index import Sent
@@ -70,6 +71,10 @@ class HealthReport(msgspec.Struct, frozen=True):
     """Of kvrelay."""
     pod_uid: str = ""
     """Of the Kubernetes pod that it runs in, if it was told."""
+    flips: int = 0
+    """How often its role has changed while it ran."""
+    flips_to: Role | None = None
+    """The role that it is changing to: it takes nothing new, and ends what it has."""
 
     @property
     def leg_versions(self) -> Versions | None:
@@ -117,6 +122,19 @@ class Lease:
     """Of the prompt, which the node was believed to have when it was chosen."""
     cut: Callable[[], None] | None = None
     """Called when the node is lost while the leg runs."""
+    role: Role = field(init=False)
+    """The node's when the leg began; it may have another one before the leg ends."""
+    rates: NodeRates = field(init=False)
+    """The node's in that role."""
+
+    def __post_init__(self) -> None:
+        self.role, self.rates = self.node.role, self.node.rates
+
+    @property
+    def running(self) -> float:
+        """Requests that have run there on average while this leg did, which is one of them all the time; of the others
+        as many as there were at its beginning and are now. To be asked before it is given back."""
+        return 1 + (self.company + max(0, self.node.requests - 1)) / 2
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -124,6 +142,10 @@ class Node(NodeView):
     """One node as the router knows it. `foreign_*` is what others are reckoned to have there: not our own legs."""
 
     role: Role
+    flips_to: Role | None = None
+    """It is changing its role to this one."""
+    rates_as: dict[Role, NodeRates] = field(default_factory=dict)
+    """How fast it was in another role."""
     kind: NodeKind = NodeKind.KVRELAY
     p2p_address: str = ""
     """Of a vLLM node with a P2pNcclConnector: host and port of its ZMQ socket, as it has told."""
@@ -140,13 +162,16 @@ class Node(NodeView):
     engine_id: str = ""
     generation: str = ""
     drain_asked: bool = False
-    """An operator drains it through this router: until it is asked to end that, or another process stands there."""
+    """An operator drains it through this router, and it has not been told itself: until it is asked to end that, or
+    another process stands there."""
     held_blocks: int = 0
     """Of KV on a prefill node that no decode node has fetched yet, as it was last told."""
     release: str = ""
     leg_version: int = 1
     """Of the legs that it and this router speak with each other."""
     misses: int = 0
+    missed_at: float = float("-inf")
+    """When the last of them was noticed."""
     blamed_at: float = float("-inf")
     load: Load = field(default_factory=Load)
     foreign_requests: int = 0
@@ -161,6 +186,17 @@ class Node(NodeView):
     kv: KvFacts | None = None
     standing: dict[Role, Standing] = field(default_factory=dict)
     """By kind of leg; kept by router/nodes/doors.py."""
+
+    def take_role(self, role: Role) -> None:
+        """Serve this role from now on. Legs of the other one go on; what is known of the node by legs stays."""
+        self.rates_as[self.role] = self.rates
+        self.rates = self.rates_as.pop(role, NodeRates())
+        self.role, self.flips_to = role, None
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Of a decode node, whether it does if asked."""
+        return self.kv is not None and self.kv.computes_prompts
 
     def serves(self, base: str, name: str) -> bool:
         """Whether requests for `name`, the model `base` or an adapter of it, can run here."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.nodes.node import Node
+from wire.config import Role
 
 __all__ = ["AT_ONCE", "PARTNERS", "Meeting", "Outcome", "Pairs"]
 
@@ -54,14 +55,16 @@ class Pairs:
         """When what has failed is tried again."""
         self._partners: Counter[str] = Counter()
         """By URL, in how many of `_under_way` and `_outcomes` a node is."""
-        self._here: set[tuple[str, str]] = set()
+        self._here: set[tuple[Role, str, str]] = set()
+        """By role: a node that changes its own meets all others of the role that it had before."""
 
     def due(self, prefill: Sequence[Node], decode: Sequence[Node], now: float) -> list[Meeting]:
         """Meetings to begin now, of nodes that are up. They are under way until `ended`."""
-        here = {(node.url, node.generation) for node in (*prefill, *decode)}
+        here = {(Role.PREFILL, node.url, node.generation) for node in prefill}
+        here |= {(Role.DECODE, node.url, node.generation) for node in decode}
         if here != self._here:
             self._here = here
-            for key in [key for key in self._outcomes if not {key[:2], key[2:]} <= here]:
+            for key in [key for key in self._outcomes if not self._both_here(key)]:
                 self._forget(key)
         for key in [key for key, again_at in self._again.items() if again_at <= now]:
             self._forget(key)
@@ -88,7 +91,7 @@ class Pairs:
         self._outcomes[meeting.key] = outcome
         if outcome.why and not outcome.never:
             self._again[meeting.key] = now + (_BUSY_RETRY_S if outcome.busy else _RETRY_S)
-        if not {meeting.key[:2], meeting.key[2:]} <= self._here:
+        if not self._both_here(meeting.key):
             self._forget(meeting.key)
 
     def met(self, prefill: Node, decode: Node) -> bool:
@@ -105,6 +108,9 @@ class Pairs:
     def count(self) -> int:
         """How many have met."""
         return sum(not outcome.why for outcome in self._outcomes.values())
+
+    def _both_here(self, key: _Key) -> bool:
+        return {(Role.PREFILL, *key[:2]), (Role.DECODE, *key[2:])} <= self._here
 
     def _source_for(self, reader: Node, prefill: Sequence[Node], busy: set[str]) -> Node | None:
         fit = [

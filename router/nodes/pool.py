@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from planning.rate_card import RateCard
 from router.membership.members import Change, Members, NodeSpec, Source
 from router.nodes.credit import likely_kv_tokens
 from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
@@ -50,8 +51,10 @@ class Pool:
         decode: Sequence[str],
         rng: random.Random,
         policies: Mapping[Role, str] = MappingProxyType({}),
+        cards: Mapping[tuple[Role, str], RateCard] = MappingProxyType({}),
     ) -> None:
-        """`prefill` and `decode` are the static list of nodes, `policies` their names by role: cost where none is.
+        """`prefill` and `decode` are the static list of nodes, `policies` their names by role: cost where none is;
+        `cards` say by role and model how fast nodes are that were not measured yet.
 
         Raises RequestError for an address that is none.
         """
@@ -73,6 +76,7 @@ class Pool:
         self.kinds = Kinds()
         self._foreign = False  # a node of another kind than ours was seen
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
+        self._cards = cards
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
         self.tell(Source.STATIC, [NodeSpec(url, role) for role, urls in lists for url in urls], 0.0)
 
@@ -125,10 +129,16 @@ class Pool:
             self._join(spec, now)
         for spec in change.replaced:
             self._replaced(spec, now)
+        for spec in change.relisted:
+            node = self._by_url[spec.url]
+            if node.role is not spec.role:
+                self.blame(node, f"it is listed as a {spec.role} node now", now)
+                self._refile(node, spec.role)
 
     def _join(self, spec: NodeSpec, now: float) -> None:
-        back = next((each for each in self.leaving if each.url == spec.url and each.role is spec.role), None)
+        back = next((each for each in self.leaving if each.url == spec.url), None)
         if back is not None:
+            self._refile(back, spec.role)
             self.leaving = [each for each in self.leaving if each is not back]
             back.wanted, back.reason, back.blamed_at = True, NEW, now
             self.nodes, self._by_url[spec.url] = [*self.nodes, back], back
@@ -137,6 +147,13 @@ class Pool:
         self.nodes, self._by_url[spec.url] = [*self.nodes, node], node
         for joined, _ in self._followers:
             joined(node)
+
+    def _refile(self, node: Node, role: Role) -> None:
+        """A node is of this role from now on. Its legs go on; its prefix index, breakers and connections stay."""
+        if node.role is not role:
+            _log.info("%s node %s is a %s node now", node.role, node.url, role)
+            node.take_role(role)
+            self._changed()
 
     def _replaced(self, spec: NodeSpec, now: float) -> None:
         """A source says that another process stands at this address."""
@@ -315,11 +332,13 @@ class Pool:
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
         node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version or 1
         node.note_load(report.load)
+        if started >= node.blamed_at:
+            self._follow_role(node, report)
         why = self._misfit(node, report)
         if why is not None:
             self._take_down(node, why, now)
         elif started >= node.blamed_at:
-            fleet = self._fleet(node.role, report.model)
+            fleet = self.fleet(node.role, report.model)
             if node.rates.fleet is not fleet:
                 node.rates = NodeRates(fleet)
             node.rates.age(now)
@@ -335,13 +354,23 @@ class Pool:
         if known != (node.kind, node.model, node.adapters, node.up):
             self._changed()
 
-    def _fleet(self, role: Role, model: str) -> NodeRates:
+    def _follow_role(self, node: Node, report: HealthReport) -> None:
+        """A node whose role has changed while it ran is what it says, any other what it is listed as."""
+        node.flips_to = report.flips_to
+        listed = self.members.listed(node.url)
+        if report.flips and report.role is not Role.AGGREGATED:
+            self._refile(node, report.role)
+        elif listed is not None:
+            self._refile(node, listed.role)
+
+    def fleet(self, role: Role, model: str) -> NodeRates:
         """What the nodes of a role and model have in common."""
         fleet = self._fleets.get((role, model))
         if fleet is None:
-            fleet = self._fleets[role, model] = NodeRates()
-            if role is Role.DECODE:  # which seldom compute prompts
-                fleet.prefills_like(self._fleet(Role.PREFILL, model))
+            card = self._cards.get((role, model))
+            fleet = self._fleets[role, model] = NodeRates(card=card)
+            if role is Role.DECODE and card is None:  # which seldom compute prompts
+                fleet.prefills_like(self.fleet(Role.PREFILL, model))
         return fleet
 
     def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
@@ -374,18 +403,25 @@ class Pool:
         node.drain_asked = True
         self.drains(node, now)
 
+    def flips(self, node: Node, role: Role, now: float) -> None:
+        """The node has just said that it changes its role: a health check that was started later says how that went."""
+        node.flips_to = role
+        self.blame(node, f"it changes its role from {node.role} to {role}", now)
+
     def undrain(self, node: Node, now: float) -> None:
         """It takes legs again when its next health check says that it does."""
         node.drain_asked, node.blamed_at = False, now
 
     def unready(self, node: Node, why: str, now: float) -> None:
         """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
-        node.misses = 0
+        node.misses, node.flips_to = 0, None
         self._take_down(node, why, now)
 
-    def miss(self, node: Node, why: str, now: float) -> None:
-        """The node did not answer its health check at all."""
-        node.misses += 1
+    def miss(self, node: Node, why: str, started: float, now: float) -> None:
+        """The node did not answer a health check at all that began at `started`. Checks that overlap count as one."""
+        node.flips_to = None
+        if started >= node.missed_at:
+            node.misses, node.missed_at = node.misses + 1, now
         self._take_down(node, why, now)
         if node.misses >= LOST_AFTER_MISSES:
             self._cut(node)
@@ -395,6 +431,8 @@ class Pool:
             return "it was removed"
         if report.draining or node.drain_asked:
             return DRAINS
+        if node.flips_to is not None:
+            return f"it changes its role from {node.role} to {node.flips_to}"
         if report.role != node.role:
             return (
                 f"it is listed as a {node.role} node and says that it is {report.role}; correct the list or its --role"

@@ -1,16 +1,19 @@
 """How fast a node is, measured online from what the router sees of it. Pure: no clock and no node.
 
 Every rate is a *curve*: milliseconds as a function of a size, by classes of size, that never falls. A curve begins as a
-prior; each measurement says by what ratio the prior of that size was wrong. Classes that were not measured follow those
-that were, and a node follows its *fleet* (the nodes of its role and model) until it is measured itself. Old
-measurements count less with each new one and with time, so a node that was slow once is found out when it no longer is.
-Outliers move an estimate by a bounded factor.
+prior, a guess or what a rate card says; each measurement says by what ratio the prior of that size was wrong. Classes
+that were not measured follow those that were, and a node follows its *fleet* (the nodes of its role and model) until it
+is measured itself. Old measurements count less with each new one and with time, so a node that was slow once is found
+out when it no longer is. Outliers move an estimate by a bounded factor.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
+
+from planning.rate_card import RateCard
 
 __all__ = ["Curve", "NodeRates"]
 
@@ -20,6 +23,8 @@ _AGEING_INTERVAL_S = 5.0
 # A node's first measurement counts as much as its fleet's; a fleet's counts more than the prior.
 _FLEET_WEIGHT = 1.0
 _PRIOR_WEIGHT = 0.1
+# A rate card's counts as a measurement: it was one, of such a node under other load.
+_CARD_WEIGHT = 1.0
 # A short prompt in a step with long ones takes as long as they do. Counted in full, prompts seem to take about the same
 # time whatever their length, and what is cached to be worth little (simulated, with shared contexts of 3,000 to 16,000
 # tokens and empty caches: a third of the requests meet their aims, instead of seven tenths).
@@ -42,17 +47,19 @@ _OUTPUT_TOKENS = 200.0
 # Length of a prompt, where nobody knows how tokens are divided.
 _TYPICAL = 1024
 _ONES = [1.0] * _CLASSES
+_LEAST_MS = 1e-3
 
 
 class Curve:
-    """Milliseconds for a size, at least 0 and never less for more. The prior is fixed_ms + ms_each * size.
+    """Milliseconds for a size, at least 0 and never less for more. The prior is fixed_ms + ms_each * size, or `known`.
 
-    Class k holds sizes from 2**(bits * k) on. `parent` is the fleet's curve of the same shape.
+    Class k holds sizes from 2**(bits * k) on. `parent` is the fleet's curve of the same shape, whose prior it takes.
     """
 
     __slots__ = (
         "_at_knots",
         "_bits",
+        "_first",
         "_heights",
         "_knots",
         "_known_ratios",
@@ -63,26 +70,50 @@ class Curve:
         "_weight",
         "_weights",
         "each",
+        "given",
         "least",
         "measured",
     )
     _knots: list[float]
+    _at_knots: list[float]
+    _first: float
+    given: bool
 
-    def __init__(self, fixed_ms: float, ms_each: float, bits: int, parent: Curve | None = None) -> None:
+    def __init__(
+        self,
+        fixed_ms: float,
+        ms_each: float,
+        bits: int,
+        parent: Curve | None = None,
+        known: Callable[[float], float] | None = None,
+    ) -> None:
         self._prior = fixed_ms, ms_each
         self._bits = bits
         self._parent = parent
         self._sums = [0.0] * _CLASSES
         self._weights = [0.0] * _CLASSES
         self._knots = [2.0 ** (bits * (at + 0.5)) for at in range(_CLASSES)] if parent is None else parent._knots
-        self._at_knots = [fixed_ms + ms_each * knot for knot in self._knots]  # the prior
+        self.given = known is not None if parent is None else parent.given
+        """Whether the prior is known and no guess."""
+        # The prior, at the knots and of the smallest size.
+        if parent is not None:
+            self._at_knots, self._first = parent._at_knots, parent._first
+        elif known is not None:
+            self._first = highest = max(_LEAST_MS, known(1.0))
+            self._at_knots = []
+            for knot in self._knots:
+                highest = max(highest, known(knot))
+                self._at_knots.append(highest)
+        else:
+            self._first = fixed_ms + ms_each
+            self._at_knots = [fixed_ms + ms_each * knot for knot in self._knots]
         self._heights = self._at_knots  # as last drawn
         self._undrawn = 1  # how much has been measured or forgotten since
         self._known_ratios: list[float] | None = None  # None: to be reckoned anew
         self._weight = 0.0  # the sum of all
         self.measured = False
         """Whether anything was, ever."""
-        self.least, self.each = fixed_ms + ms_each, ms_each
+        self.least, self.each = self._first, self._prior_ms(_TYPICAL) / _TYPICAL
         """Of the smallest size, and for each one of a typical size."""
 
     def at(self, size: float) -> float:
@@ -93,17 +124,25 @@ class Curve:
             return self._parent.at(size)
         if self._undrawn and (self._weight < _SETTLED or self._undrawn >= _MOST_UNDRAWN):
             self._draw()
-        return self._read(size)
+        return self._read(self._heights, size)
 
-    def _read(self, size: float) -> float:
-        """As it was last drawn."""
-        knots, heights = self._knots, self._heights
+    def _prior_ms(self, size: float) -> float:
+        if self.given:
+            return self._read(self._at_knots, size)
+        fixed_ms, ms_each = self._prior
+        return fixed_ms + ms_each * size
+
+    def _read(self, heights: list[float], size: float) -> float:
+        """Between and beyond these heights at the knots."""
+        knots = self._knots
         above = bisect_left(knots, size)
         if above == _CLASSES:
             return heights[-1] * size / knots[-1]
+        if not above and not self.given:
+            return heights[0] * self._prior_ms(size) / self._at_knots[0]
         if not above:
-            fixed_ms, ms_each = self._prior
-            return heights[0] * (fixed_ms + ms_each * size) / (fixed_ms + ms_each * knots[0])
+            first = heights[0] * self._first / self._at_knots[0]
+            return first + (heights[0] - first) * max(0.0, size - 1.0) / (knots[0] - 1.0)
         left, low = knots[above - 1], heights[above - 1]
         return low + (heights[above] - low) * (size - left) / (knots[above] - left)
 
@@ -119,8 +158,7 @@ class Curve:
         """So long it took; what is beyond the estimate counts `above` of itself. Sizes below 1 say nothing."""
         if size < 1 or ms <= 0:
             return
-        fixed_ms, ms_each = self._prior
-        prior_ms = fixed_ms + ms_each * size
+        prior_ms = self._prior_ms(size)
         if self._weight > _SETTLED:
             # What an outlier is needs no newest estimate, and drawing one each time would cost more than all else.
             known = self.at(size)
@@ -156,7 +194,9 @@ class Curve:
         expected = 0.0
         for count, ratio in zip(self._weights, theirs, strict=True):
             expected += count * ratio
-        trust = _PRIOR_WEIGHT if self._parent is None else _FLEET_WEIGHT
+        trust = _FLEET_WEIGHT
+        if self._parent is None:
+            trust = _CARD_WEIGHT if self.given else _PRIOR_WEIGHT
         typical = trust * expected / weight
         trusted = trust * (sum(self._sums) + typical) / (expected + typical)
         self._known_ratios = [
@@ -174,8 +214,8 @@ class Curve:
                 highest = ms
             heights.append(highest)
         self._heights, self._undrawn = heights, 0
-        self.least = self._read(1)
-        self.each = self._read(_TYPICAL) / _TYPICAL
+        self.least = self._read(heights, 1)
+        self.each = self._read(heights, _TYPICAL) / _TYPICAL
 
 
 class NodeRates:
@@ -187,11 +227,13 @@ class NodeRates:
     _transfer: Curve
     _output: float
 
-    def __init__(self, fleet: NodeRates | None = None) -> None:
+    def __init__(self, fleet: NodeRates | None = None, card: RateCard | None = None) -> None:
+        """`card` is a fleet's: what was measured of such a node before."""
         self.fleet = fleet
-        self._prefill = Curve(*_PREFILL_MS, 2, None if fleet is None else fleet._prefill)
-        self._step = Curve(*_STEP_MS, 1, None if fleet is None else fleet._step)
-        self._transfer = Curve(*_TRANSFER_MS, 2, None if fleet is None else fleet._transfer)
+        prompt, step, fetch = _of_card(card)
+        self._prefill = Curve(*_PREFILL_MS, 2, None if fleet is None else fleet._prefill, prompt)
+        self._step = Curve(*_STEP_MS, 1, None if fleet is None else fleet._step, step)
+        self._transfer = Curve(*_TRANSFER_MS, 2, None if fleet is None else fleet._transfer, fetch)
         self._peers: dict[str, tuple[float, float]] = {}  # logarithms of how far each is off, and their weight
         self._wait_ratio = 1.0
         self._output = _OUTPUT_TOKENS
@@ -203,8 +245,10 @@ class NodeRates:
 
     @property
     def measured(self) -> bool:
-        """Whether no estimate is a mere guess: of prompts, steps and transfers each was measured once at least."""
-        return all(curve.known().measured for curve in (self._prefill, self._step, self._transfer))
+        """Whether no estimate is a mere guess: of prompts, steps and transfers each was measured once at least, here or
+        for a rate card."""
+        curves = (self._prefill.known(), self._step.known(), self._transfer.known())
+        return all(curve.measured or curve.given for curve in curves)
 
     # --- estimates -----------------------------------------------------------------------------------------------
 
@@ -282,3 +326,25 @@ class NodeRates:
             curve.fade(factor)
         self._peers = {peer: (total * factor, weight * factor) for peer, (total, weight) in self._peers.items()}
         self._wait_ratio = 1.0 + (self._wait_ratio - 1.0) * factor
+
+
+_Known = Callable[[float], float] | None
+
+
+def _of_card(card: RateCard | None) -> tuple[_Known, _Known, _Known]:
+    """What it says of prompts and transfers by tokens, and of steps by running requests of a typical length."""
+    if card is None:
+        return None, None, None
+    of: RateCard = card
+
+    def prompt(tokens: float) -> float:
+        longest = of.kv_tokens  # no prompt is longer; and each of its chunks is looked up
+        return of.prompt_ms(math.ceil(min(tokens, longest))) * max(1.0, tokens / longest)
+
+    def step(running: float) -> float:
+        return of.step_ms(running, running * _TYPICAL)
+
+    def fetch(tokens: float) -> float:
+        return of.fetch_ms(math.ceil(tokens))
+
+    return prompt, step, fetch if of.transfer else None

@@ -14,7 +14,9 @@ from router.nodes.credit import blocks_of, likely_kv_tokens
 from router.nodes.node import Node
 from router.policies.policy import Ask
 
-__all__ = ["RoomQueue", "Waiter", "has_room"]
+__all__ = ["RoomQueue", "Waiter", "has_room", "with_room"]
+
+_LOOKED_AT = 64
 
 
 def has_room(node: Node, ask: Ask) -> bool:
@@ -27,6 +29,14 @@ def has_room(node: Node, ask: Ask) -> bool:
     return node.credit.left(load.free_blocks) >= min(
         blocks_of(likely_kv_tokens(ask, node), load.block_tokens), load.total_blocks
     )
+
+
+def with_room(ask: Ask, nodes: Sequence[Node], choose: Callable[[Ask, Sequence[Node]], tuple[Node, Ask]]) -> list[Node]:
+    """Those that have room; of many nodes only the one that would be chosen, if it has any: a look at each would take
+    longer than all else."""
+    if len(nodes) > _LOOKED_AT and has_room(chosen := choose(ask, nodes)[0], ask):
+        return [chosen]
+    return [node for node in nodes if has_room(node, ask)]
 
 
 @dataclass(eq=False, slots=True)

@@ -23,6 +23,7 @@ from router.nodes.pool import Pool
 from wire.config import Role
 from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from wire.errors import KvrelayError
+from wire.frames import MALFORMED
 
 __all__ = ["warming"]
 
@@ -98,7 +99,7 @@ async def _meeting(meeting: Meeting, legs: Legs) -> Outcome:
         return Outcome(why.detail, busy=True)  # its health says more
     except KvrelayError as why:
         return Outcome(why.message)
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+    except MALFORMED as why:
         return Outcome(f"a probe is answered like another version of kvrelay: {why}", never=True)
     finally:
         if ticket is not None:

@@ -40,6 +40,9 @@ class Ask(msgspec.Struct, frozen=True):
     """By URL of a node, how many tokens of this prompt it is believed to have. Nodes that are not named have none."""
     peer: str = ""
     """For a decode leg, the URL of the prefill node that has the KV, or will have it."""
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    """Targets of the request; 0: none."""
     informed: bool = False
     """`cached` and `tokens` are what the prefix index has said."""
 

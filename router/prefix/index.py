@@ -51,12 +51,15 @@ class Prefix(msgspec.Struct, frozen=True):
     tokens: int = 0
     block_tokens: int = 0
     by_content: bool = False
+    counted: bool = False
+    """The text is a list of token ids: it says nothing of how long other texts are in tokens."""
 
     @classmethod
-    def of(cls, context: int, text: bytes) -> Prefix:
-        """`context`: a hash of the fields beside the text that decide its tokens."""
+    def of(cls, context: int, text: bytes, ids: int = 0) -> Prefix:
+        """`context`: a hash of the fields beside the text that decide its tokens. `ids`: if it is made of so many."""
         looked_at = text[:MAX_TEXT_BYTES]
-        return cls(array("q", [context, *map(hash, _CHUNKS(looked_at))]), len(text))
+        chunks = array("q", [context, *map(hash, _CHUNKS(looked_at))])
+        return cls(chunks, len(text), tokens=ids, counted=ids > 0)
 
     def known(self, blocks: PromptBlocks, tokens: int) -> Prefix:
         """The same prompt, of which a node has said what its blocks are called."""
@@ -189,7 +192,8 @@ class PrefixIndex:
             return
         self._block_tokens[prefix.by_content] = prefix.block_tokens
         per_byte = prefix.tokens / prefix.text_bytes
-        self._tokens_per_byte += _LEARNING_RATE * (per_byte - self._tokens_per_byte)
+        if not prefix.counted:
+            self._tokens_per_byte += _LEARNING_RATE * (per_byte - self._tokens_per_byte)
         if prefix.text_bytes <= MAX_TEXT_BYTES:
             keys = prefix.keys
         else:

@@ -44,7 +44,7 @@ class PrefixMetrics:
         )
         self.cached_tokens_error = Spread(
             "kvrelay_router_cached_prompt_tokens_error",
-            "Difference of the two, one observation per prefill leg.",
+            "Difference of the two kvrelay_router_cached_prompt_tokens_total, one observation per prefill leg.",
             _TOKENS,
             registry,
         )

@@ -75,7 +75,7 @@ class DecodeTimes:
         rates.generated(tokens)
         if tokens < _LEAST_STEPS:
             return
-        steps_ms = tokens * rates.step_ms(self._running)
+        steps_ms = tokens * rates.step_ms(self._lease.running)
         if self._peer is None:
             before_ms = self._lease.expected_queue_ms + rates.prefill_ms(self._uncached)
         else:
@@ -86,13 +86,8 @@ class DecodeTimes:
     def _uncached(self) -> int:
         return max(1, self._prompt_tokens - self._lease.cached_tokens)
 
-    @property
-    def _running(self) -> float:
-        """Requests on the node, from the beginning to now; this one is among them at the end."""
-        return max(1.0, (self._lease.company + self._lease.node.requests) / 2)
-
     def _stepped(self, each_s: float) -> None:
-        self._lease.node.rates.stepped(self._running, each_s * 1e3)
+        self._lease.node.rates.stepped(self._lease.running, each_s * 1e3)
 
     def _began(self, took_s: float) -> None:
         node, peer = self._lease.node, self._peer
@@ -102,6 +97,6 @@ class DecodeTimes:
             prefilled(self._lease, self._prompt_tokens, self._lease.cached_tokens, took_s)
         elif not node.load.waiting:  # else it may have waited for a seat
             ms = took_s * 1e3
-            exposed_ms = max(ms - node.rates.step_ms(self._running), _LEAST_EXPOSED * ms)
+            exposed_ms = max(ms - node.rates.step_ms(self._lease.running), _LEAST_EXPOSED * ms)
             node.rates.fetched(peer.url, self._uncached, exposed_ms)
             peer.rates.fetched("", self._uncached, exposed_ms)

@@ -19,6 +19,7 @@ import msgspec
 from router.membership.members import Listener, NodeSpec, Source
 from wire.config import Role
 from wire.errors import RequestError
+from wire.frames import MALFORMED
 
 if TYPE_CHECKING:
     import zmq.asyncio
@@ -61,7 +62,7 @@ class PingBook:
                 raise RequestError(f"zmq_address must be host:port, got {ping.zmq_address[:80]!r}")
             NodeSpec(f"http://{ping.zmq_address}", Role.PREFILL)
             spec = NodeSpec(f"http://{ping.http_address}", _ROLES[ping.type])
-        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        except MALFORMED as why:
             raise RequestError(f"it is no ping: {why}") from why
         before = self._heard.get(spec.url)
         if before is None and len(self._heard) >= _MAX_NODES:

@@ -15,7 +15,16 @@ __all__ = ["decode_ask", "prefill_ask", "prompt_tokens"]
 
 def prefill_ask(job: Job, prefix: Prefix) -> Ask:
     """Of the leg that computes the prompt."""
-    return Ask(Role.PREFILL, job.model, job.prompt_tokens, priority=job.priority, session=job.session, prefix=prefix)
+    return Ask(
+        Role.PREFILL,
+        job.model,
+        job.prompt_tokens,
+        priority=job.priority,
+        session=job.session,
+        prefix=prefix,
+        ttft_ms=(job.targets.ttft_s or 0.0) * 1e3,
+        tpot_ms=(job.targets.tpot_s or 0.0) * 1e3,
+    )
 
 
 def decode_ask(job: Job, prefix: Prefix, progress: Progress, params: KvTransferParams, peer: Node | None) -> Ask:

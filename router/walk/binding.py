@@ -19,8 +19,9 @@ from router.legs.legs import Legs
 from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.node import Lease, Node, NodeKind
+from router.nodes.pairing import unlike
 from router.nodes.pool import Pool
-from router.nodes.room import RoomQueue, Waiter, has_room
+from router.nodes.room import RoomQueue, Waiter, with_room
 from router.policies.policy import Ask
 from router.walk.conditional import Decision, decide
 from wire.config import Role
@@ -79,7 +80,7 @@ class Binding:
         if not self._queue:
             with _patiently(wish):
                 able, fetches = self._able(wish)
-                roomy = [node for node in able if has_room(node, wish.ask)]
+                roomy = with_room(wish.ask, able, self._pool.choose)
                 if roomy:
                     return self._pool.hold(wish.ask, roomy), fetches
         return await self._waited_for(wish)
@@ -120,7 +121,8 @@ class Binding:
             return able, True
         able = [node for node in nodes if node.kv is None or node.kv.computes_prompts]
         if not able:
-            raise KvNotLoaded.because("Incompatible", self._doors.with_partner([wish.peer], nodes)[1])
+            why = next(filter(None, (unlike(wish.peer.kv, node.kv) for node in nodes)), "")
+            raise KvNotLoaded.because("Incompatible", why)
         return able, False
 
     async def _waited_for(self, wish: Wish) -> tuple[Lease, bool]:

@@ -36,8 +36,8 @@ def is_full(means: Means, lease: Lease, why: Refused) -> bool:
     """Whether the node has refused the leg for want of room: then it rests."""
     if why.status != Overloaded.status:
         return False
-    means.doors.rest(lease.node, lease.node.role, why.retry_after_s, time.monotonic())
-    means.metrics.full.labels(lease.node.role.value).inc()
+    means.doors.rest(lease.node, lease.role, why.retry_after_s, time.monotonic())
+    means.metrics.full.labels(lease.role.value).inc()
     return True
 
 

@@ -3,6 +3,10 @@
 Both ways are reckoned in milliseconds from measured rates. Computed on the decode node a prompt waits for no hand-over,
 but all that run there wait for it: each of them is delayed by as long as it takes, and that is counted for all of them.
 A prompt that takes longer than a few decode steps never stays, even where nobody runs now: those that come would wait.
+
+Targets change what is better. A first token that would be late from a prefill node and is in time from the decode node
+is worth a stall there that those who run can spare: then a queue before the prefill nodes flows over to where time is
+left.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from router.nodes.spare_time import SPARE, stalled_ms
 from router.policies.policy import Ask, NodeView
 
 __all__ = ["MOST_STEPS", "Decision", "Reason", "decide"]
@@ -29,6 +34,8 @@ class Reason(enum.StrEnum):
     """It would be faster there for itself, but those that run would lose more than it wins."""
     TOO_LONG = "too_long"
     """More than MOST_STEPS."""
+    IN_TIME = "in_time"
+    """On the decode node: its first token would be late otherwise, and those that run there stay in time."""
     NO_ROOM = "no_room"
     """The decode node has no room for its KV now, and a prefill node can keep it until it has."""
 
@@ -47,19 +54,22 @@ class Decision:
 def decide(ask: Ask, prefill: NodeView, decode: NodeView) -> Decision:
     """For a prefill leg's `ask` (its role does not matter), and the nodes that its two legs would go to."""
     uncached = ask.uncached(decode)
-    alone_ms = decode.rates.queue_ms(decode.tokens, 0) + decode.rates.prefill_ms(uncached)
-    local_ms = alone_ms + decode.rates.prefill_ms(uncached) * decode.requests
-    handover_ms = (
-        prefill.rates.queue_ms(prefill.tokens, prefill.requests)
-        + prefill.rates.prefill_ms(ask.uncached(prefill))
-        + decode.rates.transfer_ms(prefill.url, uncached)
+    computed_ms = decode.rates.prefill_ms(uncached)
+    alone_ms = decode.rates.queue_ms(decode.tokens, 0) + computed_ms
+    local_ms = alone_ms + computed_ms * decode.requests
+    first_ms = prefill.rates.queue_ms(prefill.tokens, prefill.requests) + prefill.rates.prefill_ms(
+        ask.uncached(prefill)
     )
-    if decode.rates.prefill_ms(uncached) > MOST_STEPS * decode.rates.step_ms(decode.requests + 1):
-        reason = Reason.TOO_LONG
-    elif ask.kv_needed(decode) > decode.kv_room:
+    handover_ms = first_ms + decode.rates.transfer_ms(prefill.url, uncached)
+    in_time_ms = SPARE * ask.ttft_ms
+    if ask.kv_needed(decode) > decode.kv_room:
         reason = Reason.NO_ROOM
+    elif first_ms > in_time_ms > 0 and stalled_ms(decode, uncached, ask.tpot_ms) < in_time_ms:
+        reason = Reason.IN_TIME
+    elif computed_ms > MOST_STEPS * decode.rates.step_ms(decode.requests + 1):
+        reason = Reason.TOO_LONG
     elif local_ms < handover_ms:
         reason = Reason.CHEAPER
     else:
         reason = Reason.STREAMS_WAIT if alone_ms < handover_ms else Reason.HANDOVER_CHEAPER
-    return Decision(reason is Reason.CHEAPER, reason, local_ms, handover_ms)
+    return Decision(reason in (Reason.CHEAPER, Reason.IN_TIME), reason, local_ms, handover_ms)

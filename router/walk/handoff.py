@@ -23,7 +23,7 @@ from router.chores import ended
 from router.legs.leg_watch import LegWatch
 from router.legs.legs import LegFailed, Refused
 from router.nodes.measured import learn
-from router.nodes.node import Lease, Node, NodeKind
+from router.nodes.node import Lease, Node
 from router.nodes.standing import GAP_EVERY
 from router.policies.policy import Ask
 from router.reply import Reply
@@ -84,6 +84,11 @@ class Walk:
     def output_tokens(self) -> int:
         """So far, of all choices."""
         return self.progress.output_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, on the node that computed the rest; known at the end of the answer."""
+        return self.counts[2]
 
     @property
     def nodes(self) -> tuple[str, str]:
@@ -152,9 +157,7 @@ class Walk:
         while True:
             if not nodes:
                 nodes = self._doors.takers(ask, tries.nodes(), time.monotonic())
-                nodes, _ = self._doors.with_partner(
-                    nodes, self._pool.up(Role.DECODE, model=self.job.model, kind=NodeKind.KVRELAY)
-                )
+                nodes, _ = self._doors.with_partner(nodes, self.job.model)
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.on_placed(Role.PREFILL)

@@ -12,6 +12,7 @@ import msgspec
 from openai_api.body import check_choices
 from router.prefix.index import Prefix
 from wire.errors import RequestError
+from wire.frames import MALFORMED
 from wire.transfer import KvTransferParams
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "COMPLETIONS_PATH",
     "SESSION_HEADER",
     "Job",
+    "Targets",
     "decode_body",
     "for_model",
     "parse_job",
@@ -85,8 +87,15 @@ class _Asked(msgspec.Struct):
     stream_options: _StreamOptions | None = None
 
 
+class Targets(msgspec.Struct, frozen=True):
+    """What a request wants of its tokens' times, in seconds; None is no target."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
 class Job(msgspec.Struct, frozen=True):
-    """One request on its way. `max_tokens` 0: the client did not say. `prompt_tokens` is an estimate."""
+    """One request on its way. `max_tokens` 0: the client did not say. `prompt_tokens` is `counted`, or an estimate."""
 
     id: str
     path: str
@@ -97,6 +106,7 @@ class Job(msgspec.Struct, frozen=True):
     max_tokens: int
     min_tokens: int | None
     prompt_tokens: int
+    counted: bool
     wants_stages: bool
     """The client asks for the break-down at the end of its answer."""
     include_usage: bool
@@ -115,6 +125,7 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     session: str = ""
     """What the requests of one conversation, or else of one user, have in common."""
+    targets: Targets = Targets()
     mark: str = ""
     """Of an id that its client chose: another router may have a request with the same one on the same node."""
 
@@ -148,19 +159,22 @@ def parts_of(job: Job) -> list[Job]:
     if len(prompts) == 1:
         return [job]
     check_choices(len(prompts), max(job.choices, job.best_of))
-    return [
-        msgspec.structs.replace(
+    parts = []
+    for at, prompt in enumerate(prompts):
+        tokens, counted = _length(bytes(prompt))
+        part = msgspec.structs.replace(
             job,
             fields={**job.fields, "prompt": prompt},
-            prompt_tokens=len(bytes(prompt)) // _BYTES_PER_TOKEN,
+            prompt_tokens=tokens,
+            counted=counted,
             # Without a seed of the client's, equal prompts have different answers.
             seed=job.seed if job.seed_given else (job.seed + at) & _MAX_INT,
             wants_stages=False,
             part=True,
             first_index=at * job.choices,
         )
-        for at, prompt in enumerate(prompts)
-    ]
+        parts.append(part)
+    return parts
 
 
 def for_model(job: Job, model: str) -> Job:
@@ -172,7 +186,15 @@ def for_model(job: Job, model: str) -> Job:
     )
 
 
-def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int, session: str = "") -> Job:
+def parse_job(
+    body: bytes,
+    path: str,
+    job_id: str,
+    created: int,
+    drawn_seed: int,
+    session: str = "",
+    targets: Targets = Targets(),  # noqa: B008 - a value
+) -> Job:
     """Read a client's body. `drawn_seed` is taken if the client gave none; `session` is what its headers name.
 
     Raises RequestError.
@@ -198,7 +220,7 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
     prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
     default = None if path == CHAT_PATH else _DEFAULT_COMPLETION_TOKENS
     _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
-    prompt = bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")).strip()
+    prompt_tokens, counted = _length(bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")))
     return Job(
         id=job_id,
         path=path,
@@ -208,7 +230,8 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         created=created,
         max_tokens=limit or 0,
         min_tokens=asked.min_tokens,
-        prompt_tokens=len(prompt) // _BYTES_PER_TOKEN,
+        prompt_tokens=prompt_tokens,
+        counted=counted,
         wants_stages=bool(asked.include_metrics),
         include_usage=asked.stream_options is not None and bool(asked.stream_options.include_usage),
         seed_given=asked.seed is not None,
@@ -219,6 +242,7 @@ def parse_job(body: bytes, path: str, job_id: str, created: int, drawn_seed: int
         fields=fields,
         priority=asked.priority or 0,
         session=session or asked.prompt_cache_key or asked.user or "",
+        targets=targets,
     )
 
 
@@ -235,7 +259,7 @@ def prefix_of(job: Job) -> Prefix:
     """By what the prefix index knows the prompt of this job."""
     fields = job.fields
     context = hash((job.path, *[(name, bytes(fields[name])) for name in _CONTEXT_FIELDS if name in fields]))
-    return Prefix.of(context, bytes(fields.get(job.prompt_field, b"")))
+    return Prefix.of(context, bytes(fields.get(job.prompt_field, b"")), job.prompt_tokens if job.counted else 0)
 
 
 def prefill_body(job: Job, version: int = 1) -> bytes:
@@ -277,6 +301,14 @@ def decode_body(job: Job, params: KvTransferParams, version: int = 1) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def _length(prompt: bytes) -> tuple[int, bool]:
+    """Tokens of a prompt in JSON, and whether they were counted, as those of a prompt of token ids are."""
+    raw = prompt.strip()
+    if raw[:1] == b"[" and raw[1:32].lstrip()[:1].isdigit():
+        return raw.count(b",") + 1, True
+    return len(raw) // _BYTES_PER_TOKEN, False
+
+
 def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
@@ -286,7 +318,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         if name is None:
             raise RequestError(f"the body must be a JSON object of request fields: {message}") from why
         raise RequestError(f"{name} is of a wrong type: {message}", param=name) from why
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+    except MALFORMED as why:
         raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
 
 

@@ -64,6 +64,11 @@ class JoinedWalk:
         return sum(walk.output_tokens for walk in self._walks)
 
     @property
+    def cached_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(walk.cached_tokens for walk in self._walks)
+
+    @property
     def nodes(self) -> tuple[str, str]:
         """Of all walks."""
         prefill, decode = ({walk.nodes[leg] for walk in self._walks} for leg in (0, 1))

@@ -43,15 +43,14 @@ class Locality:
         """For a new request, by what its two legs ask: None if its whole prompt is computed on its decode node.
 
         Raises NoNode, Overloaded, KvNotLoaded if it can go nowhere at all."""
-        partners = self._pool.up(Role.DECODE, model=prefill.model, kind=NodeKind.KVRELAY)
-        if not partners:
+        if not self._pool.up(Role.DECODE, model=prefill.model, kind=NodeKind.KVRELAY):
             raise self._pool.no_node(Role.DECODE, prefill.model)
         try:
             takers = self._doors.takers(prefill, (), time.monotonic())
         except NoNode as why:
             self.local(decode, "no_prefill_node", why)
             return None
-        paired, unlike = self._doors.with_partner(takers, partners)
+        paired, unlike = self._doors.with_partner(takers, prefill.model)
         if not paired:
             self.local(decode, "incompatible", KvNotLoaded.because("Incompatible", unlike))
             return None
@@ -63,9 +62,7 @@ class Locality:
             takers = self._doors.takers(prefill, (), time.monotonic())
         except (NoNode, Overloaded):
             return None
-        paired, _ = self._doors.with_partner(
-            takers, self._pool.up(Role.DECODE, model=prefill.model, kind=NodeKind.KVRELAY)
-        )
+        paired, _ = self._doors.with_partner(takers, prefill.model)
         if not paired:
             return None
         node, told = self._pool.choose(prefill, paired)

@@ -8,6 +8,7 @@ with the ticket tells of all, the prefill leg of the first. Whoever comes first 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,7 @@ _CLAIM = (
     "adapter_digest",
 )
 """What of a hand-over leads to the KV."""
+_NO_CLAIM: dict[str, Any] = {name: getattr(KvTransferParams(), name) for name in _CLAIM}
 
 
 class Diverged(Exception):
@@ -215,14 +217,7 @@ class Progress:
         others = range(1, max(self._choices) + 1)
         return msgspec.structs.replace(
             base,
-            remote_engine_id=None,
-            remote_block_ids=None,
-            remote_request_id=None,
-            remote_host=None,
-            remote_port=None,
-            generation=None,
-            num_tokens=0,
-            growing=False,
+            **_NO_CLAIM,
             generated=first.generated,
             generated_logprobs=first.logprobs,
             sent_text=first.sent_text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from router.legs.legs import LegFailed, Refused
-from router.nodes.node import Node, NodeKind
+from router.nodes.node import Node
 from router.policies.policy import Ask
 from router.walk.means import Means
 from wire.config import Role
@@ -48,11 +48,7 @@ class Tries:
             return patient
         if ask.role is Role.DECODE:
             return True
-        return bool(
-            self._means.doors.with_partner(
-                nodes, self._means.pool.up(Role.DECODE, model=ask.model, kind=NodeKind.KVRELAY)
-            )[0]
-        )
+        return bool(self._means.doors.with_partner(nodes, ask.model)[0])
 
     def may_go_on(self, why: LegFailed, *, begun: bool) -> bool:
         """Whether a leg may be tried again, for which the retry budget is asked where it must be.

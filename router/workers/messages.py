@@ -13,9 +13,11 @@ import msgspec
 
 from openai_api.response_store import Stored
 from router.admission.rate_limits import Exceeded, Quota, Taken
+from router.balance.work import Work
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from wire.errors import KvrelayError
+from wire.frames import MALFORMED
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
@@ -25,6 +27,7 @@ __all__ = [
     "Added",
     "Address",
     "Answer",
+    "AskWork",
     "Begin",
     "Begun",
     "Done",
@@ -60,6 +63,7 @@ __all__ = [
     "TakeOver",
     "Told",
     "Took",
+    "WorkOf",
     "packed",
 ]
 
@@ -150,7 +154,13 @@ class Seen(_Message, frozen=True):
     workers: list[WorkerSeen]
 
 
-Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded | Seen
+class WorkOf(_Message, frozen=True):
+    """Asked: by all workers but the one that asks; or by one. By model, since it was last asked for."""
+
+    work: list[dict[str, Work]]
+
+
+Answer = Done | Took | Recalled | Forgotten | Exposition | Sampled | LegsOf | Reloaded | Seen | WorkOf
 
 
 # Of membership, both ways: a worker asks for it, its parent tells all workers.
@@ -251,6 +261,10 @@ class Look(_Message, frozen=True):
     since: float
 
 
+class AskWork(_Message, frozen=True):
+    """What was counted of requests is wanted, for the balance of roles. Also from the parent."""
+
+
 FromWorker = (
     Answer
     | Added
@@ -268,6 +282,7 @@ FromWorker = (
     | Legs
     | Reload
     | Look
+    | AskWork
 )
 
 
@@ -344,6 +359,7 @@ FromParent = (
     | Met
     | Legs
     | Look
+    | AskWork
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -380,7 +396,7 @@ class Frames:
                 body = bytes(read[at + _LENGTH_BYTES : end])
                 at = end
                 yield self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        except MALFORMED as why:
             raise LinkBroken(f"what came is no message: {why}") from why
         finally:
             del read[:at]

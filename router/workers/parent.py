@@ -31,6 +31,7 @@ from router.workers.messages import (
     Adapter,
     Added,
     Address,
+    AskWork,
     Begin,
     Begun,
     Done,
@@ -64,6 +65,7 @@ from router.workers.messages import (
     TakeOver,
     Told,
     Took,
+    WorkOf,
 )
 from router.workers.metric_sums import collected, lasting, summed, text_of
 from wire.errors import ConfigError, NotFound, RequestError, Unavailable
@@ -116,7 +118,7 @@ def share_of(config: RouterConfig, port: int) -> RouterConfig:
         heartbeat_port=0,
         p2p_nccl_port=0,
         kubernetes_selector="",
-        kubernetes_namespace="",
+        kubernetes_namespace=config.kubernetes_namespace if config.prefill_deployment else "",
     )
 
 
@@ -139,7 +141,9 @@ class Parent:
         Gauge("kvrelay_router_workers", "Processes that serve.", registry=registry).set_function(self.listening)
         self.restarts = Counter("kvrelay_router_worker_restarts", "Processes that were replaced.", registry=registry)
         self._hung = Counter(
-            "kvrelay_router_worker_hung", "Of these, processes that did not answer their parent.", registry=registry
+            "kvrelay_router_worker_hung",
+            "Processes that were replaced because they did not answer their parent.",
+            registry=registry,
         )
         self._members.tell(Source.STATIC, static_nodes(config))
 
@@ -233,6 +237,8 @@ class Parent:
                 return self._legs(peer)
             case Look():
                 return self._look(peer, message)
+            case AskWork():
+                return self._work(peer, message)
             case Added() | Removed() | Drained() | Adapter():
                 return self._change(message)
             case Met():
@@ -299,6 +305,10 @@ class Parent:
     async def _look(self, peer: _Peer, asked: Look) -> Seen:
         told = await self._ask_all(asked, Seen, but=peer)
         return Seen([worker for _, seen in told for worker in seen.workers])
+
+    async def _work(self, peer: _Peer, asked: AskWork) -> WorkOf:
+        told = await self._ask_all(asked, WorkOf, but=peer)
+        return WorkOf([work for _, each in told for work in each.work])
 
     async def _exposition(self) -> Exposition:
         await self._sample()

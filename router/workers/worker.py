@@ -17,6 +17,7 @@ from typing import Any
 
 from openai_api.response_store import Responses, Stored, missing
 from router.admission.rate_limits import NO_LIMIT, Exceeded, Limits, Quota, Taken
+from router.balance.work import Work
 from router.console.picture import WorkerSeen
 from router.membership.members import NodeSpec, Source
 from router.metrics import Metrics
@@ -32,6 +33,7 @@ from router.workers.messages import (
     Added,
     Address,
     Answer,
+    AskWork,
     Begin,
     Begun,
     Done,
@@ -62,6 +64,7 @@ from router.workers.messages import (
     TakeOver,
     Told,
     Took,
+    WorkOf,
 )
 from router.workers.metric_sums import collected
 from wire.errors import KvrelayError, RequestError, Unavailable
@@ -140,9 +143,10 @@ class Worker:
         self._pool, self._doors, self._metrics = pool, doors, metrics
         self.limits: Limits = _LimitsOfParent(link)
         self.responses: Responses = _ResponsesOfParent(link)
-        self.warms = begin.index == 0
+        self.leads = begin.index == 0
         self._take_over: TakesOver = nobody
         self._look: Callable[[float], WorkerSeen] | None = None
+        self._take_work: Callable[[], dict[str, Work]] = dict
         now = time.monotonic()
         for names in begin.names:
             pool.tell(names.source, names.specs, now)
@@ -203,6 +207,14 @@ class Worker:
         """See Shared."""
         return (await self._link.ask(Look(since), Seen)).workers
 
+    def counts(self, take: Callable[[], dict[str, Work]]) -> None:
+        """See Shared."""
+        self._take_work = take
+
+    async def work_elsewhere(self) -> list[dict[str, Work]]:
+        """See Shared."""
+        return (await self._link.ask(AskWork(), WorkOf)).work
+
     def workers(self) -> dict[str, int] | None:
         """See Shared."""
         return {"index": self._begin.index, "listening": self._begun, "wanted": self._begin.count}
@@ -218,6 +230,8 @@ class Worker:
                 return LegsOf({node.url: len(node.leases) for node in nodes if node.leases})
             case Look():
                 return Seen([] if self._look is None else [self._look(message.since)])
+            case AskWork():
+                return WorkOf([self._take_work()])
             case Begun():
                 self._begun = message.listening
             case Told():

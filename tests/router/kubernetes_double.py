@@ -1,4 +1,4 @@
-"""An API server that knows pods, and speaks list and watch as a real one does, over HTTP.
+"""An API server that knows pods and the scales of Deployments, and speaks as a real one does, over HTTP.
 
 kmock serves it: routes, status objects, streams. Its own emulator of objects knows no resource versions (nor label
 selectors, pages, bookmarks, watch timeouts, 410), and they are what is tested; so the store behind it is here.
@@ -43,6 +43,14 @@ class ApiServer:
         pods = kmock.resource("", "v1", "pods")
         self._handler[kmock.action.LIST, pods] << self._list
         self._handler[kmock.action.WATCH, pods] << self._watch
+        self.scales: dict[str, int] = {}
+        """Deployments by name, and how many pods each is to have."""
+        self.scale_fails: dict[str, kmock.KubernetesError] = {}
+        """By verb, or by verb and name: "put", "put kvrelay-decode"."""
+        self._scale_versions: dict[str, int] = {}
+        scales = kmock.resource("apps", "v1", "deployments"), kmock.subresource("scale")
+        self._handler[kmock.method.GET, *scales] << self._scale
+        self._handler[kmock.method.PUT, *scales] << self._rescale
 
     @asynccontextmanager
     async def running(self, port: int | None = None) -> AsyncIterator[ApiServer]:
@@ -155,6 +163,37 @@ users: [{{name: me, user: {{token: secret}}}}]
                 break
         if params.get("allowWatchBookmarks") == "true":
             yield {"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": str(version)}}}
+
+    async def _scale(self, request: kmock.Request) -> Object:
+        return self._scale_of(self._begin_scale("get", request))
+
+    async def _rescale(self, request: kmock.Request) -> Object:
+        name, wanted = self._begin_scale("put", request), request.data
+        if wanted["metadata"]["resourceVersion"] != str(self._scale_versions.get(name, 1)):
+            raise kmock.KubernetesError(409, "Conflict", "the object has been modified")
+        self.rescale(name, wanted["spec"]["replicas"])
+        return self._scale_of(name)
+
+    def rescale(self, name: str, replicas: int) -> None:
+        """As anybody may."""
+        self.scales[name] = replicas
+        self._scale_versions[name] = self._scale_versions.get(name, 1) + 1
+
+    def _begin_scale(self, verb: str, request: kmock.Request) -> str:
+        self._begin(verb, request)
+        name = request.name or ""
+        for case in (verb, f"{verb} {name}"):
+            if case in self.scale_fails:
+                raise self.scale_fails[case]
+        if name not in self.scales:
+            raise kmock.KubernetesError(404, "NotFound", f"deployments.apps {name} not found")
+        return name
+
+    def _scale_of(self, name: str) -> Object:
+        meta = {"name": name, "namespace": self.namespace, "resourceVersion": str(self._scale_versions.get(name, 1))}
+        count = self.scales[name]
+        about = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": meta}
+        return about | {"spec": {"replicas": count} if count else {}, "status": {"replicas": count}}
 
     def _begin(self, verb: str, request: kmock.Request) -> dict[str, str]:
         if request._raw_request is not None and request._raw_request.transport is not None:

@@ -179,6 +179,9 @@ class FakeNode:
     kv: KvFacts | None = None
     draining: bool = False
     drain_status: int = 200
+    flips_to: str | None = None
+    flips: int = 0
+    role_status: int = 202
     adapters: list[str] = field(default_factory=list)
     adapter_status: int = 200
     told: list[tuple[str, bytes, str]] = field(default_factory=list)
@@ -220,7 +223,7 @@ class FakeNode:
         return await serve_stream(request, leg)
 
     async def called_with(self, call: Call) -> web.StreamResponse | None:
-        if self.draining:
+        if self.draining or self.flips_to:
             error = {"message": "this node is draining", "type": "service_unavailable", "code": "draining"}
             return web.json_response({"error": error}, status=503)
         self.calls.append(call)
@@ -247,6 +250,8 @@ class FakeNode:
             "leg_stream": self.legs,
             **({} if self.legs_newest is None else {"leg_stream_newest": self.legs_newest}),
             "pod_uid": self.pod_uid,
+            "flips": self.flips,
+            "flips_to": self.flips_to,
             "kv": msgspec.to_builtins(self.kv),
         }
         return web.json_response(body, status=503 if self.draining else self.health_status)
@@ -255,6 +260,20 @@ class FakeNode:
         if self.drain_status == 200:
             self.draining = request.path == "/drain"
         return web.json_response({"draining": self.draining}, status=self.drain_status)
+
+    async def change_role(self, request: web.Request) -> web.Response:
+        if self.role_status != 202:
+            error = {"message": "it will not", "type": "invalid_request_error", "param": None, "code": None}
+            return web.json_response({"error": error}, status=self.role_status)
+        wanted = (await request.json())["role"]
+        self.flips_to = None if wanted == self.role else wanted
+        return web.json_response({}, status=202 if self.flips_to else 200)
+
+    def flipped(self) -> None:
+        """It has ended what it had."""
+        assert self.flips_to is not None
+        self.role, self.flips_to, self.flips = self.flips_to, None, self.flips + 1
+        self.script = prefill_ok if self.role == "prefill" else decode_ok
 
     async def release(self, request: web.Request) -> web.Response:
         self.released.append((await request.json())["request_ids"])
@@ -292,6 +311,7 @@ class FakeNode:
             app.router.add_post(path, answer)
         app.router.add_post("/drain", self.drain)
         app.router.add_post("/undrain", self.drain)
+        app.router.add_post("/admin/role", self.change_role)
         app.router.add_post("/kv/release", self.release)
         app.router.add_post("/kv/renew", self.renew)
         app.router.add_post("/v1/load_lora_adapter", self.adapter)
@@ -384,7 +404,7 @@ async def _all_running(nodes: list[FakeNode]) -> AsyncIterator[None]:
         yield
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Wait for a condition."""
     async with asyncio.timeout(within_s):
         while not condition():

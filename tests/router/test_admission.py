@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.admission.admission import Admission, Arrival, Refusal
 from router.admission.fair_queue import Entrant
-from router.admission.saturation import Freed, Nodes, Promised
+from router.admission.saturation import Freed, Nodes, Promised, own_ttft_s
 
 DECODE_S = 0.5
 
@@ -44,6 +44,7 @@ class ModelNode:
     kv_room: float = math.inf
     rates: FixedRates = field(default_factory=FixedRates)
     url: str = "http://node"
+    computes_prompts: bool = False
 
 
 class ModelCluster:
@@ -277,6 +278,17 @@ def test_what_has_begun_counts_until_a_node_counts_it() -> None:
     for each in (*begun, last):
         admission.ended(each, 300, 10, 1.0)
     assert admission._promised == Promised()
+
+
+def test_a_first_token_that_a_decode_node_has_in_time_is_not_late() -> None:
+    behind = ModelNode(50, 100_000)
+    free, sworn_off = ModelNode(1, computes_prompts=True), ModelNode(1)
+    late = entrant(100, ttft_s=own_ttft_s(entrant(100), Nodes([behind], [free])) * 3, tpot_s=1.0)
+    for decode, conditional, taken in ((free, True, True), (free, False, False), (sworn_off, True, False)):
+        arrival = Admission(10).arrive(late, Nodes([behind], [decode], conditional), 0.0)
+        assert (arrival.refusal is None) == taken
+    without = entrant(100, ttft_s=late.ttft_s)  # of its streams nobody knows how much they can spare
+    assert refusal(Admission(10).arrive(without, Nodes([behind], [free], True), 0.0)).reason == "ttft"
 
 
 def test_what_ends_is_counted_with_a_fading_past() -> None:

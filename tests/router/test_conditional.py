@@ -38,6 +38,23 @@ def test_without_room_a_prompt_goes_where_its_kv_can_wait() -> None:
     assert (decision.local, decision.reason) == (False, Reason.NO_ROOM)
 
 
+def in_time(tokens: int, ttft_ms: float, tpot_ms: float) -> Ask:
+    return Ask(Role.PREFILL, tokens=tokens, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+
+
+def test_a_first_token_that_would_be_late_comes_from_the_decode_node_if_its_streams_can_spare_the_time() -> None:
+    waiting, decode = NodeView("p", 4, 8_000), NodeView("d", requests=20)
+    assert decide(in_time(1_000, 200, 30), NodeView("p"), decode).reason is not Reason.IN_TIME  # it is in time there
+    decision = decide(in_time(1_000, 200, 30), waiting, decode)
+    assert (decision.local, decision.reason) == (True, Reason.IN_TIME)
+    assert not decide(ask(1_000), waiting, decode).local  # nobody has said what late is
+    assert not decide(in_time(1_000, 30, 30), waiting, decode).local  # it would be late there, too
+    assert not decide(in_time(1_000, 200, 10), waiting, decode).local  # streams take 10 ms already
+    assert not decide(in_time(3_000, 400, 30), NodeView("p", 4, 30_000), decode).local  # too long a stall
+    busy = NodeView("d", 20, 4_000)  # of prompts that are there already
+    assert not decide(in_time(1_000, 200, 30), waiting, busy).local
+
+
 nodes = st.builds(NodeView, st.just("n"), st.integers(0, 200), st.integers(0, 100_000), st.floats(0, 1e6))
 
 
@@ -47,7 +64,7 @@ def test_a_long_prompt_never_stays_and_more_streams_or_tokens_never_bring_one_ba
     tokens: int, prefill: NodeView, decode: NodeView
 ) -> None:
     decision = decide(ask(tokens), prefill, decode)
-    assert decision.local == (decision.reason is Reason.CHEAPER)
+    assert decision.local == (decision.reason is Reason.CHEAPER)  # without targets
     if decision.local:
         assert decode.rates.prefill_ms(tokens) <= MOST_STEPS * decode.rates.step_ms(decode.requests + 1)
         assert decision.local_ms < decision.handover_ms

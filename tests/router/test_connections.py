@@ -18,7 +18,7 @@ import pytest
 from router_doubles import Call, Cluster, cluster, decode, decode_ok, prefill, refuse, until
 
 import router.server as server_module
-from router.connections import connections
+from openai_api.connections import connections
 from router.server import make_server
 from wire.errors import ConfigError
 from wire.frames import FRAMES_MEDIA_TYPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from router_doubles import Call, cluster, decode, event, prefill
 
+from router.console.picture import BalanceSeen, RoleChange, RoleSeen
 from wire.frames import Frame, FrameKind
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -72,3 +74,55 @@ async def test_it_wants_the_admin_key_shows_only_text_and_says_what_was_stopped_
         assert await page.locator("#health").get_attribute("data-state") == "lost"
         assert await page.locator("img").count() == 0
         assert not alerts
+
+
+async def test_a_node_is_given_another_role_and_the_last_of_a_role_only_if_one_insists() -> None:
+    p, other, d = prefill(), prefill(), decode()
+    async with opened() as page, cluster(p, other, d) as c:
+        await page.goto(f"{c.url}/console")
+        name = p.url.removeprefix("http://")
+        row = page.locator("#nodes tbody tr", has_text=name)
+        await row.get_by_role("button", name=f"Make decode: prefill node {name}").press("Enter")
+        dialog = page.get_by_role("dialog", name="Make it a decode node?")
+        await dialog.get_by_role("button", name="Make it decode").press("Enter")
+        await page.locator("#nodes tr[data-state=flipping]", has_text=name).wait_for()
+        await row.get_by_role("button", name="Keep prefill").press("Enter")
+        await page.locator("#nodes tr[data-state=up]", has_text=name).wait_for()
+        assert p.flips_to is None
+
+        await row.get_by_role("button", name="Make decode").press("Enter")
+        await dialog.get_by_role("button", name="Make it decode").press("Enter")
+        await page.locator("#nodes tr[data-state=flipping]", has_text=name).wait_for()
+        p.flipped()
+        await page.locator("#flow-decode .node[data-state=up]", has_text=name).wait_for()
+
+        last = other.url.removeprefix("http://")
+        await page.get_by_role("button", name=f"Make decode: prefill node {last}").press("Enter")
+        await dialog.get_by_role("button", name="Make it decode").press("Enter")
+        await dialog.get_by_text("is the last prefill node").wait_for()
+        assert other.flips_to is None
+        await dialog.get_by_role("button", name="anyway").press("Enter")
+        await page.locator("#nodes tr[data-state=flipping]", has_text=last).wait_for()
+        assert other.flips_to == "decode"
+
+
+async def test_the_balance_of_roles_is_shown_where_one_is_kept() -> None:
+    why = "prefill has work for 60% of its 1 node: nobody is short of nodes"
+    change = RoleChange(time.time() - 5, "prefill", "http://d:1", HOSTILE, "done in 5 s")
+    roles = {"prefill": RoleSeen(1, 0.6, 0.97, 0.25), "decode": RoleSeen(3, 0.1, 1.0, 0.0)}
+    shown = BalanceSeen("tiny", why, time.time(), roles, [change])
+    async with opened() as page, cluster(prefill(), decode()) as c:
+        await page.goto(f"{c.url}/console")
+        await page.locator("#health[data-state=ok]").wait_for()
+        assert await page.locator("#balance-card").is_hidden()
+        c.router.lookout.balance = lambda: [shown]
+        card = page.get_by_role("region", name="Balance of roles")
+        await card.get_by_text(why).wait_for()
+        await card.get_by_text("1 node, 60 % of their time, 97 % in time, 250 ms of work waits").wait_for()
+        row = card.locator("#changes tbody tr")
+        assert (await row.inner_text()).split("\t")[1:] == [
+            "one more prefill node of tiny: d:1",
+            "done in 5 s",
+            HOSTILE,
+        ]
+        assert await page.locator("img").count() == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.nodes.credit import Credit, Reservation, blocks_of, likely_kv_tokens
 from router.nodes.node import Lease, Node
-from router.nodes.room import RoomQueue, Waiter, has_room
+from router.nodes.room import RoomQueue, Waiter, has_room, with_room
 from router.policies.policy import Ask
 from router.walk.retries import FLOOR, SHARE, WINDOW_S, RetryBudget
 from wire.config import Role
@@ -83,6 +85,19 @@ def test_room_is_what_reports_and_own_legs_leave() -> None:
     assert has_room(decode_node(free=0, running=0), ask(10**6))  # an idle node has what it has
     assert has_room(Node("http://v", role=Role.DECODE), ask(10**6))  # and one that says nothing is asked
     assert has_room(decode_node(free=100, total=100), ask(10**6))  # what fits nowhere goes where nothing else is
+
+
+def test_of_many_nodes_only_the_chosen_one_is_looked_at_if_it_has_room() -> None:
+    small, large = [decode_node(free=1)] * 3, [decode_node(free=1)] * 100
+    roomy = decode_node(free=20)
+
+    def choose(asked: Ask, nodes: Sequence[Node]) -> tuple[Node, Ask]:
+        return nodes[-1], asked
+
+    assert with_room(ask(160), [*small, roomy, roomy], choose) == [roomy, roomy]
+    assert with_room(ask(160), [roomy, *large, roomy], choose) == [roomy]
+    assert with_room(ask(160), [roomy, *large], choose) == [roomy]  # not the chosen one
+    assert with_room(ask(160), large, choose) == []
 
 
 def queue_of(node: Node, wants: list[tuple[int, int]]) -> tuple[RoomQueue, list[int]]:

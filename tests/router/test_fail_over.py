@@ -127,3 +127,14 @@ async def test_a_process_that_is_lost_with_many_legs_has_failed_once() -> None:
         assert set(answers) == {STREAMED}
         breaker = c.node(d).standing[Role.DECODE].breaker
         assert breaker.state(time.monotonic()) is State.CLOSED
+
+
+async def test_a_node_that_is_down_is_asked_again_while_the_last_question_is_not_answered() -> None:
+    d = decode(rest)
+    async with cluster(prefill(), d, health_deadline_s=60.0, health_interval_s=0.02) as c:
+        d.health_status = 503
+        await until(lambda: not c.router.pool.up(Role.DECODE))
+        d.health_hangs = True
+        await asyncio.sleep(0.1)  # a question is lost now
+        d.health_status, d.health_hangs = 200, False
+        await until(lambda: bool(c.router.pool.up(Role.DECODE)))

@@ -40,6 +40,29 @@ def test_a_decode_leg_tells_of_steps_transfer_and_length(prefill: Node, decode: 
     assert 101 < decode.rates.output_tokens() < 170
 
 
+@pytest.mark.parametrize(("company", "now", "ran"), [(0, 1, 1), (0, 3, 2), (4, 1, 3), (7, 8, 8)])
+def test_a_leg_counts_itself_among_those_that_run(decode: Node, company: int, now: int, ran: float) -> None:
+    """Alone it is one and not half a one, of which nothing would be learnt."""
+    frame = Frame(FrameKind.END, timing={"exposed": 1.0, "decode": 5_000.0}, usage=(1_000, 101, 0))
+    decode.requests = now
+    lease = Lease(decode, 0, company=company)
+    assert lease.running == ran
+    for _ in range(30):
+        learn(lease, frame, 101, None)
+    assert 45 < decode.rates.step_ms(ran) < 51
+
+
+def test_speeds_are_known_once_one_request_was_served_alone(prefill: Node, decode: Node) -> None:
+    """So that short prompts can be computed on the decode node, however seldom requests come."""
+    decode.requests = 1
+    timing = {"exposed": 7.0, "decode": 500.0}
+    learn(Lease(decode, 0), Frame(FrameKind.END, timing=timing, usage=(100, 11, 0)), 11, prefill)
+    decode.rates.prefills_like(prefill.rates)
+    params = KvTransferParams(prompt_token_ids=[7] * 100)
+    learn(Lease(prefill, 100), Frame(FrameKind.HANDOVER, params=params, timing={"queue": 0.0, "prefill": 9.0}), 1, None)
+    assert decode.rates.measured
+
+
 def test_a_leg_of_several_choices_and_a_short_one_say_nothing_of_steps(decode: Node) -> None:
     frame = Frame(FrameKind.END, timing={"queue": 0.0, "prefill": 1.0, "decode": 5_000.0}, usage=(1_000, 2, 0))
     before = decode.rates.step_ms(1)

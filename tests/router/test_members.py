@@ -42,12 +42,13 @@ def test_another_generation_at_the_same_address_is_told_once() -> None:
     assert members.tell(Source.KUBERNETES, [second]).replaced == ()
 
 
-def test_a_node_with_another_role_leaves_and_joins() -> None:
+def test_a_node_that_is_named_with_another_role_is_the_same_node() -> None:
     members = Members()
     members.tell(Source.HEARTBEATS, [P])
     other = NodeSpec("http://p", Role.DECODE)
     change = members.tell(Source.HEARTBEATS, [other])
-    assert (change.joined, change.left) == ((other,), ("http://p",))
+    assert change == Change(relisted=(other,))
+    assert members.listed("http://p") == other
 
 
 specs = st.builds(

@@ -248,6 +248,16 @@ def test_the_length_of_a_prompt_is_learned() -> None:
     assert abs(index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens - 2_000) < 50
 
 
+def test_token_ids_are_counted_and_say_nothing_of_texts() -> None:
+    index, ids = PrefixIndex(), list(range(1_000, 3_000))
+    prefix = Prefix.of(7, str(ids).encode(), len(ids))
+    assert abs(index.lookup(prefix).prompt_tokens - 2_000) < 2
+    text = index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens
+    for _ in range(100):
+        index.learn(prefix.known(blocks_of(ids), len(ids)))
+    assert index.lookup(Prefix.of(7, b"x" * 4_000)).prompt_tokens == text
+
+
 def test_a_very_long_prompt_is_looked_at_in_part() -> None:
     index = PrefixIndex()
     prefix = Prefix.of(7, bytes(2 * MAX_TEXT_BYTES))

@@ -110,6 +110,18 @@ async def test_a_node_that_is_drained_takes_no_new_legs_and_comes_back() -> None
         await until(lambda: c.node(nodes[1]).up)
 
 
+async def test_a_node_that_is_drained_here_comes_back_when_it_is_asked_itself() -> None:
+    nodes = [prefill(), decode()]
+    async with cluster(*nodes) as c:
+        await admin(c, "POST", "/admin/drain", {"url": nodes[1].url})
+        node = c.node(nodes[1])
+        await until(lambda: node.reason != "it is draining" or not node.drain_asked)
+        assert (node.up, node.reason) == (False, "it is draining")
+        async with c.http.post(f"{nodes[1].url}/undrain") as answer:
+            assert answer.status == 200
+        await until(lambda: node.up)
+
+
 async def test_a_node_that_knows_no_drain_is_drained_by_the_router_until_another_process_stands_there() -> None:
     nodes = [prefill(), decode(), decode(drain_status=404)]
     async with cluster(*nodes) as c:

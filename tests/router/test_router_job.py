@@ -17,6 +17,18 @@ def parse(path: str = CHAT_PATH, **fields: Any) -> Job:
     return parse_job(msgspec.json.encode({"model": "m", **prompt, **fields}), path, "id1", 99, 1234)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [([7], 1), ([1, 22, 333], 3), (list(range(2_048)), 2_048), ("x" * 398, 100)],
+)
+def test_token_ids_are_counted_and_texts_are_estimated(prompt: object, tokens: int) -> None:
+    for raw in (msgspec.json.encode, lambda body: msgspec.json.format(msgspec.json.encode(body), indent=1)):
+        assert parse_job(raw({"model": "m", "prompt": prompt}), COMPLETIONS_PATH, "id", 0, 0).prompt_tokens in (
+            tokens,
+            tokens + 1,
+        )
+
+
 def prefill(job: Job) -> dict[str, Any]:
     return msgspec.json.decode(prefill_body(job))
 

@@ -52,6 +52,7 @@ def test_who_pings_is_a_member_until_it_has_been_silent_for_three_pings() -> Non
         ping(at="a b:1"),
         ping(http="u:p@h:1"),
         msgspec.msgpack.encode({"type": "P"}),
+        b"\x82\xa4type\xa1P\xa1x" + b"\x91" * 4000 + b"\xc0",
     ],
 )
 def test_what_is_no_ping_is_refused(message: bytes) -> None:

@@ -76,12 +76,16 @@ def test_a_secret_opens_every_address_and_none_is_needed_on_the_loopback() -> No
             {"tensor_parallel": 4, "tensor_parallel_address": "h:1", "tensor_parallel_local": 2, "first_rank": 3},
             "first_rank must be between 1 and 2, so that 2 ranks fit into 4, got 3",
         ),
+        (
+            {"tensor_parallel": 4, "tensor_parallel_address": "h:1", "tensor_parallel_local": 2, "machine": 2},
+            "first_rank must be between 1 and 2, so that 2 ranks fit into 4, and machine 2 begins with 4",
+        ),
     ],
 )
 def test_ranks_elsewhere_must_know_their_place(given: dict[str, Any], said: str) -> None:
-    first_rank = given.pop("first_rank", 1)
+    place = {name: given.pop(name) for name in ("machine", "first_rank") if name in given}
     with pytest.raises(ConfigError) as caught:
-        RanksConfig(EngineConfig("m", **given), first_rank)
+        RanksConfig(EngineConfig("m", **given), **place)
     assert said in caught.value.message
 
 

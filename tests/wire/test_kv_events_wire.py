@@ -81,7 +81,22 @@ def test_a_listener_that_knows_vllm_s_types_reads_ours() -> None:
     ]
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01", msgspec.msgpack.encode([1.0, [["Unheard", 1]]])])
+DEEP = b"\x91" * 100_000 + b"\xc0"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x93\x01",
+        msgspec.msgpack.encode([1.0, [["Unheard", 1]]]),
+        b"\x81\xa2ts" + DEEP,
+        b"\x82\xa1x" + DEEP + b"\xa2ts\x01",
+        b"\x83\xa2ts\x01\xa6events\x90\xaageneration\xa1\xff",
+    ],
+    ids=range(7),
+)
 def test_what_is_malformed_is_refused(payload: bytes) -> None:
     with pytest.raises(NodeFailed, match="malformed KV events"):
         read_batch(payload)

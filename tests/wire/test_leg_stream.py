@@ -35,5 +35,6 @@ def test_frames_and_credit() -> None:
     assert (leg, kind, frame_of(body)) == (7, Kind.FRAME, frame)
     ((leg, kind, body),) = MessageReader().feed(credit(7, 2**32 - 1))
     assert (leg, kind, credit_of(body), credit_of(b"")) == (7, Kind.CREDIT, 2**32 - 1, 0)
-    with pytest.raises(MALFORMED):
-        frame_of(b"\xc1")
+    for malformed in (b"\xc1", b"\x91" * 100_000 + b"\xc0"):
+        with pytest.raises(MALFORMED):
+            frame_of(malformed)

@@ -18,9 +18,10 @@ function stored() {
 }
 
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -28,9 +29,9 @@ const bearer = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 
 async function checked(answer) {
   if (answer.ok) return answer;
-  let message = `the router answers ${answer.status}`;
-  try { message = (await answer.json()).error.message; } catch (_) { /* not ours */ }
-  throw new Refused(answer.status, message);
+  let error = { message: `the router answers ${answer.status}` };
+  try { error = (await answer.json()).error; } catch (_) { /* not ours */ }
+  throw new Refused(answer.status, error.message, error.code);
 }
 
 /** What has happened since this Unix time. Gives up after `deadlineMs`. */
@@ -45,6 +46,14 @@ export async function drain(url, begin) {
   const headers = { ...bearer(keys.admin), "content-type": "application/json" };
   const asked = { method: "POST", headers, body: JSON.stringify({ url }), signal: AbortSignal.timeout(15000) };
   return (await checked(await fetch(begin ? "admin/drain" : "admin/undrain", asked))).json();
+}
+
+/** Give a node another role; the one that it has calls a change off. `force`: also the last node of its role. */
+export async function role(url, wanted, force) {
+  const headers = { ...bearer(keys.admin), "content-type": "application/json" };
+  const body = JSON.stringify({ url, role: wanted, force });
+  const asked = { method: "POST", headers, body, signal: AbortSignal.timeout(15000) };
+  return (await checked(await fetch("admin/nodes/role", asked))).json();
 }
 
 export async function models(key) {

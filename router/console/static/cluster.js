@@ -7,13 +7,14 @@ const MOST_IN_FLOW = 6; // of a role; the table has all
 const CARD = 66; // height of a node in the flow, as parts.css has it
 const GAP = 8;
 
-export function showCluster(picture, onDrain) {
+export function showCluster(picture, asks) {
   tiles(picture);
   flow(picture);
   edges(picture);
   latency(picture);
   counts(picture);
-  nodes(picture, onDrain);
+  nodes(picture, asks);
+  balance(picture);
   workers(picture);
 }
 
@@ -49,7 +50,8 @@ function makeTile(tile) {
   return Object.assign(element, { value, unit, spark: foot, note: foot });
 }
 
-const stateOf = (node) => (node.up ? "up" : node.draining ? "draining" : "down");
+const stateOf = (node) => (node.up ? "up" : node.flips_to ? "flipping" : node.draining ? "draining" : "down");
+const other = (role) => (role === "prefill" ? "decode" : "prefill");
 const open = (node) => Object.entries(node.breakers).filter(([, breaker]) => breaker.state !== "closed");
 const kvShare = (node) => (node.total_blocks ? 1 - node.free_blocks / node.total_blocks : null);
 
@@ -175,18 +177,18 @@ function counts(picture) {
   keyed(byId("counts"), rows, (row) => row[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (row, [, text]) => say(row.lastChild, text));
 }
 
-function nodes(picture, onDrain) {
+function nodes(picture, asks) {
   const rows = [...ofRole(picture, "prefill"), ...ofRole(picture, "decode")];
   const several = picture.workers.length > 1;
   say(byId("nodes-hint"), several ? `streams of all router processes; loads as process ${picture.asked} was last told; breakers: the worst that any sees` : `${rows.filter((node) => node.up).length} of ${rows.length} up`);
-  keyed(byId("nodes").tBodies[0], rows, (node) => node.url, (node) => makeRow(node, onDrain), (row, node) => {
+  keyed(byId("nodes").tBodies[0], rows, (node) => node.url, (node) => makeRow(node, asks), (row, node) => {
     row.node = node;
     mark(row, "data-state", stateOf(node));
     const partly = several && node.up_in > 0 && node.up_in < picture.workers.length;
     say(row.state, partly ? `up in ${node.up_in} of ${picture.workers.length}` : stateOf(node));
     const bad = open(node);
     const trouble = bad.map(([leg, breaker]) => `${leg} ${breaker.state.replace("_", " ")}`).join(", ");
-    say(row.why, node.up ? (trouble ? `breaker: ${trouble}` : `for ${age(node.for_s)}`) : node.draining ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
+    say(row.why, node.up ? (trouble ? `breaker: ${trouble}` : `for ${age(node.for_s)}`) : node.draining || node.flips_to ? (node.legs ? `ends ${node.legs} streams` : "idle") : node.reason);
     mark(row.why, "title", node.reason || null);
     const [, , load, legs, depth, , held, breakers] = row.cells;
     say(load, `${node.running} / ${node.waiting}`);
@@ -201,20 +203,56 @@ function nodes(picture, onDrain) {
     const drained = node.draining;
     say(row.button, drained ? "Undrain" : "Drain");
     mark(row.button, "aria-label", `${drained ? "Undrain" : "Drain"} ${node.role} node ${short(node.url)}`);
+    say(row.facts, [node.role, node.kind === "kvrelay" ? "" : node.kind, node.model, ...node.adapters].filter(Boolean).join(" · "));
+    const wanted = node.flips_to ? node.role : other(node.role);
+    row.flip.hidden = node.kind !== "kvrelay" || drained;
+    say(row.flip, node.flips_to ? `Keep ${wanted}` : `Make ${wanted}`);
+    mark(row.flip, "aria-label", `${node.flips_to ? "Keep" : "Make"} ${wanted}: ${node.role} node ${short(node.url)}`);
   });
 }
 
-function makeRow(node, onDrain) {
+function makeRow(node, asks) {
   const state = h("span.word");
   const why = h("span.why");
   const kv = bar(`KV in use on ${short(node.url)}`);
-  const button = h("button.quiet", { type: "button", onclick: () => onDrain(row.node) });
-  const facts = [node.role, node.kind === "kvrelay" ? "" : node.kind, node.model, ...node.adapters].filter(Boolean).join(" · ");
+  const button = h("button.quiet", { type: "button", onclick: () => asks.drain(row.node) });
+  const flip = h("button.quiet", { type: "button", onclick: () => asks.role(row.node) });
+  const facts = h("span.why");
   const row = h("tr", {},
-    h("th", { scope: "row" }, h("span.name", { title: node.url }, short(node.url)), h("span.why", {}, facts)),
+    h("th", { scope: "row" }, h("span.name", { title: node.url }, short(node.url)), facts),
     h("td", {}, h("span.dot", { "aria-hidden": "true" }), state, why),
-    h("td.num"), h("td.num"), h("td.num"), h("td", {}, kv), h("td.num"), h("td.breakers"), h("td.act", {}, button));
-  return Object.assign(row, { state, why, kv, button });
+    h("td.num"), h("td.num"), h("td.num"), h("td", {}, kv), h("td.num"), h("td.breakers"), h("td.act", {}, flip, " ", button));
+  return Object.assign(row, { state, why, kv, button, flip, facts });
+}
+
+const percent = (share) => `${Math.round(share * 100)} %`;
+
+function balance(picture) {
+  const models = picture.balance;
+  byId("balance-card").hidden = !models.length;
+  if (!models.length) return;
+  const looked = Math.min(...models.map((each) => each.looked));
+  say(byId("balance-hint"), looked ? `looked at ${age(Math.max(0, picture.now - looked))} ago` : "not looked at yet");
+  const rows = models.flatMap((each) => [
+    [`${each.model} now`, each.why],
+    ...Object.entries(each.roles).map(([role, seen]) => [
+      `${each.model} ${role}`,
+      `${count(seen.nodes)} ${seen.nodes === 1 ? "node" : "nodes"}, ${percent(seen.use)} of their time, ${percent(seen.in_time)} in time${seen.backlog_s >= 0.1 ? `, ${time(seen.backlog_s)} of work waits` : ""}`,
+    ]),
+  ]);
+  keyed(byId("balance"), rows, (row) => row[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (row, [, text]) => say(row.lastChild, text));
+  const changes = models.flatMap((each) => each.changes.map((change) => ({ ...change, model: each.model }))).sort((left, right) => right.at - left.at);
+  keyed(byId("changes").tBodies[0], changes.length ? changes : [null], (change) => (change ? `${change.at} ${change.model}` : "none"), makeChange, (row, change) => {
+    if (!change) return;
+    say(row.cells[0], `${age(Math.max(0, picture.now - change.at))} ago`);
+    say(row.cells[2], change.outcome);
+  });
+}
+
+function makeChange(change) {
+  if (!change) return h("tr.none", {}, h("td", { colspan: "4" }, "No role has changed since this process began."));
+  const what = `one more ${change.role} node of ${change.model}${change.where ? `: ${short(change.where)}` : ""}`;
+  return h("tr", {}, h("td.num"), h("th", { scope: "row" }, what), h("td"), h("td", {}, change.why));
 }
 
 function workers(picture) {

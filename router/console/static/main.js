@@ -26,7 +26,7 @@ async function look() {
     failures = 0;
     notice("");
     header(picture);
-    showCluster(picture, askDrain);
+    showCluster(picture, { drain: askDrain, role: askRole });
     takeRequests(picture.requests);
     offerModels(Object.keys(picture.models));
   } catch (why) {
@@ -120,6 +120,48 @@ async function drain(node, begin) {
   }
 }
 
+// Roles.
+
+let changing = null;
+
+function askRole(node) {
+  const wanted = node.role === "prefill" ? "decode" : "prefill";
+  if (node.flips_to) {
+    giveRole({ node, wanted: node.role, force: false });
+    return;
+  }
+  const first = node.legs ? `end the ${node.legs === 1 ? "stream" : `${node.legs} streams`} on it` : "end what it has";
+  offerRole({ node, wanted, force: false }, `The ${node.role} node ${short(node.url)} will take nothing new, ${first}, and then be a ${wanted} node. It keeps its weights and its KV.`);
+}
+
+function offerRole(change, text) {
+  changing = change;
+  say(byId("role-title"), `Make it a ${change.wanted} node?`);
+  say(byId("role-what"), text);
+  say(byId("role-yes"), change.force ? `Make it ${change.wanted} anyway` : `Make it ${change.wanted}`);
+  byId("role-dialog").showModal();
+}
+
+function startRoles() {
+  const dialog = byId("role-dialog");
+  dialog.addEventListener("close", () => {
+    const [change, yes] = [changing, dialog.returnValue === "change"];
+    changing = null;
+    dialog.returnValue = "";
+    if (yes && change) giveRole(change);
+  });
+}
+
+async function giveRole(change) {
+  try {
+    await api.role(change.node.url, change.wanted, change.force);
+    look();
+  } catch (why) {
+    if (why.code === "last_of_role") offerRole({ ...change, force: true }, `${why.message}.`);
+    else notice(`${short(change.node.url)} keeps its role: ${why.message}`);
+  }
+}
+
 // Tabs and colours.
 
 function show(view) {
@@ -183,6 +225,7 @@ startColours();
 startPause();
 startKeys();
 startDraining();
+startRoles();
 startRequests();
 startChat();
 look();

@@ -1,0 +1,199 @@
+"""Nodes that change their roles while they run: what the pool makes of it, and the route that asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from router_doubles import Call, Cluster, FakeNode, cluster, decode, prefill, until
+
+from router.membership.members import NodeSpec, Source
+from router.nodes.doors import Doors
+from router.nodes.measured import learn
+from router.nodes.node import HealthReport, Node
+from router.nodes.pairs import Outcome, Pairs
+from router.nodes.pool import Pool
+from router.policies.policy import Ask
+from wire.config import Role
+from wire.frames import Frame, FrameKind
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def told(node: Node, pool: Pool, role: Role, at: float, flips: int = 0, to: Role | None = None, **more: Any) -> None:
+    fields = {"generation": "g1", **more}
+    pool.report(node, HealthReport(role, "m", flips=flips, flips_to=to, **fields), at, at)
+
+
+@pytest.fixture
+def pool() -> Pool:
+    pool = Pool(["http://p0", "http://p1"], ["http://d"], random.Random(1))
+    for node in pool.nodes:
+        told(node, pool, node.role, 1.0)
+    return pool
+
+
+def urls(pool: Pool, role: Role) -> list[str]:
+    return [node.url for node in pool.up(role)]
+
+
+def test_a_node_that_flips_takes_nothing_and_is_then_what_it_says(pool: Pool) -> None:
+    node = pool.nodes[1]
+    told(node, pool, P, 2.0, to=D)
+    assert (node.up, node.flips_to, node.role) == (False, D, P)
+    assert node.reason == "it changes its role from prefill to decode"
+    told(node, pool, D, 3.0, flips=1)
+    assert (node.up, node.flips_to, node.role) == (True, None, D)
+    assert (urls(pool, P), urls(pool, D)) == (["http://p0"], ["http://p1", "http://d"])
+    told(node, pool, P, 4.0, flips=2)
+    assert (urls(pool, P), urls(pool, D)) == (["http://p0", "http://p1"], ["http://d"])
+
+
+def test_a_flip_that_is_called_off_or_whose_node_dies_leaves_the_old_role(pool: Pool) -> None:
+    node = pool.nodes[1]
+    pool.flips(node, D, 2.0)
+    told(node, pool, P, 1.9)  # asked before
+    assert (node.up, node.flips_to) == (False, D)
+    told(node, pool, P, 2.1)
+    assert (node.up, node.flips_to, node.role) == (True, None, P)
+    pool.flips(node, D, 3.0)
+    pool.miss(node, "gone", 3.1, 3.1)
+    assert (node.up, node.flips_to, node.reason) == (False, None, "gone")
+
+
+def test_a_node_that_is_started_again_is_what_it_is_listed_as(pool: Pool) -> None:
+    node = pool.nodes[1]
+    told(node, pool, D, 2.0, flips=1)
+    told(node, pool, P, 3.0, generation="g2")
+    assert (node.up, node.role) == (True, P)
+    told(node, pool, D, 4.0, generation="g3")  # started by hand as another one
+    assert not node.up
+    assert "listed as a prefill node and says that it is decode" in node.reason
+
+
+def test_legs_of_the_old_role_go_on_and_what_is_known_of_the_node_stays(pool: Pool) -> None:
+    node = pool.nodes[2]
+    doors, cuts, left = Doors(pool, random.Random(1)), list[str](), list[Node]()
+    pool.follow(lambda _: None, left.append)
+    pool.prefixes.trust(node.url)
+    standing = doors.standing(node, D)
+    with pool.lease(Ask(D, tokens=10)) as lease:
+        lease.cut = lambda: cuts.append("cut")
+        told(node, pool, P, 2.0, flips=1)
+        assert lease in node.leases
+    assert (cuts, left, node.leases) == ([], [], set())
+    assert pool.prefixes.trusts(node.url)
+    assert node.standing[D] is standing
+    assert pool.find(node.url) is node
+
+
+def test_how_fast_a_node_is_is_kept_apart_for_each_role(pool: Pool) -> None:
+    node = pool.nodes[0]
+    for _ in range(10):
+        node.rates.prefilled(1_000, 9_000.0)
+    with pool.lease(Ask(P, tokens=10), [pool.nodes[1]]) as lease:
+        told(node, pool, D, 2.0, flips=1)
+        alone = node.rates.step_ms(8)
+        frame = Frame(FrameKind.HANDOVER, timing={"queue": 0.0, "prefill": 9_000.0, "decode": 9_000.0})
+        learn(lease, frame, 11, None)  # it was a prefill leg
+    assert node.rates.step_ms(8) == alone
+    node.rates.prefilled(1_000, 20.0)
+    slow = node.rates_as[P].prefill_ms(1_000)
+    told(node, pool, P, 3.0, flips=2)
+    assert node.rates.prefill_ms(1_000) == pytest.approx(slow, rel=0.1)
+    assert slow > 7_000
+
+
+def test_every_way_of_membership_follows_the_node() -> None:
+    """Heartbeats say the new role; static lists and labels of pods go on saying the old one."""
+    pool = Pool([], [], random.Random(1))
+    pool.tell(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 1.0)
+    pool.tell(Source.HEARTBEATS, [NodeSpec("http://h", P, generation="g1")], 1.0)
+    pod, beating = pool.nodes
+    for node in pool.nodes:
+        told(node, pool, P, 2.0)
+    with pool.lease(Ask(P), [pod]) as lease:
+        assert lease.node is beating
+        pool.tell(Source.HEARTBEATS, [NodeSpec("http://h", D, generation="g1")], 3.0)
+        assert (pool.nodes, beating.role, beating.up) == ([pod, beating], D, False)
+    told(beating, pool, P, 2.9)  # a check that was started before
+    assert beating.role is D
+    for node in pool.nodes:
+        told(node, pool, D, 4.0, flips=1)
+    pool.tell(Source.KUBERNETES, [NodeSpec("http://k", P, generation="uid")], 5.0)
+    assert urls(pool, D) == ["http://k", "http://h"]
+
+
+def test_nodes_of_the_former_role_meet_the_new_one() -> None:
+    pairs, nodes = Pairs(), [Node(f"http://{name}", role=P, up=True, model="m", generation="g") for name in "xpd"]
+    x, p, d = nodes
+    while begun := pairs.due([x, p], [d], 1.0):
+        for meeting in begun:
+            pairs.ended(meeting, Outcome(), 1.0)
+    assert pairs.count() == 2
+    (meeting,) = pairs.due([p], [x, d], 2.0)
+    assert (meeting.prefill, meeting.decode) == (p, x)
+
+
+async def ask(c: Cluster, node: FakeNode, role: str, **more: Any) -> tuple[int, Any]:
+    body = {"url": node.url, "role": role, **more}
+    async with c.http.post(f"{c.url}/admin/nodes/role", json=body) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_a_node_is_asked_and_gets_what_its_new_role_gets() -> None:
+    async def slow(call: Call) -> None:
+        await call.tokens(11, "a", 1)
+        await p.resume.wait()
+        await call.hand_over()
+
+    p, other, d = prefill(slow), prefill(), decode()
+    async with cluster(p, other, d, prefill_policy="round_robin") as c:
+        under_way = asyncio.create_task(c.text())
+        await until(lambda: bool(p.calls) or bool(other.calls))
+        status, body = await ask(c, p, "decode")
+        assert (status, body["node"]["flips_to"], body["node"]["up"]) == (200, "decode", False)
+        await c.text()
+        p.resume.set()
+        await under_way
+        p.flipped()
+        await until(lambda: c.node(p).up)
+        assert c.metric("kvrelay_router_node_up", node=p.url, role="decode") == 1
+        assert c.metric("kvrelay_router_node_up", node=p.url, role="prefill") == 0
+        before = len(p.calls)
+        for _ in range(6):
+            await c.text()
+        assert len(p.calls) > before
+        assert all("do_remote_prefill" in call.params for call in p.calls[before:])
+
+
+async def test_the_last_node_of_a_role_keeps_it_unless_the_operator_insists() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        for node, role, effect in ((p, "decode", "compute all prompts"), (d, "prefill", "nothing can be answered")):
+            status, body = await ask(c, node, role)
+            assert (status, body["error"]["code"]) == (409, "last_of_role")
+            assert effect in body["error"]["message"]
+            assert "force" in body["error"]["message"]
+        assert (p.flips_to, d.flips_to) == (None, None)
+        status, body = await ask(c, p, "decode", force=True)
+        assert (status, p.flips_to) == (200, "decode")
+        status, body = await ask(c, p, "prefill")  # calls it off
+        assert (status, p.flips_to) == (200, None)
+        await until(lambda: c.node(p).up)
+
+
+@pytest.mark.parametrize(("answers", "status"), [(409, 409), (400, 400), (404, 400), (500, 503)])
+async def test_what_the_node_says_against_it_is_told(answers: int, status: int) -> None:
+    p, other, d = prefill(), prefill(role_status=answers), decode()
+    async with cluster(p, other, d) as c:
+        told, body = await ask(c, other, "decode")
+        assert told == status, body
+        assert other.url in body["error"]["message"]
+        assert c.node(other).up
+        assert (await ask(c, other, "aggregated"))[0] in (400, status)
+        assert (await ask(c, other, "chef"))[0] == 400
+        async with c.http.post(f"{c.url}/admin/nodes/role", json={"url": "http://x", "role": "decode"}) as answer:
+            assert answer.status == 404
