@@ -16,6 +16,7 @@ from openai_api.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapter
 from wire.config import NodeConfig
 from wire.engine_messages import AdapterRefused, LoadAdapter, UnloadAdapter
 from wire.errors import NotFound, RequestError
+from wire.frames import MALFORMED
 
 __all__ = ["load_adapter", "unload_adapter"]
 
@@ -70,6 +71,6 @@ def _check_allowed(config: NodeConfig, path: str) -> None:
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+    except MALFORMED as why:
         fields = " and ".join(name for name in kind.__struct_fields__ if name.startswith("lora_"))
         raise RequestError(f"the body must be a JSON object with {fields}: {why}") from why

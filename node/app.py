@@ -31,10 +31,13 @@ from node.joined_frames import joined_frames
 from node.kv_events import KvEvents
 from node.leg_stream import LegStreams, check_version
 from node.metrics import NodeMetrics
+from node.orders import add_orders
 from node.plain_answers import payloads, whole
 from node.probe_calls import fetch_probe, offer_probe
+from node.role import FLIPPING, NodeRole
 from node.serving import INLINE_BODY_BYTES, Call, Serving
 from openai_api.join import joined_end
+from openai_api.json_body import json_response
 from openai_api.leg import Leg
 from openai_api.routes import add_routes, shown
 from openai_api.tracing import Tracing, sane_trace
@@ -48,7 +51,7 @@ from wire.errors import (
     Overloaded,
     RequestError,
 )
-from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MAX_HANDOVER_BYTES, Frame, FrameKind, pack
+from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, MAX_HANDOVER_BYTES, Frame, FrameKind, pack
 from wire.leg_stream import LEGS_PATH
 from wire.outputs import Finish, Load
 from wire.sampling import Constraint
@@ -63,6 +66,7 @@ POD_UID = "KVRELAY_POD_UID"
 """Variable from the downward API: with it a router sees that another pod has been given this address."""
 # The engine tells its pulse every half second; a step of the largest chunk takes a few seconds on a slow machine.
 SILENCE_LIMIT_S = 20.0
+FRESH_WITHIN_S = 0.25  # longer is not waited for an engine's numbers
 _COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -84,10 +88,12 @@ class Node:
     kv_events: KvEvents | None = None
     failure: str | None = None
     drain: Drain = field(init=False)
+    role: NodeRole = field(init=False)
     streams: LegStreams = field(default_factory=LegStreams)
 
     def __post_init__(self) -> None:
         self.drain = Drain(self.engine)
+        self.role = NodeRole(self.config.role, self.engine, self.drain)
 
     def ready(self) -> Serving:
         """The serving half. Raises EngineDead while the engine loads and after it ended."""
@@ -102,6 +108,11 @@ class Node:
         if self.serving is None:
             raise EngineDead("the model is still being loaded; GET /health says when it is done")
         return self.serving
+
+    def check_open(self) -> None:
+        """Raise Draining if no new leg may begin."""
+        self.drain.check()
+        self.role.check()
 
     def alive(self) -> bool:
         """Whether it serves, or may: false if only a new process can help. Loading and draining are no reason."""
@@ -142,64 +153,61 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         authorize(node.config.api_key, request)
-        return _json(ModelList(data=node.ready().cards(node.created)))
+        return json_response(ModelList(data=node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         authorize(node.config.api_key, request)
         node.ready().check_served(name)
-        return _json(next(card for card in node.ready().cards(node.created) if card.id == name))
+        return json_response(next(card for card in node.ready().cards(node.created) if card.id == name))
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora(request: Request) -> Response:
         body = await _node_body(node, request)
-        return _json(await load_adapter(node.config, node.engine, node.ready(), body))
+        return json_response(await load_adapter(node.config, node.engine, node.ready(), body))
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora(request: Request) -> Response:
         body = await _node_body(node, request)
-        return _json(unload_adapter(node.config, node.engine, node.ready(), body))
+        return json_response(unload_adapter(node.config, node.engine, node.ready(), body))
 
     @app.post("/kv/release")
     async def release(request: Request) -> Response:
         request_ids = await _held_ids(node, request)
         for held in request_ids:
             node.engine.release(held)
-        return _json({"released": len(request_ids)})
+        return json_response({"released": len(request_ids)})
 
     @app.post("/kv/renew")
     async def renew(request: Request) -> Response:
         request_ids = await _held_ids(node, request)
         for held in request_ids:
             node.engine.renew(held)
-        return _json({"renewed": len(request_ids)})
+        return json_response({"renewed": len(request_ids)})
 
     @app.post("/kv/probe/offer")
     async def probe_offer(request: Request) -> Response:
         body = await _node_body(node, request)
         node.ready()
-        return _json(await offer_probe(node.config, node.engine, body))
+        return json_response(await offer_probe(node.role.now, node.engine, body))
 
     @app.post("/kv/probe/fetch")
     async def probe_fetch(request: Request) -> Response:
         body = await _node_body(node, request)
         node.ready()
-        return _json(await fetch_probe(node.config, node.engine, body))
+        return json_response(await fetch_probe(node.role.now, node.engine, body))
 
-    @app.post("/drain")
-    @app.post("/undrain")
-    async def drain(request: Request) -> Response:
-        authorize(node.config.api_key, request)
-        node.drain.end() if request.url.path == "/undrain" else node.drain.begin()
-        return _json({"draining": node.drain.begun, "requests": node.engine.queue_depth()})
+    add_orders(app, node.engine, node.drain, node.role, node.ready, partial(_node_body, node))
 
     @app.get("/health")
     async def health() -> Response:
-        serving, draining = node.ready(), node.drain.begun
-        return _json(
+        serving, draining, role = node.ready(), node.drain.begun, node.role
+        return json_response(
             {
-                "status": "draining" if draining else "ok",
-                "role": node.config.role,
+                "status": "draining" if draining else FLIPPING if role.flips_to else "ok",
+                "role": role.now,
+                "flips_to": role.flips_to,
+                "flips": role.flips,
                 "model": serving.model_name,
                 "adapters": list(serving.adapters),
                 "max_model_len": serving.info.max_model_len,
@@ -221,6 +229,9 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        with contextlib.suppress(EngineDead, DeadlineExceeded):
+            node.ready()
+            await node.engine.fresh_stats(FRESH_WITHIN_S)
         text = b"" if node.metrics is None else node.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -235,7 +246,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     began = time.monotonic()
     authorize(node.config.api_key, request)
     node.ready()
-    node.drain.check()
+    node.check_open()
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
@@ -271,7 +282,7 @@ async def _begun(
 ) -> tuple[list[Leg], ChatRequest | CompletionRequest, AsyncGenerator[Frame, None]]:
     """A call, checked: its legs, the request, and the frames of its answer, nothing of which has been asked for yet."""
     serving = node.ready()
-    node.drain.check()
+    node.check_open()
     if node.engine.queue_depth() >= MAX_QUEUED:
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     if node.config.log_bodies:
@@ -332,7 +343,7 @@ def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Fra
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
-    account = Account(leg, call, node.config.role, node.metrics, node.tracing)
+    account = Account(leg, call, node.role.now, node.metrics, node.tracing)
     error: str | None = None
     updates: Updates | None = None
     try:
@@ -379,7 +390,7 @@ async def _held_ids(node: Node, request: Request) -> list[str]:
     body = await _node_body(node, request)
     try:
         return msgspec.json.decode(body, type=_HeldBody).request_ids
-    except msgspec.DecodeError as why:
+    except MALFORMED as why:
         raise RequestError(f'the body must be {{"request_ids": [...]}}: {why}') from why
 
 
@@ -387,7 +398,3 @@ async def _node_body(node: Node, request: Request) -> bytes:
     """The body of what the cluster itself asks: from those only who know the nodes' key."""
     authorize(node.config.api_key, request)
     return await read_body(request, node.config.max_body_bytes)
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

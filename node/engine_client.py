@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from node.collector import command_of
 from node.parent import PARENT_PID
 from wire.config import NodeConfig
 from wire.engine_messages import (
@@ -136,11 +136,11 @@ class EngineClient:
             "OMP_NUM_THREADS": threads,
             **os.environ,
             PARENT_PID: str(os.getpid()),
-            # The same code as this process, wherever it was started; and with -P nothing from the working directory.
+            # The same code as this process, wherever it was started.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
         }
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "node.engine_process", endpoint, stdin=asyncio.subprocess.PIPE, env=environment
+            *command_of("node.engine_process"), endpoint, stdin=asyncio.subprocess.PIPE, env=environment
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config))

@@ -1,7 +1,7 @@
 """The engine process of a node: one loop that joins the engine, the connector and the HTTP process.
 
-Started by node/engine_client.py as `python -m node.engine_process ENDPOINT` with the NodeConfig as JSON on stdin. Ends
-when told to, when its parent ends, or on an error that it reports first.
+Started by node/engine_client.py with its ENDPOINT as argument and the NodeConfig as JSON on stdin. Ends when told to,
+when its parent ends, or on an error that it reports first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import uuid
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -21,12 +22,13 @@ from kv_transfer.connector import Completion, Connector, Fetched, FetchFailed, R
 from kv_transfer.open import open_connector
 from node.adapter_loads import AdapterLoads, content
 from node.cache_changes import CacheTeller
+from node.collector import imports_are_done
 from node.compiling import Compiling
 from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
 from node.probes import Probes, host_id
-from node.process_log import log_to_stderr
+from node.process_log import log_is_written, log_to_stderr
 from node.ranks import join_as_rank_0, meet_ranks, region_of
 from paged_engine.engine import AdapterNotLoaded, Engine
 from paged_engine.ranks import Ranks
@@ -99,7 +101,7 @@ class EngineProcess:
 
     def _open_connector(self, ranks: Ranks) -> Connector:
         engine = self.engine
-        engine_id = f"{self._config.role}-{uuid.uuid4().hex[:12]}"
+        engine_id = f"engine-{uuid.uuid4().hex[:12]}"
         return open_connector(
             engine_id=engine_id,
             fingerprint=self._fingerprint(),
@@ -395,12 +397,13 @@ class EngineProcess:
         self._socket.send(self._encoder.encode(message))
 
 
-def main() -> int:
-    """Entry point of the process. Returns 0 after an orderly end; after an error it does not return."""
+def main() -> NoReturn:
+    """Entry point of the process, whose exit code is 0 after an orderly end."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to end
+    imports_are_done()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
-    log_to_stderr(f"{config.role} engine", config.log_format)
+    log_to_stderr("engine", config.log_format)
     socket = connected(sys.argv[1])
     try:
         EngineProcess(config, socket).serve()
@@ -408,11 +411,12 @@ def main() -> int:
         last = sentence(why)
         if not isinstance(why, KvrelayError):
             log.exception("%s", last)
+        log_is_written()  # who hears of it ends this process
         socket.send(msgspec.msgpack.encode(EngineFailed(last)))
         socket.context.destroy()  # waits until it is told, as long as the socket lingers
         leave(2 if isinstance(why, KvrelayError) else 1)
     socket.context.destroy()
-    return 0
+    leave(0)  # all is closed, and to tear torch down takes the interpreter 0.7 s
 
 
 def connected(endpoint: str) -> zmq.Socket[bytes]:
@@ -422,7 +426,3 @@ def connected(endpoint: str) -> zmq.Socket[bytes]:
     socket.set_hwm(0)
     socket.connect(endpoint)
     return socket
-
-
-if __name__ == "__main__":
-    sys.exit(main())

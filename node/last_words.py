@@ -1,4 +1,4 @@
-"""How an engine or rank process ends on an error: one sentence that says why, and no teardown.
+"""How a process of ours ends: without teardown, and on an error with one sentence that says why.
 
 A CUDA error is *sticky*: every later call on that GPU fails in this process, and what CUDA and its libraries do when
 the interpreter ends may wait for the GPU forever. So the process leaves at once; whoever watches it starts a new one.
@@ -6,6 +6,7 @@ the interpreter ends may wait for the GPU forever. So the process leaves at once
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -39,7 +40,8 @@ def leave(code: int) -> NoReturn:
     """End the process now, with nothing but its output written out: no atexit, no destructors, no wait for threads."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)
 
 

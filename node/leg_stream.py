@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from wire.errors import KvrelayError, NodeFailed, RequestError
-from wire.frames import Frame, FrameKind
+from wire.frames import MALFORMED, Frame, FrameKind
 from wire.leg_stream import (
     LEGS_MEDIA_TYPE,
     LEGS_VERSION_HEADER,
@@ -186,7 +186,7 @@ class LegStream(Response):
     async def _begun(self, body: bytes) -> tuple[Load, AsyncGenerator[Frame, None]]:
         try:
             asked = msgspec.msgpack.decode(body, type=Open)
-        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        except MALFORMED as why:
             raise RequestError(f"the leg is malformed: {why}") from why
         return await self._begin(asked.path, asked.headers, asked.body)
 

@@ -13,8 +13,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from node.engine_metrics import EngineMetrics
+from node.role_metrics import ByRole
 from openai_api.tallies import Spread
-from wire.config import NodeConfig
+from wire.config import NodeConfig, Role
 from wire.engine_messages import EngineReady, EngineStats, Timing
 from wire.outputs import Finish
 
@@ -79,6 +80,10 @@ class NodeMetrics:
             "vllm:external_prefix_cache_queries", "Prompt tokens whose KV another node was to give"
         )
         self._given = self._counter("vllm:external_prefix_cache_hits", "Prompt tokens whose KV another node gave")
+        self._flips = self._counter("kvrelay_node_flips", "Changes of the node's role, by how they ended", "outcome")
+        for how in ("done", "cancelled"):
+            self._flips.labels(*self._values, how)
+        self._by_role = ByRole(self._registry, model_name, config.role)
 
     def _counter(self, name: str, text: str, label: str = "") -> Counter:
         counter = Counter(name, text, [*self._names, *([label] if label else [])], registry=self._registry)
@@ -118,7 +123,9 @@ class NodeMetrics:
         self._registry.register(
             _Renamed(self._transfer, "vllm:nixl_xfer_time_seconds", "kvrelay_transfer_seconds by vLLM's name")
         )
-        self._exposed = stage("kvrelay_transfer_exposed_seconds", "Of that, after the prompt was computed")
+        self._exposed = stage(
+            "kvrelay_transfer_exposed_seconds", "The part of kvrelay_transfer_seconds after the prompt was computed"
+        )
         self._decode_queue = stage(
             "kvrelay_decode_queue_seconds", "With KV from elsewhere: waiting for a seat and blocks, and for a step"
         )
@@ -132,10 +139,22 @@ class NodeMetrics:
             "vllm:request_max_num_generation_tokens", "Most tokens that a request may generate here", tokens
         )
         self._registry.register(
-            _Renamed(self._max_tokens, "vllm:request_params_max_tokens", "The same by its other name")
+            _Renamed(
+                self._max_tokens,
+                "vllm:request_params_max_tokens",
+                "vllm:request_max_num_generation_tokens by its other name",
+            )
         )
         self._choices = spread("vllm:request_params_n", "Choices of a request's answer", _CHOICES)
         self._bytes = spread("vllm:nixl_bytes_transferred", "KV bytes of a fetch, over any connector", _BYTES)
+
+    def flip_ended(self, how: str) -> None:
+        """A change of the role is done, or was cancelled."""
+        self._flips.labels(*self._values, how).inc()
+
+    def flipped(self, role: Role) -> None:
+        """What is counted from now on is of this role."""
+        self._by_role.turn(role)
 
     def first_token(self, seconds: float) -> None:
         """A request's first token left the engine, so long after its arrival."""
@@ -188,7 +207,7 @@ class NodeMetrics:
 
     def text(self) -> bytes:
         """The exposition format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._by_role)
 
 
 class _Renamed(Collector):

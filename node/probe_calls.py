@@ -8,9 +8,10 @@ from typing import TypeVar
 import msgspec
 
 from node.engine_client import EngineClient
-from wire.config import NodeConfig, Role
+from wire.config import Role
 from wire.engine_messages import PROBE_PREFIX, FetchProbe, OfferProbe, ProbeFetched, ProbeOffered, ProbeRefused
 from wire.errors import RequestError
+from wire.frames import MALFORMED
 from wire.transfer import KvTransferParams
 
 __all__ = ["fetch_probe", "offer_probe"]
@@ -30,18 +31,18 @@ class _Fetch(msgspec.Struct):
     seed: int
 
 
-async def offer_probe(config: NodeConfig, engine: EngineClient, body: bytes) -> ProbeOffered | ProbeRefused:
+async def offer_probe(role: Role, engine: EngineClient, body: bytes) -> ProbeOffered | ProbeRefused:
     """Source: offer so many blocks. Raises RequestError, EngineDead, DeadlineExceeded."""
-    _check_role(config, Role.DECODE, "source")
+    _check_role(role, Role.DECODE, "source")
     blocks = _decoded(body, _Offer).blocks
     answer = await engine.ask(OfferProbe(_fresh_id(), blocks), ANSWER_DEADLINE_S)
     assert not isinstance(answer, ProbeFetched)
     return answer
 
 
-async def fetch_probe(config: NodeConfig, engine: EngineClient, body: bytes) -> ProbeFetched | ProbeRefused:
+async def fetch_probe(role: Role, engine: EngineClient, body: bytes) -> ProbeFetched | ProbeRefused:
     """Reader: fetch what another node has offered. Raises RequestError, EngineDead, DeadlineExceeded."""
-    _check_role(config, Role.PREFILL, "reader")
+    _check_role(role, Role.PREFILL, "reader")
     asked = _decoded(body, _Fetch)
     port = asked.ticket.remote_port or 0
     if not 0 < port < 65536:
@@ -51,9 +52,9 @@ async def fetch_probe(config: NodeConfig, engine: EngineClient, body: bytes) -> 
     return answer
 
 
-def _check_role(config: NodeConfig, never: Role, part: str) -> None:
-    if config.role is never:
-        raise RequestError(f"this node's role is {config.role}: it is never the {part} of a hand-over")
+def _check_role(role: Role, never: Role, part: str) -> None:
+    if role is never:
+        raise RequestError(f"this node's role is {role}: it is never the {part} of a hand-over")
 
 
 def _fresh_id() -> str:
@@ -65,6 +66,6 @@ def _decoded(body: bytes, kind: type[_Body]) -> _Body:
         decoded = msgspec.json.decode(body, type=kind)
         msgspec.msgpack.encode(decoded)  # JSON knows larger numbers than what it is passed on as
         return decoded
-    except (msgspec.DecodeError, OverflowError) as why:
+    except (*MALFORMED, OverflowError) as why:
         fields = ", ".join(kind.__struct_fields__)
         raise RequestError(f"the body must be a JSON object with {fields}: {why}") from why

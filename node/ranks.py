@@ -1,6 +1,6 @@
 """The ranks of a tensor-parallel engine as processes: starts those of this host, and ends this process if one is lost.
 
-Rank 0 is the engine process; every other rank is `python -m node.ranks` with its place as JSON on stdin. Beside the
+Rank 0 is the engine process; every other rank is a process of its own with its place as JSON on stdin. Beside the
 steps a rank opens its data planes (led by rank 0's desk) and does its share of probes.
 """
 
@@ -23,6 +23,7 @@ from kv_transfer.led_planes import LedPlanes
 from kv_transfer.open import join_connector, terms_of
 from kv_transfer.rank_link import RankLink
 from node import rank_asides
+from node.collector import command_of, imports_are_done
 from node.last_words import leave
 from node.parent import PARENT_PID, die_with_parent
 from node.probe_pattern import ProbePattern
@@ -75,7 +76,7 @@ def meet_ranks(ranks: Ranks, config: NodeConfig, num_kv_heads: int, engine_id: s
     heads = [kv_heads_of(num_kv_heads, rank, ranks.size) for rank in range(ranks.size)]
     address = config.engine.tensor_parallel_address
     host = address.rpartition(":")[0] if address else "127.0.0.1"
-    link = RankLink(host, heads, engine_id, terms_of(config.transfer))
+    link = RankLink(host, heads, engine_id, terms_of(config.transfer, heads[0][1] - heads[0][0]))
     aside(ranks, rank_asides.encode(Meet(link.meeting)))
     return link
 
@@ -92,7 +93,7 @@ def run_ranks(config: RanksConfig) -> int:
     """
     check_engine(config.engine)
     places = [
-        _Place(config.engine, config.first_rank + index, device_index=index)
+        _Place(config.engine, config.first + index, device_index=index)
         for index in range(config.engine.tensor_parallel_local)
     ]
     children = [_start(place) for place in places]
@@ -113,7 +114,7 @@ def run_ranks(config: RanksConfig) -> int:
 def _start(place: _Place) -> subprocess.Popen[bytes]:
     threads = place.engine.threads_on(os.cpu_count() or 1)
     child = subprocess.Popen(
-        [sys.executable, "-P", "-u", "-m", "node.ranks"],
+        command_of("node.ranks", "-u"),
         stdin=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": str(threads), PARENT_PID: str(os.getpid())},
     )
@@ -175,12 +176,19 @@ def _end_at_once(why: str) -> None:
     os._exit(1)
 
 
-def main() -> int:
-    """Entry point of a rank other than 0."""
+def main() -> None:
+    """Entry point of the process of a rank other than 0."""
+    if code := _followed():
+        leave(code)
+
+
+def _followed() -> int:
+    """Follow rank 0 to the end; the exit code."""
     die_with_parent()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; rank 0 or the parent says when to end
+    imports_are_done()
     place = msgspec.json.decode(sys.stdin.buffer.read(), type=_Place)
     log_to_stderr(f"rank {place.rank}")
     config = place.engine
@@ -197,8 +205,3 @@ def main() -> int:
         return 1
     beside.close()
     return 0
-
-
-if __name__ == "__main__":
-    if code := main():
-        leave(code)

@@ -20,6 +20,8 @@ from node.heartbeat import Announcer
 from node.kv_events import KvEvents
 from node.loading import serving_of
 from node.metrics import NodeMetrics
+from node.process_log import log_as
+from openai_api.connections import connections
 from openai_api.tracing import tracing_to
 from wire.config import NodeConfig
 from wire.errors import EngineDead, KvrelayError
@@ -30,6 +32,8 @@ __all__ = ["run"]
 log = logging.getLogger("kvrelay.node")
 
 _CUT_S = 2
+_MAX_CONNECTIONS = 1 << 14
+"""Routers, operators and Prometheus need a few each; what comes beyond is answered with 503."""
 _TICK_S = 0.02
 
 
@@ -47,7 +51,7 @@ def run(config: NodeConfig) -> int:
             host=config.host,
             port=config.port,
             loop="uvloop",
-            http="httptools",
+            http=connections(_MAX_CONNECTIONS),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -65,7 +69,7 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
     """The server listens while the model loads; /health tells the two apart."""
     await node.engine.start()
     announcer = Announcer(node.config.router, node.config.api_key, lambda: _facts(node))
-    node.drain.changed = announcer.changed
+    node.drain.changed = node.role.changed = lambda: _changed(node, announcer)
     tasks = [
         asyncio.create_task(_load(node, server.give_up, announcer.changed)),
         asyncio.create_task(server.drained()),
@@ -74,6 +78,7 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
     try:
         yield
     finally:
+        node.role.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -126,10 +131,21 @@ def _facts(node: Node) -> Heartbeat | None:
         serving = node.ready()
     except EngineDead:
         return None
-    state = NodeState.DRAINING if node.drain.begun else NodeState.OK
+    state = NodeState.DRAINING if node.drain.begun or node.role.flips_to else NodeState.OK
     return Heartbeat(
-        node.config.url, node.config.role, serving.model_name, serving.info.generation, node.engine.load, 0.0, state
+        node.config.url, node.role.now, serving.model_name, serving.info.generation, node.engine.load, 0.0, state
     )
+
+
+def _changed(node: Node, announcer: Announcer) -> None:
+    """It drains, or has another role, or not any more."""
+    role = node.role.now
+    if node.serving is not None and node.serving.role is not role:
+        node.serving.flipped(role)
+        if node.metrics is not None:
+            node.metrics.flipped(role)
+        log_as(str(role))
+    announcer.changed()
 
 
 async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], None]) -> None:
@@ -149,6 +165,7 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
         return
     name, info = serving.model_name, serving.info
     node.metrics = NodeMetrics(lambda: node.engine.stats, config, info, name, node.engine.pid)
+    node.role.counted = node.metrics.flip_ended
     node.serving = serving
     changed()
     log.info(

@@ -38,7 +38,7 @@ from paged_engine.grammar import Grammars
 from prefill_node.leg import PrefillLeg
 from wire.config import Role
 from wire.engine_messages import EngineReady, Submit
-from wire.errors import NotFound, RequestError
+from wire.errors import Draining, NotFound, RequestError
 from wire.sampling import Constraint
 from wire.transfer import KvTransferParams
 
@@ -80,6 +80,7 @@ class Serving:
     ) -> None:
         """The parsers are named as in NodeConfig."""
         self.role, self.model_name, self.info = role, model_name, info
+        self._flipped = False
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
         """What clients may name beside the model; changed as adapters are loaded and unloaded."""
         self._tokenizer = tokenizer
@@ -92,13 +93,18 @@ class Serving:
         )
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
 
+    def flipped(self, role: Role) -> None:
+        """The node has this role from now on."""
+        self.role, self._flipped = role, True
+
     def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
         """Of a call with one prompt; see `legs`."""
         legs, request = self.legs(call)
         return legs[0], request
 
     def legs(self, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
-        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
+        """For each prompt what to submit and how to answer. Raises RequestError, and Draining for a leg of the role
+        that the node had before; nothing is taken before it returns."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         self._check_model(request.model)
         transfer = request.kv_transfer_params or KvTransferParams()
@@ -241,9 +247,10 @@ class Serving:
         refused = {Role.DECODE: transfer.do_remote_decode, Role.PREFILL: transfer.do_remote_prefill}
         if refused.get(self.role):
             leg = "prefill" if transfer.do_remote_decode else "decode"
-            raise RequestError(
-                f"this node's role is {self.role}; send the {leg} leg to a {leg} node", param="kv_transfer_params"
-            )
+            why = f"this node's role is {self.role}; send the {leg} leg to a {leg} node"
+            if self._flipped:  # who has sent it does not know yet: nobody's fault
+                raise Draining(why)
+            raise RequestError(why, param="kv_transfer_params")
 
     def _check_tokens(self, prompt: list[int], param: str = "prompt") -> None:
         for token in prompt:

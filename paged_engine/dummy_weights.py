@@ -15,18 +15,19 @@ __all__ = ["dummy_tensors"]
 _POOL = 4_194_301
 """Random values drawn in all; every tensor is cut from them. Prime, so that no two rows of a matrix are alike."""
 _STD = 0.02
+_HOST = torch.device("cpu")
 
 
-def dummy_tensors(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def dummy_tensors(config: ModelConfig, device: torch.device = _HOST) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1. A function of names and shapes alone.
 
-    Copying from one pool writes 8 billion values at the speed of memory; drawing each would take minutes.
+    Copying from one pool writes 8 billion values at the speed of the device's memory; drawing each would take minutes.
     """
     values = _pool()
     dtype: torch.dtype = getattr(torch, config.dtype)
-    weights, norms = values.to(dtype), (1 + values).to(dtype)
+    weights, norms = values.to(dtype).to(device), (1 + values).to(dtype).to(device)
     for name, shape in tensor_shapes(config).items():
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
         _fill(tensor.view(-1), norms if name.endswith("norm.weight") else weights, _start(name))
         yield name, tensor
 

@@ -123,11 +123,12 @@ class Engine:
             self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
+        self.max_batched_tokens, self.max_running = self._runner.max_batched_tokens, self._runner.max_running
         self.scheduler = Scheduler(
             BlockPool(self.pool.num_blocks),
             block_tokens=self.pool.block_tokens,
-            max_batched_tokens=self._runner.max_batched_tokens,
-            max_running=self._runner.max_running,
+            max_batched_tokens=self.max_batched_tokens,
+            max_running=self.max_running,
             max_model_len=self.max_model_len,
             eos_token_ids=self.model.eos_token_ids,
             prefix_cache=config.prefix_cache,
@@ -296,7 +297,9 @@ def _open_runner(
 
 
 def _loaded_runner(config: EngineConfig, model: ModelConfig, device: torch.device, ranks: Ranks) -> Runner:
-    tensors = read_tensors(config.model, model, config.load_format)
+    # A rank of several keeps a share of each tensor, and a view of a share would keep it all.
+    plain = ranks.size == 1 and model.quantization is None
+    tensors = read_tensors(config.model, model, config.load_format, device if plain else torch.device("cpu"))
     if device.type == "cuda" and (config.batch_invariant or torch.cuda.get_device_capability(device) < (8, 9)):
         # Products in fp8 depend on the batch's size, and older GPUs have none.
         tensors, model = dequantized(tensors, model, getattr(torch, model.dtype))

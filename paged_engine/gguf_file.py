@@ -21,6 +21,10 @@ from wire.gguf_header import TensorPlace, read_gguf_header
 
 __all__ = ["GgufFile", "GgufTensor"]
 
+# The gguf package takes 16 rows at a time, too few to be fast where they are short. A block knows nothing of the row
+# that it is in, so rows can have so many of them: a third of the time for SmolLM2.
+_ROW_BLOCKS = 128
+
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -66,13 +70,16 @@ class GgufFile:
                     .view(tensor.shape)
                 )
         packed = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start)
+        quantization = GGMLQuantizationType[tensor.kind]
+        _, block_bytes = GGML_QUANT_SIZES[quantization]
+        row_bytes = math.gcd(tensor.num_bytes // block_bytes, _ROW_BLOCKS) * block_bytes
         try:
-            values = dequantize(packed.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType[tensor.kind])
+            values = dequantize(packed.reshape(-1, row_bytes), quantization)
         except NotImplementedError as why:
             raise ConfigError(
                 f"{self.path}: tensor {name} has type {tensor.kind}, which cannot be read: {why}"
             ) from why
-        return torch.from_numpy(values)
+        return torch.from_numpy(values).view(tensor.shape)
 
     def _tensor(self, name: str, place: TensorPlace) -> GgufTensor:
         quantization = GGMLQuantizationType(place.kind)

@@ -14,7 +14,16 @@ from kernels.pool_memory import zeros
 from paged_engine.model_config import ModelConfig
 from wire.errors import ConfigError
 
-__all__ = ["CPU_POOL_BYTES", "FP8", "KVPool", "block_bytes", "blocks_in", "default_block_tokens", "longest_context"]
+__all__ = [
+    "CPU_POOL_BYTES",
+    "FP8",
+    "KVPool",
+    "block_bytes",
+    "blocks_in",
+    "default_block_tokens",
+    "longest_context",
+    "zeros",
+]
 
 FP8 = torch.float8_e4m3fn
 CPU_POOL_BYTES = 1 << 30  # unless another size is asked for

@@ -26,6 +26,7 @@ __all__ = ["read_model_config", "read_tensors"]
 log = logging.getLogger("kvrelay.engine")
 
 PROGRESS_INTERVAL_S = 5.0
+_HOST = torch.device("cpu")
 
 
 def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
@@ -51,14 +52,18 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
     )
 
 
-def read_tensors(model: str, config: ModelConfig, load_format: str = "auto") -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(
+    model: str, config: ModelConfig, load_format: str = "auto", device: torch.device = _HOST
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all names of tensor_shapes(config), one at a time, in the dtype they are stored in.
+
+    Those of load_format dummy are on `device`, all others in host memory.
 
     Quantized GGUF tensors come as float32, fp8 weights as paged_engine/quantization.py says. Logs how far it is. Raises
     ConfigError, while iterating, if a file or tensor is missing, unknown or of another shape than the config says.
     """
     shapes = tensor_shapes(config)
-    stored = _stored(_model_path(model, load_format), config, load_format)
+    stored = _stored(_model_path(model, load_format), config, load_format, device)
     for name, tensor in _with_progress(stored, sum(map(math.prod, shapes.values())), config.name):
         if tuple(tensor.shape) != shapes[name]:
             raise ConfigError(f"model {model}: tensor {name} is {tuple(tensor.shape)}, the config says {shapes[name]}")
@@ -83,9 +88,11 @@ def _with_progress(
             log.info("%s: loading weights, %d %% after %.0f s", model, 100 * done // total, now - began)
 
 
-def _stored(path: Path, config: ModelConfig, load_format: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(
+    path: Path, config: ModelConfig, load_format: str, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
     if load_format == "dummy":
-        return quantized(dummy_tensors(replace(config, quantization=None)), config)
+        return quantized(dummy_tensors(replace(config, quantization=None), device), config)
     if path.suffix == ".gguf":
         from paged_engine.gguf_file import GgufFile
         from paged_engine.gguf_model import gguf_tensors

@@ -12,7 +12,7 @@ import struct
 
 from wire.errors import ConfigError
 
-__all__ = ["address_towards", "check_rank_0", "interface_towards", "is_of_this_host"]
+__all__ = ["address_towards", "awaiting", "check_rank_0", "interface_towards", "is_of_this_host"]
 
 _SIOCGIFADDR = 0x8915
 
@@ -28,7 +28,7 @@ def check_rank_0(address: str) -> None:
             "address of this host that the other ranks can reach, or none if all ranks run here"
         ) from why
     try:
-        _bind("", int(port))  # the ranks are awaited on all addresses
+        _bind(host, int(port))
     except OSError as why:
         taken = why.errno == errno.EADDRINUSE
         raise ConfigError(
@@ -41,6 +41,22 @@ def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
         probe.bind((host, port))
+
+
+def awaiting(address: str) -> socket.socket:
+    """Rank 0: the socket at which the others are awaited, at this address alone, since it asks nobody who he is.
+
+    Raises OSError."""
+    host, _, port = address.rpartition(":")
+    door = socket.socket()
+    try:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((host, int(port)))
+        door.listen()
+    except OSError:
+        door.close()
+        raise
+    return door
 
 
 def is_of_this_host(host: str) -> bool:

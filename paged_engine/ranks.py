@@ -20,8 +20,9 @@ from typing import Protocol
 import msgspec
 import torch
 import torch.distributed
+from torch._C._distributed_c10d import TCPStore
 
-from paged_engine.rank_address import interface_towards
+from paged_engine.rank_address import awaiting, interface_towards
 from wire.errors import ConfigError, PeerLost
 
 __all__ = ["Alone", "Ranks", "TorchRanks"]
@@ -97,7 +98,7 @@ class TorchRanks:
         try:
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                init_method=f"tcp://{address}",
+                store=_meeting(address, rank, size),
                 rank=rank,
                 world_size=size,
                 timeout=_DEADLINE,
@@ -105,7 +106,7 @@ class TorchRanks:
             )
             # A message may be long in coming: nobody may want anything. A rank that dies closes its connections.
             self._messages = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=365))
-        except RuntimeError as why:
+        except (RuntimeError, OSError) as why:
             raise ConfigError(
                 f"rank {rank} of {size} did not meet all others at tensor_parallel_address {address!r}, where they are "
                 f"awaited for {_DEADLINE.total_seconds():g} s: {str(why).splitlines()[0]}; give all ranks rank 0's "
@@ -174,6 +175,13 @@ class TorchRanks:
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
+
+
+def _meeting(address: str, rank: int, size: int) -> TCPStore:
+    """What torch's own rendezvous would make, but awaiting the others at no other address of this host."""
+    host, _, port = address.rpartition(":")
+    door = awaiting(address).detach() if rank == 0 else None
+    return TCPStore(host, int(port), size, rank == 0, _DEADLINE, master_listen_fd=door)
 
 
 # torch 2.13 has renamed it.

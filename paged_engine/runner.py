@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from kernels.linear import computed_rows
 from kernels.paged_attention import SequenceSpan, plan_attention
 from paged_engine.adapters import AdapterStore
 from paged_engine.before_loading import compute_dtype
@@ -233,7 +234,7 @@ class CpuRunner:
     def _step_input(self, chunks: Sequence[ChunkValues]) -> tuple[CpuStep, int]:
         config, device, block_tokens = self._decoder.config, self._decoder.device, self.pool.block_tokens
         total = sum(chunk.count for chunk in chunks)
-        rows = max(total, self._min_rows)
+        rows = computed_rows(max(total, self._min_rows))  # here once, not in each product
         # Rows that nobody owns are written to the null block.
         token_ids, positions, offsets = (np.zeros(rows, np.int64) for _ in range(3))
         blocks, adapters = np.full(rows, NULL_BLOCK, np.int64), np.full(rows, -1)
@@ -253,7 +254,7 @@ class CpuRunner:
             scored += range(row + chunk.scored[0], row + sum(chunk.scored))
             row = end
         samples = len(sampled)
-        sampled += [0] * (max(samples, self._min_rows) - samples) + scored
+        sampled += [0] * (computed_rows(max(samples, self._min_rows)) - samples) + scored
         plans = {
             window: plan_attention(
                 spans,

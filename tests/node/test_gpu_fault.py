@@ -83,9 +83,9 @@ class Watched:
         )
         self.supervisor = Supervisor(healthy, self.said.append)
 
-    async def ask(self, begun: asyncio.Event, *, stream: bool) -> tuple[int, str]:
-        """Status and whole text of a long answer; `begun` once it has some bytes, if it streams."""
-        body = {"model": "tiny", "prompt": [5] * 30, "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    async def ask(self, begun: asyncio.Event, *, stream: bool, tokens: int = 900) -> tuple[int, str]:
+        """Status and whole text of an answer, a long one; `begun` once it has some bytes, if it streams."""
+        body = {"model": "tiny", "prompt": [5] * 30, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
         text = ""
         async with (
             httpx2.AsyncClient(timeout=DEADLINE_S) as http,
@@ -142,8 +142,8 @@ async def gpu_fails(node: Watched, fault: str, why: str) -> None:
         await until(lambda: any("ready again" in line for line in node.said))
         assert any("node ended with exit code 1 after" in line for line in node.said)
         assert child.running
-        status, text = await node.ask(asyncio.Event(), stream=False)
-        assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 900)
+        status, text = await node.ask(asyncio.Event(), stream=False, tokens=20)
+        assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 20)
         assert node.spec.log.read_text().count(f"ERROR kvrelay.engine {why}") == 1
 
     await started(node, check)

@@ -138,8 +138,9 @@ async def test_what_does_not_begin_is_answered_with_its_error(path: str, status:
         answer = msgspec.msgpack.decode(body, type=Answer)
         assert (leg, kind, answer.status, answer.error is not None) == (1, Kind.ANSWER, status, True)
         assert "a bug" not in str(answer.error)
-        router.say(message(Kind.OPEN, 2, b"\xc1"))
-        assert msgspec.msgpack.decode((await router.hear())[2], type=Answer).status == 400
+        for malformed in (b"\xc1", b"\x94\xa1a\x80\xc4\x00" + b"\x91" * 100_000 + b"\xc0"):
+            router.say(message(Kind.OPEN, 2, malformed))
+            assert msgspec.msgpack.decode((await router.hear())[2], type=Answer).status == 400
 
 
 @pytest.mark.parametrize("path", ["break", "nothing"])

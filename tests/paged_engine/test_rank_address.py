@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged_engine import ranks
-from paged_engine.rank_address import check_rank_0, interface_towards
+from paged_engine.rank_address import awaiting, check_rank_0, interface_towards
 from paged_engine.ranks import TorchRanks
 from wire.errors import ConfigError
 
@@ -47,6 +47,12 @@ def test_a_port_that_is_taken_is_refused(taken: int) -> None:
     )
     with pytest.raises(ConfigError, match=message):
         check_rank_0(f"127.0.0.1:{taken}")
+
+
+def test_rank_0_listens_at_its_address_and_at_no_other(free: int) -> None:
+    with awaiting(f"127.0.0.1:{free}") as door, socket.socket() as other:
+        assert door.getsockname() == ("127.0.0.1", free)
+        other.bind(("127.0.0.2", free))  # taken if the first listened everywhere
 
 
 @pytest.mark.parametrize("host", [ELSEWHERE, "no-such-host.invalid"])

@@ -14,7 +14,7 @@ from pathlib import Path
 MESSAGE = """CUDA error: an illegal memory access was encountered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace might be incorrect."""
 
-if "node.engine_process" in sys.orig_argv:
+if any("node.engine_process" in word for word in sys.orig_argv):
     import atexit
     import time
     from typing import Any
