@@ -1,7 +1,8 @@
 """Speed of the engine alone on a GPU, without HTTP: `python -m benchmarks.engine [row ...]`.
 
-Llama-3.1-8B shape with random weights unless --model names another. Contexts of the decode rows are not computed but
-filled with random KV (the pool is random, and a request takes it as if another node had sent it).
+Llama-3.1-8B shape with random weights unless --model names another. Contexts of the decode rows are not computed
+(paged_engine/timed_steps.py). Beside the rows of RESULTS.md it shows where the GPU's time goes; other steps, of any
+model and on a CPU, are `kvrelay profile --decode 32x4096 --prefill 2048+8192`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import random
+import math
 import statistics
 import sys
 import time
@@ -22,12 +23,8 @@ import triton
 
 from node.ranks import join_as_rank_0
 from paged_engine.engine import Engine
-from paged_engine.request import Request
-from paged_engine.step_plan import Fetch
+from paged_engine.timed_steps import TimedSteps
 from wire.config import EngineConfig
-from wire.engine_messages import Submit
-from wire.sampling import SamplingParams
-from wire.transfer import KvTransferParams
 
 MODEL = Path(__file__).parent / "models" / "llama-3.1-8b.json"
 # Name of a row -> (requests at a time, tokens of context, aim in ms, vLLM 0.26 in ms)
@@ -41,89 +38,28 @@ DECODES = {
 OTHERS = ("prefill-4k", "generate-128-512")
 
 
-class _Arrivals:
-    """A `Handover` whose fetches arrive at once."""
-
-    def __init__(self) -> None:
-        self.fetches: list[Fetch] = []
-
-    def fetch(self, fetch: Fetch) -> None:
-        self.fetches.append(fetch)
-
-    def offer(self, request: Request) -> None:
-        """Nobody reads here."""
-
-    def grow(self, request: Request, tokens: int) -> None:
-        """Nobody reads here."""
-
-
 class Bench:
     """One engine, and what is measured on it."""
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
-        self.engine = engine
-        self._rng = random.Random(seed)
-        self._made = 0
-        view = engine.pool.view
-        for blocks in torch.split(view, 256):  # in pieces, as random numbers are made in a wider type first
-            blocks.copy_(torch.randn(blocks.shape, device=blocks.device, dtype=torch.bfloat16))
-
-    def submit(self, prompt_tokens: int, max_tokens: int, *, filled: bool = False) -> Request:
-        """Queue a greedy request of random tokens; `filled`: its prompt's KV counts as computed."""
-        self._made += 1
-        tokens = [self._rng.randrange(3, self.engine.model.vocab_size) for _ in range(prompt_tokens)]
-        params = SamplingParams(max_tokens, seed=self._made, temperature=0.0, ignore_eos=True)
-        fetch = None
-        if filled:
-            blocks = -(-(prompt_tokens - 1) // self.engine.pool.block_tokens)
-            fetch = KvTransferParams(
-                do_remote_prefill=True, remote_block_ids=[[0] * blocks], num_tokens=prompt_tokens - 1
-            )
-        request = Request.of(Submit(f"r{self._made}", tokens, params, fetch=fetch), time.monotonic())
-        self.engine.scheduler.add(request)
-        return request
-
-    def step(self) -> list[Request]:
-        """One engine step; fetches arrive at once."""
-        arrivals = _Arrivals()
-        updated = self.engine.step(arrivals)
-        for fetch in arrivals.fetches:
-            self.engine.scheduler.fetched(fetch.request.request_id)
-        return updated
-
-    def drain(self) -> None:
-        """Run until nothing is left."""
-        while self.engine.has_work:
-            self.step()
+    def __init__(self, engine: Engine) -> None:
+        self.timed = TimedSteps(engine)
 
     def decode(self, batch: int, context: int, steps: int = 100) -> dict[str, float]:
         """Median and 99th percentile of the time between two steps' tokens, and the share in which the GPU idles."""
-        for _ in range(batch):
-            self.submit(context, steps + 90, filled=True)
-        for _ in range(12):
-            self.step()
-        times = []
-        last = time.perf_counter()
-        for _ in range(steps):
-            updated = self.step()
-            now = time.perf_counter()
-            assert len(updated) == batch, (len(updated), batch)
-            times.append((now - last) * 1e3)
-            last = now
-        idle = idle_share(lambda: [self.step() for _ in range(20)])
-        self.drain()
-        times.sort()
+        times = sorted(self.timed.decode(batch, context, steps=steps, seconds=math.inf))
+        with self.timed.decoding(batch, context, steps=40):
+            idle = idle_share(lambda: [self.timed.step() for _ in range(20)])
         return {"ms": statistics.median(times), "p99_ms": times[int(len(times) * 0.99)], "idle": idle}
 
     def prefill(self, prompt_tokens: int, prompts: int) -> dict[str, float]:
         """Prompt tokens per second of prompts that ask for one token."""
-        self.submit(prompt_tokens, 1)
-        self.drain()
+        self.timed.submit(prompt_tokens, 1)
+        self.timed.drain()
         for _ in range(prompts):
-            self.submit(prompt_tokens, 1)
+            self.timed.submit(prompt_tokens, 1)
         torch.cuda.synchronize()
         began = time.perf_counter()
-        self.drain()
+        self.timed.drain()
         return {"tokens_s": prompts * prompt_tokens / (time.perf_counter() - began)}
 
     def generate(self, prompt_tokens: int, max_tokens: int, at_a_time: int, total: int) -> dict[str, float]:
@@ -133,12 +69,12 @@ class Bench:
         began = time.perf_counter()
         while left or open_:
             while left and open_ < at_a_time:
-                self.submit(prompt_tokens, max_tokens)
+                self.timed.submit(prompt_tokens, max_tokens)
                 left, open_ = left - 1, open_ + 1
-            updated = self.step()
+            updated = self.timed.step()
             tokens += len(updated)
             open_ -= sum(request.finish is not None for request in updated)
-        self.drain()
+        self.timed.drain()
         return {"tokens_s": tokens / (time.perf_counter() - began)}
 
 
@@ -173,33 +109,30 @@ def kernel_times(work: Callable[[], object], steps: int) -> str:
 def run(engine: Engine, rows: list[str], profile: bool) -> Iterator[tuple[str, dict[str, float], str]]:
     """(row, figures, what to compare them with)"""
     bench = Bench(engine)
+    timed = bench.timed
     for row in rows:
         if row in DECODES:
             batch, context, aim, theirs = DECODES[row]
             yield row, bench.decode(batch, context), f"aim {aim} ms, vLLM 0.26 {theirs} ms"
             if profile:
-                for _ in range(batch):
-                    bench.submit(context, 60, filled=True)
-                for _ in range(8):
-                    bench.step()
-                print(kernel_times(lambda: [bench.step() for _ in range(10)], 10))
-                bench.drain()
+                with timed.decoding(batch, context, steps=40):
+                    print(kernel_times(lambda: [timed.step() for _ in range(10)], 10))
         elif row == "prefill-4k":
             yield row, bench.prefill(4096, 32), "aim 47,000 tokens/s, vLLM 0.26 41,626"
             if profile:
                 for _ in range(4):
-                    bench.submit(4096, 1)
-                print(kernel_times(bench.drain, 4))
+                    timed.submit(4096, 1)
+                print(kernel_times(timed.drain, 4))
         elif row == "generate-128-512":
             yield row, bench.generate(128, 512, 256, 768), "aim 22,500 tokens/s, vLLM 0.26 18,943"
             if profile:
                 for _ in range(256):
-                    bench.submit(128, 100)
+                    timed.submit(128, 100)
                 for _ in range(40):
-                    bench.step()
-                print("idle", idle_share(lambda: [bench.step() for _ in range(20)]))
-                print(kernel_times(lambda: [bench.step() for _ in range(10)], 10))
-                bench.drain()
+                    timed.step()
+                print("idle", idle_share(lambda: [timed.step() for _ in range(20)]))
+                print(kernel_times(lambda: [timed.step() for _ in range(10)], 10))
+                timed.drain()
         else:
             sys.exit(f"unknown row {row!r}; there are {', '.join((*DECODES, *OTHERS))}")
 

@@ -23,9 +23,9 @@ from typing import Any
 import httpx2
 import msgspec
 
-from benchmarks.load import percentile
 from benchmarks.local_cluster import running
 from kvrelay.embedded import embedded_model
+from load.measures import percentile
 from node.serving import Call, Serving
 from openai_api.leg import Leg
 from openai_api.tokenizer import Tokenizer

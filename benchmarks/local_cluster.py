@@ -8,12 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
 
-__all__ = ["running"]
+__all__ = ["family", "free_ports", "running"]
 
 START_DEADLINE_S = 180
 STOP_DEADLINE_S = 60
@@ -25,7 +25,7 @@ def running(command: str, *flags: str) -> Iterator[str]:
 
     Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then its log is printed.
     """
-    port = _free_port()
+    (port,) = free_ports(1)
     argv = [sys.executable, "-m", "kvrelay.cli", command, f"--port={port}", *flags]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
@@ -41,10 +41,24 @@ def running(command: str, *flags: str) -> Iterator[str]:
             process.wait(STOP_DEADLINE_S)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nobody listens on now."""
+    with ExitStack() as held:  # all at once, so that none is found twice
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it; those that end meanwhile may be in it."""
+    found = [pid]
+    for each in found:
+        with suppress(OSError):
+            for thread in Path(f"/proc/{each}/task").iterdir():
+                with suppress(OSError):
+                    found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
 
 
 async def _healthy(url: str, process: subprocess.Popen[bytes]) -> None:

@@ -31,7 +31,7 @@ import torch
 import paged_engine  # noqa: F401 - makes `kernels` ours
 from kernels.pool_memory import zeros
 from kv_transfer import pairs, staging
-from kv_transfer.communicators import Mailbox, NcclBackend
+from kv_transfer.communicators import NcclBackend
 from kv_transfer.connector import PoolRegion
 from kv_transfer.pair_ends import ReaderPair, SourcePair
 from kv_transfer.planes import Source
@@ -93,8 +93,7 @@ class End:
         before = torch.cuda.mem_get_info(self._device)[0]
         self._backend = NcclBackend(self._device.index or 0, PATIENCE_S)
         deadline = time.monotonic() + PATIENCE_S
-        mailbox = Mailbox(lambda key, value: None, deadline)
-        self._wire: Any = self._backend.open(self._rank, bytes.fromhex(facts), mailbox, deadline)
+        self._wire: Any = self._backend.open(self._rank, bytes.fromhex(facts), lambda: False, deadline)
         self._start(0, 8).wait()
         torch.cuda.synchronize()
         return before - torch.cuda.mem_get_info(self._device)[0]

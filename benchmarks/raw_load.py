@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 import uvloop
 
-from benchmarks.load import percentile
 from benchmarks.mock_nodes import MODEL, PROMPT_BYTES
+from load.measures import percentile
 
 __all__ = ["Seen", "Wave", "cpu_s"]
 

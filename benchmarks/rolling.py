@@ -105,7 +105,7 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
     left = await left_behind(cluster)
     assert cluster.router is not None
     log = cluster.router.log.read_text(errors="replace").splitlines()
-    ends, legs = Counter(each.end for each in crowd.seen), broken_legs(log, time.time() - time.monotonic())
+    ends, legs = Counter(each.end for each in crowd.seen), broken_legs(log)
     gaps = Times.of(end - begin for begin, end in (each.gap() for each in crowd.seen if each.times))
     lost = sum(ends.values()) - ends["done"] + crowd.asked - len(crowd.seen)
     print(

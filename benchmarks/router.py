@@ -26,9 +26,9 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.load import percentile
 from benchmarks.raw_load import Seen, Wave, cpu_s
 from benchmarks.router_peers import OURS, PEERS, Running, direct, mock_node, router
+from load.measures import percentile
 
 ALONE, BUSY = Wave(1, 400, 16), Wave(32, 3000, 16)
 PACED, PACED_S = ("64:5", "250:5", "1000:5", "1000:80"), 4.0

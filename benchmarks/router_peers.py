@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.local_cluster import family, free_ports
 from benchmarks.mock_nodes import MODEL
 
 __all__ = ["OURS", "PEERS", "Running", "direct", "mock_node", "router"]
@@ -48,7 +48,7 @@ def _argv(name: str, venvs: Path, prefill: str, decode: str, port: int, flags: S
         print(f"installing {name} into {folder}", file=sys.stderr)
         venv.create(folder, with_pip=True)
         subprocess.run([folder / "bin" / "pip", "install", "--quiet", name], check=True, stdout=sys.stderr)
-    ports = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port())]
+    ports = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_ports(1)[0])]
     nodes = ["--prefill", prefill, "--decode", decode, "--policy", "round_robin", "--log-level", "error"]
     if name == "vllm-router":
         pairing = ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
@@ -74,7 +74,7 @@ def router(name: str, venvs: Path, prefill: str, decode: str, flags: Sequence[st
 
     Raises RuntimeError if it never does.
     """
-    port = _free_port()
+    (port,) = free_ports(1)
     argv = _argv(name, venvs, prefill, decode, port, flags)
     with tempfile.TemporaryFile() as log:
         environment = {**os.environ, "NO_PROXY": "*"}
@@ -86,7 +86,7 @@ def router(name: str, venvs: Path, prefill: str, decode: str, flags: Sequence[st
             if not _answers(url, process, ours=name.startswith(OURS)):
                 log.seek(0)
                 raise RuntimeError(f"{name} did not answer: {log.read().decode(errors='replace')[-3000:]}")
-            yield Running(url, _family(process.pid))
+            yield Running(url, family(process.pid))
         finally:
             process.terminate()
             try:
@@ -122,15 +122,3 @@ def _all_listen(url: str) -> bool:
     with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
         workers = msgspec.json.decode(answer.read()).get("workers", {})
     return bool(workers.get("listening") == workers.get("wanted"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _family(pid: int) -> list[int]:
-    """A process, its children and theirs."""
-    children = " ".join(tasks.read_text() for tasks in Path(f"/proc/{pid}/task").glob("*/children"))
-    return [pid, *(each for child in children.split() for each in _family(int(child)))]

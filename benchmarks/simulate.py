@@ -6,7 +6,7 @@ python -m benchmarks.simulate --scale
 The first compares all policies on made-up workloads and, if given, on a trace in the format that Mooncake has published
 (kvcache-ai/Mooncake, FAST25-release/traces, Apache-2.0). The second serves 100,000 streams on 1,000 nodes with reports
 of load that are up to 2 s old, by one router and by eight that share nothing. Both beside an omniscient balancer. Equal
-seeds give equal figures. No library is needed, the plot included; nodes are those of benchmarks/simulation/stream.py.
+seeds give equal figures. No library is needed, the plot included; nodes are those of simulator/speeds.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from benchmarks.simulation.summary import Summary, plot, summary_of, table
-from benchmarks.simulation.workloads import SCALE, TRACE_BLOCK_TOKENS, WORKLOADS, at_load, read_trace
-from benchmarks.simulation.world import OMNISCIENT, Setting, simulate
+from load.workloads import SCALE, TRACE_BLOCK_TOKENS, WORKLOADS, read_trace
 from router.policies.by_name import POLICIES
+from simulator.setting import OMNISCIENT, Setting
+from simulator.stream import at_load, streams_of
+from simulator.summary import Summary, plot, summary_of, table
+from simulator.world import simulate
 
 __all__ = ["main"]
 
@@ -48,14 +50,14 @@ def run(each: Run) -> Summary:
     """Serve them."""
     setting = each.setting
     if each.trace is not None:
-        streams = read_trace(each.trace, each.requests or None)
-        work_ms = sum(setting.speeds.prompt_ms(stream.prompt) for stream in streams)
-        streams = at_load(streams, work_ms / setting.prefill / (each.load or 1.0))
+        asks = read_trace(each.trace, each.requests or None)
+        work_ms = sum(setting.speeds.prompt_ms(asked.prompt) for asked in asks)
+        streams = at_load(asks, work_ms / setting.prefill / (each.load or 1.0))
     else:
         workload = SCALE if each.workload == SCALE.name else WORKLOADS[each.workload]
         if each.load is not None:
             workload = dataclasses.replace(workload, load=each.load)
-        streams = workload.streams(each.requests, setting.prefill, setting.seed, setting.speeds)
+        streams = streams_of(workload, each.requests, setting.prefill, setting.seed, setting.speeds)
     # Looking for cycles among a million living objects would take a third of the time.
     gc.disable()
     try:

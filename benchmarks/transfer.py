@@ -1,6 +1,7 @@
 """Speed of the hand-over between two processes, by connector, block size and transfer size: bytes of Llama-3.1-8B.
 
     python -m benchmarks.transfer [--devices cuda:0,cuda:1] [--sizes 16,512] [--block-bytes 2097152] [--json FILE]
+    python -m benchmarks.transfer --connectors direct --checksums 0.01,1    # and what --kv-checksums costs
 
 No model and no HTTP: a source and a reader, each with a pool of blocks and a connector. The blocks of a transfer are
 drawn at random on both sides, others each time. What is timed is *exposed*: from the call of `fetch` until the KV is
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.transfer_pair import Pair, Part, Took, open_pair
+from node.transfer_pair import Pair, Part, Took, open_pair
 from wire.errors import TransferError
 
 CONNECTORS = ("direct", "nixl", "nccl")
@@ -53,11 +54,13 @@ class Work:
     chunks: int = 1
     """Announced in so many."""
     lead_s: float = LEAD_S
+    checksums: float = 0.0
+    """Share of its blocks that are checked."""
 
     @property
     def plain(self) -> bool:
         """One whole transfer that was watched before: what the sizes are compared by."""
-        return self.transfers == self.chunks == 1 and self.lead_s > 0
+        return self.transfers == self.chunks == 1 and self.lead_s > 0 and not self.checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ class Bench:
         self._devices: list[str] = arguments.devices
         self._sizes: list[int] = arguments.sizes
         self._block_bytes: list[int] = arguments.block_bytes
+        self._checksums: list[float] = arguments.checksums
         self._spacing_s: float | None = arguments.spacing_ms and arguments.spacing_ms / 1e3
         self._ends_at = ends_at
         self._rng = random.Random(4)
@@ -166,7 +170,6 @@ class Bench:
 
     def _blocks(self, pair: Pair, kind: str, block_bytes: int, until: float) -> None:
         """All rows of a connector and a block size."""
-        pair.open(kind, block_bytes)
         others = min(OTHERS_BYTES, max(self._sizes))
         works = [Work("one", size) for size in self._sizes]
         works += [
@@ -174,8 +177,16 @@ class Bench:
             Work("8 at once", others, transfers=8),
             Work("grows in 4 chunks", others, chunks=4),
         ]
-        whole_s = 0.0
-        for work in works:
+        checked = [
+            Work(f"one, {share:.3g} checked", size, checksums=share)
+            for share in self._checksums
+            for size in self._sizes
+        ]
+        whole_s, opened = 0.0, -1.0
+        for work in [*works, *checked]:
+            if work.checksums != opened:
+                pair.open(kind, block_bytes, work.checksums)
+                opened = work.checksums
             count, room = work.num_bytes // block_bytes, min(pair.num_blocks) - 1
             about = f"{kind}, blocks of {_size(block_bytes)}, {_size(work.num_bytes)}, {work.name}"
             if count < work.transfers * work.chunks or count > room:
@@ -271,6 +282,16 @@ def _block_sizes(text: str) -> list[int]:
     return sizes
 
 
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: shares with commas between them") from error
+    if not all(0 < share <= 1 for share in shares):
+        raise argparse.ArgumentTypeError(f"{text}: above 0 and at most 1")
+    return shares
+
+
 def _positive(text: str) -> list[int]:
     try:
         numbers = sorted({int(part) for part in text.split(",")})
@@ -295,6 +316,9 @@ def main() -> int:
     parser.add_argument("--devices", type=_devices, default=["cpu", "cpu"], help="source,reader; default cpu,cpu")
     parser.add_argument("--sizes", type=_mebibytes, default=[size << 20 for size in SIZES_MIB], help="MiB")
     parser.add_argument("--block-bytes", type=_block_sizes, default=list(BLOCK_BYTES), help="default 2 and 8 MiB")
+    parser.add_argument(
+        "--checksums", type=_shares, default=[], help="rows with so large a share of blocks checked, too; default none"
+    )
     parser.add_argument("--spacing-ms", type=float, help="between chunks; default 5 times a whole transfer")
     parser.add_argument("--within-s", type=float, default=135.0, help="rows that do not fit are left out; default 135")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

@@ -1,5 +1,7 @@
 """The clients: each asks, reads its answer, compares it with the twin, and asks again. Owns their connections.
 
+Some leave in the middle or read slowly, where a fault wants that (rude.py).
+
 The twins are asked before anything is struck. Half of the later asks have a cache salt of their own, so that nobody has
 their KV: it must be computed and handed over again.
 """
@@ -10,8 +12,10 @@ import asyncio
 import bisect
 import itertools
 import random
+import socket
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +28,9 @@ from benchmarks.chaos.streams import Answer, Heard, difference
 __all__ = ["Crowd", "Seen"]
 
 SALTED = 0.5
-# A refused client comes back after as long as it is told to, or this.
+# A refused client comes back so much later, and one that has lost its router.
 _AGAIN_S = 1.0
-_MODEL_DEADLINE_S = 10.0
+_SLOW_READS = 50
 
 
 @dataclass(slots=True)
@@ -39,13 +43,15 @@ class Seen:
     id: str = ""
     """The router's."""
     end: str = ""
-    """done; refused: by its status; error: told in the stream; else a broken promise."""
+    """done; left: the client went away; refused: by its status; error: told in the stream; else a broken promise."""
     status: int = 0
     error: str = ""
     """What the client was told, or where the answer differs from its twin."""
     ended: float = 0.0
     times: list[float] = field(default_factory=list)
     """When parts of a stream came."""
+    slow: bool = False
+    """The client read slowly, or has filled a node itself: its waits are its own."""
 
     @property
     def honest(self) -> bool:
@@ -70,15 +76,21 @@ class Crowd:
     def __init__(self, url: str, asks: Sequence[Ask], session: aiohttp.ClientSession, deadline_s: float) -> None:
         self.seen: list[Seen] = []
         self.asked = 0
-        self._url, self._asks, self._session, self._deadline_s = url, asks, session, deadline_s
+        self.url, self.session, self.model = url, session, ""
+        self._asks, self._deadline_s = asks, deadline_s
+        self._slow = slow_session()
         self._fields: dict[int, dict[str, Any]] = {}
         self._twins: dict[int, Answer] = {}
         self._texts: dict[int, str] = {}
 
+    async def close(self) -> None:
+        """Give back what is its own."""
+        await self._slow.close()
+
     async def ask_twins(self, at_once: int) -> None:
         """What is answered without any fault. Raises RuntimeError if that is not complete."""
-        async with self._session.get(f"{self._url}/v1/models") as answer:
-            self._model = (await answer.json())["data"][0]["id"]
+        async with self.session.get(f"{self.url}/v1/models") as answer:
+            self.model = (await answer.json())["data"][0]["id"]
         waiting = list(self._asks)
         free = asyncio.Semaphore(at_once)
 
@@ -98,15 +110,35 @@ class Crowd:
     async def keep_asking(self, rng: random.Random, going: Callable[[], bool]) -> None:
         """One client, for as long as it is `going`; the last answer is read to its end."""
         while going():
-            ask = rng.choice(self._asks)
-            salt = {"cache_salt": f"{rng.getrandbits(60):x}"} if rng.random() < SALTED else {}
-            self.asked += 1
-            seen, heard = await self._ask(ask, salt)
-            if seen.end == "done" and (differs := difference(self._twins[ask.number], heard.answer())):
-                seen.end, seen.error = "unequal", differs
-            self.seen.append(seen)
-            if seen.end == "refused":
+            seen = await self.ask_one(rng)
+            if seen.end not in ("done", "left"):
                 await asyncio.sleep(_AGAIN_S)
+
+    async def ask_one(
+        self,
+        rng: random.Random,
+        leave_s: float = float("inf"),
+        slow_s: float = 0.0,
+        kinds: Collection[str] = (),
+        node: str = "",
+    ) -> Seen:
+        """One request of any kind, or of these. The client leaves after `leave_s`; a slow one waits `slow_s` before
+        each of the first reads. `node`: the URL of one, to be asked past the router, so that nobody helps if it is
+        lost."""
+        ask = rng.choice([ask for ask in self._asks if not kinds or ask.kind in kinds])
+        salt = {"cache_salt": f"{rng.getrandbits(60):x}"} if rng.random() < SALTED else {}
+        self.asked += 1
+        seen, heard = await self._ask(ask, salt, leave_s, slow_s, node)
+        if node and seen.end in ("broken", "silent", "refused", "error"):
+            seen.end = "left"
+        if seen.end == "done" and (differs := difference(self._twins[ask.number], heard.answer())):
+            seen.end, seen.error = "unequal", differs
+        self.seen.append(seen)
+        return seen
+
+    def mean_tokens(self, kind: str) -> float:
+        """Of the answers to requests of a kind."""
+        return statistics.fmean(ask.fields["max_tokens"] for ask in self._asks if ask.kind == kind)
 
     def body(self, number: int) -> dict[str, Any]:
         """What is asked, for who wants to ask it again."""
@@ -116,16 +148,21 @@ class Crowd:
         fields = ask.fields
         if ask.then is not None and ask.after is not None:
             fields = ask.then(self._fields[ask.after], self._texts[ask.after])
-        return {**fields, "model": self._model}
+        return {**fields, "model": self.model}
 
-    async def _ask(self, ask: Ask, more: dict[str, Any]) -> tuple[Seen, Heard]:
+    async def _ask(
+        self, ask: Ask, more: dict[str, Any], leave_s: float = float("inf"), slow_s: float = 0.0, node: str = ""
+    ) -> tuple[Seen, Heard]:
         fields = {**self._fields[ask.number], **more}
-        seen, heard = Seen(ask.number, ask.kind, time.monotonic()), Heard()
+        seen, heard = Seen(ask.number, ask.kind, time.monotonic(), slow=bool(slow_s or node)), Heard()
         try:
-            async with asyncio.timeout(self._deadline_s):
-                await self._read(ask, fields, seen, heard)
+            async with asyncio.timeout(min(leave_s, self._deadline_s)):
+                await self._read(ask, fields, seen, heard, slow_s, node)
         except TimeoutError:
-            seen.end, seen.error = "hung", f"no end within {self._deadline_s:g} s, {heard.pieces} parts so far"
+            if leave_s < self._deadline_s:
+                seen.end = "left"
+            else:
+                seen.end, seen.error = "hung", f"no end within {self._deadline_s:g} s, {heard.pieces} parts so far"
         except (aiohttp.ClientError, OSError) as why:
             seen.end, seen.error = "broken", f"{type(why).__name__}: {why}"
         except (msgspec.DecodeError, KeyError, TypeError) as why:
@@ -133,22 +170,40 @@ class Crowd:
         seen.ended = time.monotonic()
         return seen, heard
 
-    async def _read(self, ask: Ask, fields: dict[str, Any], seen: Seen, heard: Heard) -> None:
+    async def _read(self, ask: Ask, fields: dict[str, Any], seen: Seen, heard: Heard, slow_s: float, node: str) -> None:
         headers = {"content-type": "application/json"}
-        async with self._session.post(
-            self._url + ask.path, data=msgspec.json.encode(fields), headers=headers
-        ) as answer:
-            seen.status, seen.id = answer.status, answer.headers.get("x-request-id", "")
+        session = self._slow if slow_s else self.session
+        url = (node or self.url) + ask.path
+        async with session.post(url, data=msgspec.json.encode(fields), headers=headers) as answer:
+            seen.status, seen.id = answer.status, "" if node else answer.headers.get("x-request-id", "")
             if answer.status != 200:
                 body = await answer.read()
                 seen.error = msgspec.json.decode(body)["error"]["message"]
                 seen.end = "refused"
                 return
+            await asyncio.sleep(slow_s)
             if not fields["stream"]:
                 heard.whole(await answer.read())
             else:
                 async for line in answer.content:
                     if heard.line(line):
                         seen.times.append(time.monotonic())
+                        if slow_s and len(seen.times) < _SLOW_READS:
+                            await asyncio.sleep(slow_s)
         end, _, wrong = heard.end.partition(": ")
         seen.end, seen.error = end or "silent", wrong or heard.error
+
+
+def slow_session() -> aiohttp.ClientSession:
+    """Of clients with little room for what they have not read: the router soon has to wait for them."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=_small_socket),
+        timeout=aiohttp.ClientTimeout(total=None),
+        read_bufsize=1 << 16,
+    )
+
+
+def _small_socket(info: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*info[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    return made

@@ -1,42 +1,138 @@
-"""Which faults come when, drawn from a seed. Pure: whoever has the processes does them (processes.py)."""
+"""Which faults come when, drawn from a seed or read from a file. Pure: strikes.py does them."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
-__all__ = ["KINDS", "Fault", "drawn"]
+import msgspec
 
-KINDS = {"kill": 6, "stop": 4, "restart": 2, "kill engine": 2, "stop engine": 1}
+__all__ = [
+    "CLIENTS",
+    "KINDS",
+    "MACHINE",
+    "NETWORK",
+    "PROCESS",
+    "ROUTER",
+    "Fault",
+    "Schedule",
+    "drawn",
+    "endless",
+    "once",
+]
+
+PROCESS = {"kill": 6, "stop": 4, "restart": 2, "kill engine": 2, "stop engine": 1}
 """How often each is drawn. kill: SIGKILL; stop: SIGSTOP, and later SIGCONT; restart: SIGTERM, which drains. Of `engine`
 the process of the engine alone is struck, else the whole node."""
+ROUTER = {"kill router": 1, "restart router": 1, "stop router": 1}
+NETWORK = {"cut": 2, "one-way cut": 2, "peers cut": 2, "resets": 2, "loss": 2, "delay": 2}
+"""cut: nothing passes between the router and a node; one-way cut: nothing in one direction; peers cut: nothing between
+a node and one of the other role; resets: every connection of a node is reset; loss: packets of a node are lost; delay:
+they come late."""
+MACHINE = {"log stall": 2, "clock jump": 2}
+"""log stall: nobody takes what a process logs; clock jump: the wall clock of a process is another one for a while."""
+CLIENTS = {"leavers": 2, "slow readers": 2, "malformed": 2, "oversized": 1, "crush": 2, "full KV": 2}
+"""leavers: clients go away in the middle; slow readers: they read a little at a time; malformed, oversized: what no
+client should send; crush: long prompts, more than the nodes have KV for; full KV: long answers, all from one decode
+node, past the router, which would let in only as many as it has room for: requests are preempted."""
+KINDS = PROCESS | ROUTER | NETWORK | MACHINE | CLIENTS
 AT_ONCE = 0.2
 """Share of the faults that strike two nodes at once."""
 SHORTEST_S, LONGEST_S = 0.2, 20.0
+SHORT = {"resets": 2.0, "stop router": 5.0, "loss": 8.0, "delay": 8.0, "clock jump": 10.0, "log stall": 10.0}
+"""Kinds that last at most so many seconds."""
+_LASTING = ("stop", "stop engine", "slow readers", *NETWORK, *SHORT)
+_CLOCKS_S = (-3600.0, -90.0, -5.0, 5.0, 90.0, 3600.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One, `at` seconds after the first stream began. `for_s`: how long a stop lasts; `rest_s`: how long the supervisor
-    waits before it starts the node again."""
+class Fault(msgspec.Struct, frozen=True):
+    """One, `at` seconds after the first stream began. `for_s`: how long it lasts; `rest_s`: how long the supervisor
+    waits before it starts a process again."""
 
     at: float
     kind: str
     nodes: tuple[int, ...]
+    """Their numbers; -1 is the router. Of what strikes the router alone, or is done by clients: none."""
     for_s: float = 0.0
     rest_s: float = 0.0
+    amount: float = 0.0
+    """Share of packets that are lost, seconds of a delay, seconds that a clock jumps, or how many clients."""
+    way: str = "both"
+    """Of a one-way cut, seen from the node: in or out."""
+    seed: int = 0
+    """Of what else is drawn when it happens."""
 
 
-def drawn(seed: int, seconds: float, every_s: float, nodes: Sequence[int]) -> list[Fault]:
-    """Faults at random moments within `seconds`, `every_s` apart in the mean; what lasts ends within them, too."""
+class Schedule(msgspec.Struct, frozen=True):
+    """All that a run needs to happen again: its seed, its options and its faults."""
+
+    seed: int
+    options: dict[str, object]
+    faults: list[Fault]
+
+    def write(self, file: Path) -> None:
+        """As JSON."""
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+    @classmethod
+    def read(cls, file: Path) -> Schedule:
+        """Raises OSError, msgspec.DecodeError."""
+        return msgspec.json.decode(file.read_bytes(), type=cls)
+
+
+def endless(
+    seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str] = tuple(PROCESS)
+) -> Iterator[Fault]:
+    """Faults at random moments without end, `every_s` apart in the mean."""
     rng = random.Random(seed)
-    faults = []
-    at = rng.uniform(0.5, 1.5) * min(every_s, seconds / 4)
-    while at < seconds:
-        (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
-        struck = tuple(rng.sample(list(nodes), 2 if rng.random() < AT_ONCE and len(nodes) > 1 else 1))
-        for_s = SHORTEST_S * (LONGEST_S / SHORTEST_S) ** rng.random() if kind.startswith("stop") else 0.0
-        faults.append(Fault(at, kind, struck, min(for_s, max(SHORTEST_S, seconds - at)), rng.uniform(0.0, 1.0)))
+    weights = {kind: weight for kind, weight in KINDS.items() if kind in kinds}
+    at = rng.uniform(0.5, 1.5) * every_s
+    while True:
+        (kind,) = rng.choices(list(weights), list(weights.values()))
+        yield _fault(rng, at, kind, nodes)
         at += every_s * rng.uniform(0.2, 1.8)
-    return faults
+
+
+def drawn(
+    seed: int, seconds: float, every_s: float, nodes: Sequence[int], kinds: Collection[str] = tuple(PROCESS)
+) -> list[Fault]:
+    """Those within `seconds`; what lasts ends within them, too."""
+    faults: list[Fault] = []
+    for fault in endless(seed, min(every_s, seconds / 4), nodes, kinds):
+        if fault.at >= seconds:
+            return faults
+        for_s = min(fault.for_s, max(SHORTEST_S, seconds - fault.at)) if fault.for_s else 0.0
+        faults.append(msgspec.structs.replace(fault, for_s=for_s))
+    raise AssertionError("endless")
+
+
+def once(seed: int, every_s: float, nodes: Sequence[int], kinds: Collection[str], longest_s: float) -> list[Fault]:
+    """Each kind once, in a random order, `every_s` apart, none longer than `longest_s`."""
+    rng = random.Random(seed)
+    order = [kind for kind in KINDS if kind in kinds]
+    rng.shuffle(order)
+    faults = [_fault(rng, (at + 1) * every_s, kind, nodes) for at, kind in enumerate(order)]
+    return [msgspec.structs.replace(fault, for_s=min(fault.for_s, longest_s)) for fault in faults]
+
+
+def _fault(rng: random.Random, at: float, kind: str, nodes: Sequence[int]) -> Fault:
+    several = rng.random() < AT_ONCE and len(nodes) > 1 and kind != "peers cut"
+    struck = tuple(rng.sample(list(nodes), 2 if several else 1))
+    if kind in ROUTER or kind in CLIENTS:
+        struck = ()
+    elif kind in MACHINE and rng.random() < 1 / (len(nodes) + 1):
+        struck = (-1,)
+    longest_s = SHORT.get(kind, LONGEST_S)
+    lasts = kind in _LASTING
+    for_s = SHORTEST_S * math.pow(longest_s / SHORTEST_S, rng.random()) if lasts else 0.0
+    amounts = {
+        "loss": round(rng.uniform(0.02, 0.3), 3),
+        "delay": round(rng.uniform(0.01, 0.3), 3),
+        "clock jump": rng.choice(_CLOCKS_S),
+        **{kind: float(rng.randint(5, 25)) for kind in CLIENTS},
+        "oversized": 2.0,
+    }
+    rest_s, way = rng.uniform(0.0, 1.0), rng.choice(["in", "out"]) if kind == "one-way cut" else "both"
+    return Fault(at, kind, struck, for_s, rest_s, amounts.get(kind, 0.0), way, rng.randrange(1 << 30))

@@ -10,19 +10,21 @@ import msgspec
 from benchmarks.chaos.processes import Cluster
 from wire.outputs import Load
 
-__all__ = ["LEASE_S", "left_behind", "memory"]
+__all__ = ["LEASE_S", "index_bytes", "left_behind"]
 
 LEASE_S = 5.0
 """Of the nodes' KV."""
 _TEXT_BYTES, _BLOCKS = "kvrelay_router_prefix_text_bytes", "kvrelay_router_prefix_blocks"
 _BLOCK_BYTES = 120  # an entry of a dict, and its key
+_NOTHING = ("kvrelay_blocks_quarantined", "vllm:num_requests_running", "vllm:num_requests_waiting")
 _FREE_WITHIN_S = 1.0 + 0.5  # a node tells its blocks twice a second
 
 
-async def memory(cluster: Cluster) -> int:
-    """Bytes of the router's process, without what its prefix index holds: that fills up to its own limit."""
-    told = await cluster.metrics()
-    return cluster.router_rss() - int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
+async def index_bytes(cluster: Cluster) -> int:
+    """What the router's prefix index holds, about: it fills up to its own limit."""
+    assert cluster.router is not None
+    told = await cluster.metrics(cluster.router)
+    return int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
 
 
 async def left_behind(cluster: Cluster) -> list[str]:
@@ -38,8 +40,10 @@ async def left_behind(cluster: Cluster) -> list[str]:
 
 
 def _last_blow(cluster: Cluster) -> float:
-    """When a node was struck or lost last, or was up again: its peers' leases count from there."""
-    return max((moment for node in cluster.nodes for span in node.down for moment in span), default=0.0)
+    """When a process was struck or lost last, or was there again: leases count from there."""
+    assert cluster.router is not None
+    every = (*cluster.nodes, cluster.router)
+    return max((at for node in every for span in (*node.down, *node.away) for at in span), default=0.0)
 
 
 async def _held(cluster: Cluster) -> list[str]:
@@ -52,6 +56,8 @@ async def _held(cluster: Cluster) -> list[str]:
         load = msgspec.convert(told["load"], Load)
         if load.free_blocks != load.total_blocks or told["held_blocks"]:
             held.append(f"{node.name} holds blocks: {load}, {told['held_blocks']} of them for others")
+        gauges = await cluster.metrics(node)
+        held += [f"{node.name} has {name} {gauges[name]:g}" for name in _NOTHING if gauges.get(name, 0.0)]
     assert cluster.router is not None
     told = await cluster.health(cluster.router)
     if told is None:

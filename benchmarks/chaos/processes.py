@@ -1,12 +1,14 @@
-"""The cluster's processes: started, struck by faults, started again by a supervisor, and ended.
+"""The cluster's processes: started, struck, started again by a supervisor, and ended.
 
-Knows when each node was down, as the world saw it: from the blow until its next good health check.
+Knows when each was down, as the world saw it: from the blow until its next good health check; and when it was cut off
+or badly connected, which others do to it (strikes.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import secrets
 import signal
 import socket
@@ -22,8 +24,11 @@ from typing import Any
 import aiohttp
 
 from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.logs import Logs
+from benchmarks.chaos.network import Loopback, Network
+from benchmarks.chaos.shim import Shim
 
-__all__ = ["Cluster", "Node", "Struck"]
+__all__ = ["Cluster", "Node", "Struck", "family"]
 
 START_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 40.0
@@ -33,27 +38,31 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(eq=False)
 class Node:
-    """One node, whatever process stands for it now."""
+    """One node, or the router, whatever process stands for it now."""
 
+    name: str
     role: str
-    port: int
+    host: str
+    ports: tuple[int, ...]
+    """HTTP, control channel, KV events and their replay; of a router the first."""
     argv: list[str]
     log: Path
     process: subprocess.Popen[bytes]
     rest_s: float = 0.0
+    fault: Fault | None = None
+    """For which it is started again."""
     ended_by_us: bool = False
     starts: int = 1
     down_since: float | None = None
     down: list[tuple[float, float]] = field(default_factory=list)
     """From when until when, on the monotonic clock."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}:{self.port}"
+    away: list[tuple[float, float]] = field(default_factory=list)
+    """When its network was bad."""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """Of its HTTP."""
+        return f"http://{self.host}:{self.ports[0]}"
 
     def falls(self, now: float) -> None:
         """It is down from now on."""
@@ -75,19 +84,30 @@ class Struck:
     fault: Fault
     node: str
     url: str
-    missed: bool
+    missed: bool = False
 
 
 class Cluster:
-    """Nodes of two roles and a router. Use as a context: everything ends with it."""
+    """Nodes of two roles and a router."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], router_flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        router_flags: Sequence[str],
+        network: Network | None = None,
+        shim: Shim | None = None,
+    ) -> None:
         self.folder, self.flags, self.router_flags = folder, list(flags), list(router_flags)
+        self.network: Network = Loopback() if network is None else network
+        self.shim, self.logs = shim, Logs()
         self.nodes: list[Node] = []
         self.router: Node | None = None
         self.struck: list[Struck] = []
         self.surprises: list[str] = []
         """Processes that ended though nobody had struck them."""
+        self.over: list[tuple[float, Fault, Node]] = []
+        """Faults of nodes, since when they are over: a process that was struck is healthy again, a cut has ended."""
         self.code: dict[str, Path] = {}
         """Other code than this checkout's, by the role of the processes that are started with it."""
         self._secret = secrets.token_urlsafe()
@@ -97,12 +117,17 @@ class Cluster:
     async def start(self, prefill: int, decode: int, session: aiohttp.ClientSession) -> None:
         """Start all, and wait until the router serves. Raises RuntimeError."""
         self._session = session
-        for role, count in (("prefill", prefill), ("decode", decode)):
-            self.nodes += [self._launched(role, self.flags) for _ in range(count)]
+        roles = {
+            f"{role}{at}": role for role, count in (("prefill", prefill), ("decode", decode)) for at in range(count)
+        }
+        free = iter(_free_ports(4 * len(roles) + 1))
+        ports = {name: tuple(next(free) for _ in range(4)) for name in roles} | {"router": (next(free),)}
+        await self.network.join(ports)
+        self.nodes = [self._launched(name, role, ports[name], self.flags) for name, role in roles.items()]
         for node in self.nodes:
             await self._ready(node)
         peers = [f"--{node.role}={node.url}" for node in self.nodes]
-        self.router = self._launched("router", [*peers, *self.router_flags])
+        self.router = self._launched("router", "router", ports["router"], [*peers, *self.router_flags])
         await self._ready(self.router)
         await self.seen_whole(START_DEADLINE_S)
 
@@ -113,12 +138,18 @@ class Cluster:
         self._tasks += [asyncio.create_task(self._keep(node)) for node in (*self.nodes, self.router)]
 
     async def strike(self, fault: Fault) -> None:
-        """Do it, and wait until it is over: not for nodes that start again."""
-        await asyncio.gather(*(self._strike(self.nodes[index], fault) for index in fault.nodes))
+        """Do it to processes, and wait until it is over: not for those that start again."""
+        await asyncio.gather(*(self._strike(node, fault) for node in self.struck_by(fault)))
+
+    def struck_by(self, fault: Fault) -> list[Node]:
+        """Those whom it concerns. Without a number of a node, and for number -1, it is the router."""
+        assert self.router is not None
+        return [self.nodes[index] if index >= 0 else self.router for index in fault.nodes or (-1,)]
 
     async def whole(self) -> None:
         """Wait until every node is up again, and the router knows it. Raises RuntimeError."""
-        for node in self.nodes:
+        assert self.router is not None
+        for node in (*self.nodes, self.router):
             while node.process.poll() is not None or node.down_since is not None:
                 await asyncio.sleep(_LOOK_S)
         await self.seen_whole(START_DEADLINE_S)
@@ -138,26 +169,25 @@ class Cluster:
             await asyncio.sleep(_LOOK_S)
         raise RuntimeError(f"the router does not see all nodes up within {within_s:g} s: {told}")
 
-    async def health(self, of: Node) -> dict[str, Any] | None:
-        """The health report; None if there is none."""
+    async def health(self, of: Node, *, any_status: bool = False) -> dict[str, Any] | None:
+        """The health report; None if there is none, or if it is not 200 and that matters."""
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._session.get(f"{of.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
                 told: dict[str, Any] = await answer.json()
-                return told if answer.status == 200 else None
+                return told if answer.status == 200 or any_status else None
         return None
 
-    async def metrics(self) -> dict[str, float]:
-        """The router's, of those without labels."""
-        assert self.router is not None
-        async with self._session.get(f"{self.router.url}/metrics") as answer:
-            lines = (await answer.text()).splitlines()
-        return {name: float(value) for name, _, value in (line.partition(" ") for line in lines) if name.isidentifier()}
-
-    def router_rss(self) -> int:
-        """Bytes of memory of the router's process."""
-        assert self.router is not None
-        pages = int(Path(f"/proc/{self.router.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+    async def metrics(self, of: Node) -> dict[str, float]:
+        """Sums over the labels; nothing of a process that does not answer."""
+        found: dict[str, float] = {}
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._session.get(f"{of.url}/metrics", timeout=aiohttp.ClientTimeout(total=5)) as answer:
+                for line in (await answer.text()).splitlines():
+                    name, _, value = line.rpartition(" ")
+                    if not name.startswith("#"):
+                        name = name.partition("{")[0]
+                        found[name] = found.get(name, 0.0) + float(value)
+        return found
 
     async def stop(self) -> None:
         """End every process that was started here."""
@@ -167,7 +197,7 @@ class Cluster:
         every = [*self.nodes, *([self.router] if self.router else [])]
         for node in every:
             if node.process.poll() is None:
-                for pid in _family(node.process.pid):
+                for pid in family(node.process.pid):
                     _signal(pid, signal.SIGCONT)
                 node.process.terminate()
         deadline = time.monotonic() + STOP_DEADLINE_S
@@ -175,34 +205,40 @@ class Cluster:
             try:
                 await asyncio.to_thread(node.process.wait, max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                for pid in reversed(_family(node.process.pid)):
+                for pid in reversed(family(node.process.pid)):
                     _signal(pid, signal.SIGKILL)
                 node.process.wait(5)
+        await self.network.close()
+        self.logs.close()
 
     async def _strike(self, node: Node, fault: Fault) -> None:
         now = time.monotonic()
-        family = [] if node.down_since is not None else _family(node.process.pid)
+        pids = [] if node.down_since is not None else family(node.process.pid)
         if "engine" in fault.kind:
-            family = family[1:]
-        missed = not family
+            pids = pids[1:]
+        missed = not pids
         self.struck.append(Struck(now, fault, node.name, node.url, missed))
         if missed:
             return
-        node.falls(now)
+        if fault.kind != "stop router":  # nothing is lost with that one
+            node.falls(now)
         if fault.kind.startswith("stop"):
             try:
-                for pid in family:
+                for pid in pids:
                     _signal(pid, signal.SIGSTOP)
                 await asyncio.sleep(fault.for_s)
             finally:
-                for pid in family:
+                for pid in pids:
                     _signal(pid, signal.SIGCONT)
+            self.over.append((time.monotonic(), fault, node))
+            if node is self.router:
+                node.away.append((now, time.monotonic()))
             await self._ready(node)
             return
-        node.ended_by_us, node.rest_s = True, fault.rest_s
-        how = signal.SIGTERM if fault.kind == "restart" else signal.SIGKILL
-        for pid in family[:1] if fault.kind == "restart" else family:
-            _signal(pid, how)
+        node.ended_by_us, node.rest_s, node.fault = True, fault.rest_s, fault
+        gently = fault.kind.startswith("restart")
+        for pid in pids[:1] if gently else pids:
+            _signal(pid, signal.SIGTERM if gently else signal.SIGKILL)
 
     async def _keep(self, node: Node) -> None:
         """The supervisor of one process."""
@@ -216,8 +252,11 @@ class Cluster:
             await asyncio.sleep(node.rest_s)
             node.ended_by_us = False
             node.starts += 1
-            node.process = self._popen(node.argv, node.log, node.role)
+            node.process = self._popen(node.argv, node.log, node.name, node.role)
             await self._ready(node)
+            if node.fault is not None and node.down_since is None:
+                self.over.append((time.monotonic(), node.fault, node))
+            node.fault = None
 
     async def _ready(self, node: Node) -> None:
         """Wait until the process of now is healthy, or has ended while somebody looks after it. Raises RuntimeError."""
@@ -235,24 +274,43 @@ class Cluster:
                 return
             await asyncio.sleep(2 * _LOOK_S)
 
-    def _launched(self, role: str, flags: Sequence[str]) -> Node:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        argv = [sys.executable, "-m", "kvrelay.cli", role, f"--port={port}", *flags]
-        log = self.folder / f"{role}-{port}.log"
-        return Node(role, port, argv, log, self._popen(argv, log, role))
+    def _launched(self, name: str, role: str, ports: tuple[int, ...], flags: Sequence[str]) -> Node:
+        place = self.network.place(name)
+        argv = [*place.prefix, sys.executable, "-m", "kvrelay.cli", role, f"--host={place.host}", f"--port={ports[0]}"]
+        if role != "router":
+            argv += [f"--kv-host={place.host}", f"--kv-port={ports[1]}", f"--kv-events-port={ports[2]}"]
+        argv += flags
+        log = self.folder / f"{name}.log"
+        return Node(name, role, place.host, ports, argv, log, self._popen(argv, log, name, role))
 
-    def _popen(self, argv: Sequence[str], log: Path, role: str) -> subprocess.Popen[bytes]:
+    def _popen(self, argv: Sequence[str], log: Path, name: str, role: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(self.code.get(role, _ROOT)), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
         if role != "router":
             env["KVRELAY_CLUSTER_SECRET"] = self._secret
-        with log.open("ab") as out:
+        if self.shim is not None:
+            env |= self.shim.environment(name, self.network.place(name).links or {})
+        out = self.logs.pipe(log)
+        try:
             return subprocess.Popen(argv, stdout=out, stderr=out, env=env, cwd=self.folder)
+        finally:
+            os.close(out)
 
 
-def _family(pid: int) -> list[int]:
+def _free_ports(count: int) -> list[int]:
+    """Pairs of neighbours, none of those that the system gives to connections: they are taken again after a restart."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(18000, 32000, 2)
+        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            if port not in found:
+                found += [port, port + 1]
+    return found[:count]
+
+
+def family(pid: int) -> list[int]:
     """A process and its children, the engine among them."""
     found = [pid]
     with suppress(OSError):

@@ -9,28 +9,33 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.chaos.crowd import Crowd
-from benchmarks.chaos.processes import Cluster
-from benchmarks.chaos.verdict import Times, Verdict
+from benchmarks.chaos.lookout import Recovery, Size
+from benchmarks.chaos.run import Result
+from benchmarks.chaos.soak import Window
+from benchmarks.chaos.verdict import Times
 
 __all__ = ["print_table", "whole"]
 
 _SHOWN = 20
+AIM_S = 1.0
+"""From the end of a fault until its node is up again."""
 
 
-def print_table(options: argparse.Namespace, cluster: Cluster, verdict: Verdict, facts: dict[str, Any]) -> None:
+def print_table(options: argparse.Namespace, result: Result) -> None:
     """A row for each thing that is measured or promised."""
-    struck = Counter(each.fault.kind for each in cluster.struck if not each.missed)
+    cluster, verdict, facts = result.cluster, result.verdict, result.facts
+    blows = {id(each.fault): each.fault for each in cluster.struck if not each.missed}
+    struck = Counter(fault.kind for fault in blows.values())
     restarts = sum(node.starts - 1 for node in cluster.nodes)
     requests = sum(verdict.ends.values())
     without = ", ".join(f"{seconds:.1f} s without a {role} node" for role, seconds in facts["without_s"].items())
-    print(f"seed {options.seed}, {options.prefill}P{options.decode}D, {options.streams} streams at a time")
-    print(f"{'faults':20} {struck.total()}: {_listed(struck)}; {restarts} restarts; {without}")
+    others = verdict.ends - Counter(done=verdict.ends["done"])
+    print(f"seed {options.seed}, {options.prefill}P{options.decode}D, {options.streams} streams, {facts['network']}")
+    print(f"{'faults':20} {struck.total()}: {_listed(struck)}; {restarts} restarts of nodes; {without}")
     print(f"{'requests':20} {requests} in {facts['seconds']:.0f} s, {verdict.ends['done']} equal to their twins")
     print(f"{'  by kind':20} {_listed(verdict.equal_by_kind)}")
-    print(
-        f"{'  others':20} {_listed(verdict.ends - Counter(done=verdict.ends['done'])) or 'none'}; {facts['lost']} lost"
-    )
+    print(f"{'  others':20} {_listed(others) or 'none'}; {facts['preemptions']} preemptions")
+    print(f"{'nonsense':20} answered with {_listed(result.rude.answers) or 'nothing'}")
     for what, count in verdict.honest.most_common():
         print(f"{'  told honestly':20} {count} times: {what}")
     print(f"{'failed over':20} {verdict.failed_over} requests")
@@ -42,32 +47,63 @@ def print_table(options: argparse.Namespace, cluster: Cluster, verdict: Verdict,
         ("  failed over before", verdict.first_token_failed_over_ms),
     ):
         print(f"{name:20} {_row(times)}")
-    first, last = facts["router_memory"]
-    print(f"{'router memory':20} {first / 2**20:.0f} to {last / 2**20:.0f} MiB")
+    _print_recovery(result.recovered)
+    for name, (before, after) in facts["sizes"].items():
+        print(f"{name:20} {_shown(before)} -> {_shown(after)}")
+    _print_windows(result.windows)
     for what in verdict.broken[:_SHOWN]:
         print(f"BROKEN {what}")
     print(f"{len(verdict.broken)} promises broken")
 
 
-def whole(
-    options: argparse.Namespace, cluster: Cluster, crowd: Crowd, verdict: Verdict, facts: dict[str, Any]
-) -> dict[str, Any]:
+def _print_recovery(recovered: list[Recovery]) -> None:
+    print("from the end of a fault, until the router has its node up, and a leg on it:")
+    for kind in ["", *sorted({each.kind for each in recovered})]:
+        of = [each for each in recovered if kind in ("", each.kind)]
+        up = [each.up_s for each in of if each.up_s is not None]
+        leg = [each.leg_s for each in of if each.leg_s is not None]
+        late = sum(seconds > AIM_S for seconds in up)
+        print(f"  {kind or 'all':18} {len(up):4} up  {_row(Times.of(up))}, {late} later than {AIM_S:g} s")
+        print(f"  {'':18} {len(leg):4} leg {_row(Times.of(leg))}")
+
+
+def _print_windows(windows: list[Window]) -> None:
+    for each in windows:
+        memory = sum(size.memory for size in each.sizes.values()) >> 20
+        files = sum(size.files for size in each.sizes.values())
+        print(
+            f"  from {each.begin_s:6.0f} s: {each.answers:6} answers, first token p50 {each.first_token.p50:6.0f} p99 "
+            f"{each.first_token.p99:6.0f} ms, gap p50 {each.gap.p50:6.1f} p99 {each.gap.p99:6.0f} ms, "
+            f"{memory} MiB and {files} files in all processes"
+        )
+
+
+def _shown(size: Size | None) -> str:
+    if size is None:
+        return "-"
+    return f"{size.memory >> 20} MiB, {size.files} files, {size.sockets} sockets, {size.threads} threads"
+
+
+def whole(options: argparse.Namespace, result: Result) -> dict[str, Any]:
     """Of JSON's types; moments are seconds since the first stream began."""
-    began = facts["began"]
+    cluster, crowd = result.cluster, result.crowd
+    began = result.facts["began"]
     return {
         "seed": options.seed,
         "options": vars(options),
-        **msgspec.to_builtins(verdict),
-        **facts,
+        **msgspec.to_builtins(result.verdict),
+        **msgspec.to_builtins(result.facts),
+        "recovered": [{**asdict(each), "ended": each.ended - began} for each in result.recovered],
+        "windows": msgspec.to_builtins(result.windows),
         "faults": [
-            {**asdict(each.fault), "at": each.at - began, "node": each.node, "missed": each.missed}
+            {**msgspec.to_builtins(each.fault), "at": each.at - began, "node": each.node, "missed": each.missed}
             for each in cluster.struck
         ],
         "down": {node.name: [[a - began, b - began] for a, b in node.down] for node in cluster.nodes},
         "not_done": [
             {**asdict(each), "began": each.began - began, "ended": each.ended - began, "body": crowd.body(each.number)}
             for each in crowd.seen
-            if each.end != "done"
+            if each.end not in ("done", "left")
         ],
     }
 

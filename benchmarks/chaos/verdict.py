@@ -1,7 +1,8 @@
 """Which promises were kept: from what clients saw, what was struck, and what the router logged. Pure.
 
 A request may fail if it says so, and if at some moment of it no decode node was up: nothing else could be done then.
-Without a prefill node decode nodes compute the prompts.
+Without a prefill node decode nodes compute the prompts. A request whose router was ended is lost with it, but not
+without a sign.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 
 from benchmarks.chaos.crowd import Seen
-from benchmarks.load import percentile
+from load.measures import percentile
 
-__all__ = ["MARGIN_S", "Times", "Verdict", "broken_legs", "joined", "judged", "none_up"]
+__all__ = ["MARGIN_S", "Times", "Verdict", "broken_legs", "joined", "judged", "logged_ends", "none_up"]
 
 MARGIN_S = 2.5
 """The router sees that a node is up again so much later at most: an interval and a deadline of its health checks."""
-_BROKE = re.compile(r"(\S+ \S+) .*id=(\S+): the (prefill|decode) leg broke on (\S+): ")
+_BROKE = re.compile(r"([0-9.]+) .*id=(\S+): the (prefill|decode) leg broke on (\S+): ")
+_ENDED = re.compile(r"\bid=(\S+) path=\S+ status=")
+_ROUTER_MARGIN_S = 1.0
 Span = tuple[float, float]
 Leg = tuple[float, str, str]
 """When it broke, its role, and the address of its node."""
@@ -63,14 +65,18 @@ class Verdict:
     broken: list[str] = field(default_factory=list)
 
 
-def broken_legs(log: Iterable[str], clock_s: float) -> dict[str, list[Leg]]:
-    """By request id, which of its legs broke. `clock_s`: how far the log's clock is before the clients'."""
+def broken_legs(log: Iterable[str]) -> dict[str, list[Leg]]:
+    """By request id, which of its legs broke. Each line begins with the monotonic second at which it came (logs.py)."""
     found: dict[str, list[Leg]] = {}
     for line in log:
         if match := _BROKE.search(line):
-            at = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() - clock_s
-            found.setdefault(match[2], []).append((at, match[3], match[4]))
+            found.setdefault(match[2], []).append((float(match[1]), match[3], match[4]))
     return found
+
+
+def logged_ends(log: Iterable[str]) -> Counter[str]:
+    """How often each request has ended, by its id, as the router tells it."""
+    return Counter(match[1] for line in log if (match := _ENDED.search(line)))
 
 
 def none_up(down: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[Span]]:
@@ -92,9 +98,12 @@ def judged(
     blows: Sequence[Blow],
     no_decode: Sequence[Span],
     gap_s: float,
+    no_router: Sequence[Span] = (),
 ) -> Verdict:
-    """`no_decode`: when no decode node was up. `gap_s`: nobody waits longer for a part at any other time."""
+    """`no_decode`: when no decode node was up, `no_router`: when the router was not. `gap_s`: nobody waits longer for a
+    part at any other time."""
     verdict, no_decode = Verdict(), joined(no_decode)
+    excused = joined([*no_decode, *((begin, end + _ROUTER_MARGIN_S) for begin, end in no_router)])
     gaps: dict[str, list[float]] = {}
     others: list[float] = []
     firsts: list[float] = []
@@ -105,22 +114,26 @@ def judged(
         told = f"{each.kind} {each.number}, id {each.id}"
         if each.end == "done":
             verdict.equal_by_kind[each.kind] += 1
+        elif each.end == "left":
+            continue
+        elif each.end in ("broken", "silent", "refused", "error") and _meets(each, no_router, _ROUTER_MARGIN_S):
+            verdict.honest["lost with the router"] += 1
         elif each.honest:
             verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
-            if not any(a <= each.ended and each.began <= b for a, b in no_decode):
+            if not _meets(each, no_decode):
                 verdict.broken.append(f"{told}: {each.end} {each.status} though nodes were up: {each.error}")
         else:
             verdict.broken.append(f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}")
         begin, end = each.gap()
-        if each.times and each.end == "done":
+        if each.times and each.end == "done" and not each.slow:
             for at, role, url in broke:
                 if role == "decode" and (gap := each.gap_at(at)):
                     gaps.setdefault(_last_blow(blows, url, at), []).append(gap)
             if not broke:
                 others.append(end - begin)
             (late_firsts if broke and broke[0][0] < each.times[0] else firsts).append(each.times[0] - each.began)
-        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in no_decode)
-        if wait_s > gap_s:
+        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in excused)
+        if wait_s > gap_s and not each.slow:
             verdict.broken.append(f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on")
     verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
     verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(itertools.chain(*gaps.values())), Times.of(others)
@@ -128,6 +141,10 @@ def judged(
     verdict.first_token_ms = Times.of([*firsts, *late_firsts])
     verdict.first_token_failed_over_ms = Times.of(late_firsts)
     return verdict
+
+
+def _meets(each: Seen, spans: Iterable[Span], margin_s: float = 0.0) -> bool:
+    return any(a <= each.ended and each.began <= b + margin_s for a, b in spans)
 
 
 def _last_blow(blows: Sequence[Blow], url: str, until: float) -> str:

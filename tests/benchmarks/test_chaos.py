@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from datetime import datetime
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos.asks import KINDS, asks
 from benchmarks.chaos.crowd import Seen
-from benchmarks.chaos.faults import LONGEST_S, SHORTEST_S, drawn
+from benchmarks.chaos.faults import CLIENTS, LONGEST_S, ROUTER, SHORTEST_S, Schedule, drawn, endless, once
+from benchmarks.chaos.faults import KINDS as FAULTS
+from benchmarks.chaos.logs import Logs
+from benchmarks.chaos.lookout import Size, grown
+from benchmarks.chaos.network import Bad
+from benchmarks.chaos.proxies import Proxies
+from benchmarks.chaos.shim import Shim
+from benchmarks.chaos.soak import WINDOWS, not_flat, windows
 from benchmarks.chaos.streams import Heard, difference
-from benchmarks.chaos.verdict import MARGIN_S, broken_legs, judged, none_up
+from benchmarks.chaos.verdict import MARGIN_S, broken_legs, judged, logged_ends, none_up
 
 
 def event(*choices: dict[str, object], **fields: object) -> bytes:
@@ -40,6 +54,21 @@ def test_a_seed_draws_the_same_faults_again_and_all_of_their_kinds_in_time() -> 
         assert 0 < fault.at < 300
         assert fault.for_s == 0 or SHORTEST_S <= fault.for_s <= LONGEST_S
         assert fault.at + fault.for_s <= 300 + SHORTEST_S
+
+
+def test_a_schedule_is_read_as_it_was_written(tmp_path: Path) -> None:
+    faults = once(3, 2.0, range(4), FAULTS, longest_s=5.0)
+    schedule = Schedule(3, {"streams": 12}, faults)
+    schedule.write(tmp_path / "schedule.json")
+    assert Schedule.read(tmp_path / "schedule.json") == schedule
+    assert sorted(fault.kind for fault in faults) == sorted(FAULTS)
+    assert all(fault.for_s <= 5.0 for fault in faults)
+    assert all(bool(fault.nodes) == (fault.kind not in {*ROUTER, *CLIENTS}) for fault in faults)
+
+
+def test_faults_without_end_are_the_same_for_a_seed() -> None:
+    one, other = (endless(3, 1.0, range(5), FAULTS) for _ in range(2))
+    assert [next(one) for _ in range(200)] == [next(other) for _ in range(200)]
 
 
 def test_asks_are_of_all_kinds_and_stand_behind_what_they_build_on() -> None:
@@ -118,21 +147,157 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
         (seen("unequal", 4, 6), "unequal"),
         (seen("done", 50, 99, times=[51.0, 60.0]), "nothing came for 39.0 s"),
         (seen("done", 0, 42, times=[3.0]), ""),  # waited while no decode node was up
+        (seen("left", 50, 51), ""),
+        (seen("done", 50, 99, times=[51.0, 60.0], slow=True), ""),
+        (seen("broken", 70, 71), ""),  # its router was started again
+        (seen("silent", 74, 75), "silent"),
     ],
 )
 def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
-    verdict = judged([one], {}, [], [(5.0, 35.0)], 30.0)
+    verdict = judged([one], {}, [], [(5.0, 35.0)], 30.0, [(70.5, 72.0)])
     assert bool(verdict.broken) == bool(broken)
     assert broken in "".join(verdict.broken)
 
 
 def test_the_gap_at_a_fail_over_is_that_of_streams_of_which_a_decode_leg_broke() -> None:
-    at, clock_s = datetime(2031, 5, 6, 7, 8, 9), datetime(2031, 5, 6, 7, 8, 7).timestamp()
-    says = f"{at:%Y-%m-%d %H:%M:%S},500 WARNING router id="
+    says = "2.500 2031-05-06 07:08:09,500 WARNING router id="
     log = [f"{says}r1: the decode leg broke on http://n: cut", f"{says}r2: the prefill leg broke on http://n: cut", "y"]
-    legs = broken_legs(log, clock_s)
+    legs = broken_legs(log)
     assert legs == {"r1": [(2.5, "decode", "http://n")], "r2": [(2.5, "prefill", "http://n")]}
     blows = [(0.5, "stop", "http://n"), (2.0, "kill", "http://n"), (3.0, "stop", "http://m"), (9.0, "stop", "http://n")]
     verdict = judged([seen("done", 0, 9, times=[1.0, 4.0, 8.0])], legs, blows, [], 30.0)
     assert (verdict.gap_ms.max, verdict.failed_over) == (3000.0, 1)
     assert verdict.gap_ms_by_fault == {"kill": verdict.gap_ms}
+
+
+def test_a_request_has_ended_as_often_as_the_router_says() -> None:
+    log = ["1.0 x INFO id=a path=/v1/x status=200 key=-", "2.0 x INFO id=a path=/v1/x status=499", "3.0 id=b: broke"]
+    assert logged_ends(log) == {"a": 2}
+
+
+def test_what_has_grown_is_named_and_memory_only_of_the_same_process() -> None:
+    before = {"router": Size(1, 100, 10, 5, 3), "decode0": Size(2, 100, 10, 5, 3)}
+    after = {"router": Size(1, 300, 10, 9, 3), "decode0": Size(7, 900, 10, 5, 3), "new": Size(8, 900, 99, 9, 9)}
+    told = grown(before, after, Size(0, 150, 3, 3, 3))
+    assert [line.partition(";")[0] for line in told] == [
+        "router has grown from 100 to 300 memory",
+        "router has grown from 5 to 9 sockets",
+    ]
+
+
+@pytest.mark.parametrize(("more", "slower", "told"), [(0, 0.0, ""), (8 << 20, 0.0, "memory"), (0, 0.02, "gap p50")])
+def test_a_soak_is_flat_or_says_what_is_not(more: int, slower: float, told: str) -> None:
+    asked = [
+        Seen(1, "greedy", at, end="done", ended=at + 1, times=[at + 0.1, at + 0.2 + slower * at / 10])
+        for at in range(120)
+    ]
+    sizes = [(float(at), {"router": Size(1, (100 << 20) + more * at // 10, 9, 9, 9)}) for at in range(120)]
+    of = windows(asked, sizes, 0.0, 121.0)
+    assert len(of) == WINDOWS
+    assert all(window.answers for window in of)
+    assert bool(not_flat(of)) == bool(told)
+    assert told in "".join(not_flat(of))
+
+
+def test_the_wall_clock_of_a_process_jumps_and_no_other_clock(tmp_path: Path) -> None:
+    shim = Shim(tmp_path)
+    if not shim.there:
+        pytest.skip("no C compiler here")
+    code = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+    env = {**os.environ, **shim.environment("one", {})}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for shift in (0.0, 90.0, -3600.0, 0.0):
+            shim.shift("one", shift)
+            child.stdin.write(b"x\n")
+            child.stdin.flush()
+            wall, monotonic = map(float, child.stdout.readline().split())
+            assert wall - time.time() == pytest.approx(shift, abs=5)
+            assert monotonic == pytest.approx(time.monotonic(), abs=5)
+
+
+def test_a_log_can_be_left_unread_and_comes_later(tmp_path: Path) -> None:
+    logs, log = Logs(), tmp_path / "log"
+    theirs = logs.pipe(log)
+    os.write(theirs, b"one\n")
+    until(lambda: log.exists() and b"one" in log.read_bytes())
+    logs.stall(log)
+    os.write(theirs, b"two\n")
+    time.sleep(0.1)
+    assert b"two" not in log.read_bytes()
+    logs.go_on(log)
+    until(lambda: b" two\n" in log.read_bytes())
+    os.close(theirs)
+    logs.close()
+
+
+ECHO = """
+import socket, sys, threading
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+while True:
+    connection, _ = server.accept()
+    threading.Thread(target=lambda c=connection: [c.sendall(b) for b in iter(lambda: c.recv(100), b"")]).start()
+"""
+
+
+@contextlib.asynccontextmanager
+async def proxied() -> AsyncIterator[tuple[Proxies, int]]:
+    """Proxies, and the port of that from a to an echo named b."""
+    echo = subprocess.Popen([sys.executable, "-c", ECHO], stdout=subprocess.PIPE)
+    proxies = Proxies()
+    try:
+        assert echo.stdout is not None
+        port = int(echo.stdout.readline())
+        await proxies.join({"a": (), "b": (port,)})
+        yield proxies, (proxies.place("a").links or {})[port]
+    finally:
+        await proxies.close()
+        echo.kill()
+        echo.communicate()
+
+
+async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, within_s: float) -> bool:
+    """Whether the echo answers."""
+    writer.write(b"x")
+    try:
+        async with asyncio.timeout(within_s):
+            return bool(await reader.readexactly(1))
+    except TimeoutError:
+        return False
+
+
+@pytest.mark.parametrize("way", ["both", "in", "out"])
+async def test_a_cut_link_passes_nothing_and_then_what_it_was_given(way: str) -> None:
+    async with proxied() as (proxies, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await answered(reader, writer, 20)
+        cut = Bad("cut", "b", "a", way)
+        await proxies.begin(cut)
+        while await answered(reader, writer, 0.3):
+            pass
+        await proxies.end(cut)
+        async with asyncio.timeout(20):
+            await reader.readexactly(1)
+        writer.close()
+
+
+async def test_all_connections_of_a_process_are_reset() -> None:
+    async with proxied() as (proxies, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await answered(reader, writer, 20)
+        await proxies.begin(Bad("resets", "b"))
+        with pytest.raises(ConnectionResetError):
+            async with asyncio.timeout(20):
+                await reader.readexactly(1)
+
+
+def until(condition: object, within_s: float = 20.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + within_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

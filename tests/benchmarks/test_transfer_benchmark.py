@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.transfer_end import End
+from node.transfer_end import End
 from wire.errors import TransferError
 
 MIB, BLOCK_BYTES = 1 << 20, 65536
@@ -44,6 +44,7 @@ def test_rows_of_every_connector(repository: Path, tmp_path: Path) -> None:
         "--sizes=1,2",
         f"--block-bytes={BLOCK_BYTES},{4 * MIB}",
         "--spacing-ms=2",
+        "--checksums=1",
         "--within-s=80",
         f"--json={file}",
     )
@@ -63,6 +64,8 @@ def test_rows_of_every_connector(repository: Path, tmp_path: Path) -> None:
             ("one, not watched before", 2 * MIB),
             ("8 at once", 2 * MIB),
             ("grows in 4 chunks", 2 * MIB),
+            ("one, 1 checked", MIB),
+            ("one, 1 checked", 2 * MIB),
         ]
         for row in rows:
             assert row["verified_bytes"] == row["num_bytes"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_cluster import EMBEDDED_KEY, Cluster, running
+from real_cluster import EMBEDDED_KEY, SMALL_LEASE_S, SMALL_LONGEST_BODY, Cluster, running, tiny_model
 
 from kvrelay.embedded import embedded_model
 from wire.errors import ConfigError
@@ -20,17 +20,17 @@ INSTALL_DEADLINE_S = 500.0
 
 @pytest.fixture(scope="session")
 def clients(repository: Path) -> Path:
-    """The folder of its commands. Who asks first installs tests/clients/requirements.txt: half a minute."""
+    """The folder of its commands. Who asks first installs tests/clients/requirements.txt: a few seconds."""
     requirements = Path(__file__).parents[1] / "clients" / "requirements.txt"
     folder = repository / ".venv-clients"
     stamp, wanted = folder / "installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
     with requirements.open() as door:
         fcntl.flock(door, fcntl.LOCK_EX)  # tests may run in several processes
         if not stamp.exists() or stamp.read_text() != wanted:
-            create = [sys.executable, "-m", "venv", "--clear", str(folder)]
+            create = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
             # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of an hour.
-            install = [str(folder / "bin" / "pip"), "install", "-q", "--no-deps", "-r", str(requirements)]
-            for command in (create, install):
+            install = [str(repository / "scripts" / "install.sh"), sys.prefix, str(folder)]
+            for command in (create, [*install, "-q", "--no-deps", "-r", str(requirements)]):
                 subprocess.run(command, check=True, timeout=INSTALL_DEADLINE_S)
             stamp.write_text(wanted)
     return folder / "bin"
@@ -49,5 +49,18 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     flags += ["--speculative-tokens", "3", "--ngram-min", "1"]
     folder, router_flags = tmp_path_factory.mktemp("embedded"), ["--api-key", EMBEDDED_KEY]
     with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
+        yield ours
+        ours.all_blocks_free(within_s=4)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """1P1D of a tiny model, for modules whose clients change nothing of it. Its decode node proposes tokens, which must
+    make no difference to any answer."""
+    folder = tmp_path_factory.mktemp("small")
+    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20)]
+    flags += ["--lease-s", str(SMALL_LEASE_S), "--heartbeat-s", "0.4", "--tool-call-parser", "hermes"]
+    decode_flags = ["--speculative-tokens", "4", "--ngram-min", "1", "--max-body-bytes", str(SMALL_LONGEST_BODY)]
+    with running(folder, prefill=1, decode=1, flags=flags, decode_flags=decode_flags) as ours:
         yield ours
         ours.all_blocks_free(within_s=4)

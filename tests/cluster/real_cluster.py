@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import msgspec
 from wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
+SMALL_LEASE_S, SMALL_LONGEST_BODY = 2.5, 10_000  # of another cluster that modules share; the second of its decode node
 EMBEDDED_KEY = "token-abc123"  # wants the router of the cluster that modules share (conftest.py)
 
 TINY = {
@@ -69,6 +70,11 @@ def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, inter
         time.sleep(interval_s)
 
 
+def counted(nodes: Iterable[Process], name: str, expected: float) -> None:
+    """Waits until a metric of these sums up to `expected`: what follows an answer is counted a moment later."""
+    wait_until(lambda: sum(node.metric(name) for node in nodes) == expected, 5, f"{name} is {expected:g}")
+
+
 @dataclass(eq=False)
 class Process:
     """One `kvrelay` command."""
@@ -98,6 +104,14 @@ class Process:
         load = msgspec.convert(report["load"], Load)
         return load.free_blocks, load.total_blocks
 
+    def at_work(self) -> bool:
+        """It has a request, and blocks for it. Blocks alone: nodes that meet hand one over to try."""
+        report = self.health()
+        if report is None or not report["requests"]:
+            return False
+        load = msgspec.convert(report["load"], Load)
+        return load.free_blocks < load.total_blocks
+
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
         text = httpx2.get(f"{self.url}/metrics", timeout=5).text
@@ -107,6 +121,18 @@ class Process:
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.popen.pid, how)
+
+    def engines(self) -> list[Path]:
+        """The processes below it, in /proc. A node's engine serves its KV, and outlives it for a moment."""
+        children = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
+        return [Path("/proc", pid) for pid in children]
+
+    def kill_whole(self) -> None:
+        """SIGKILL, and wait until its engine is gone, too."""
+        engines = self.engines()
+        self.kill()
+        self.popen.wait(30)
+        wait_until(lambda: not any(engine.exists() for engine in engines), 30, "the engine goes with its node")
 
     def tail(self) -> str:
         return self.log.read_text()[-3000:]
@@ -173,13 +199,14 @@ class Cluster:
 
             wait_until(healthy, within_s, f"{process.role} on port {process.port} ready", 0.1)
 
-    def wait_met(self, pairs: int, within_s: float = 20.0) -> None:
+    def wait_met(self, pairs: int, within_s: float = 60.0) -> None:
         """Until so many pairs of nodes have handed a first block over, or have failed to: no probe is under way."""
         assert self.router is not None
         router = self.router
 
         def met() -> bool:
-            told = (router.health() or {"pairs": {"met": 0, "failed": []}})["pairs"]
+            # Of several workers the first one knows: another connection may reach it.
+            told = (router.health() or {}).get("pairs", {"met": 0, "failed": []})
             return told["met"] + len(told["failed"]) >= pairs
 
         wait_until(met, within_s, f"{pairs} pairs of nodes met")

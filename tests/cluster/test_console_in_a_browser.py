@@ -161,6 +161,8 @@ def test_it_fits_a_phone_and_nothing_moves_when_news_come(browser: Any, cluster:
             page.get_by_role("tab", name=view).click()
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
         page.get_by_role("tab", name="Cluster").click()
+        name = page.locator("#nodes tbody .name").first
+        assert name.evaluate("name => name.scrollWidth <= name.clientWidth"), "a node's name is cut off"
         assert page.evaluate("scrollY") == 0
         before = page.locator("#nodes").bounding_box()
         shifted = "new Promise(done => { let sum = 0; new PerformanceObserver(list => list.getEntries().forEach("

@@ -14,7 +14,7 @@ from real_cluster import Cluster, Process, running, tiny_model, wait_until
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 KEY = "node-key"
-LEASE_S = 1.5
+LEASE_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +165,7 @@ def test_a_prefill_node_that_stands_still_costs_the_decode_node_a_deadline(clust
         answer = ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()
         assert answer["type"] == "ProbeRefused"
         assert answer["reason"].startswith(("TransferTimeout: ", "PeerLost: "))
-        free, total = decode.free_blocks()
-        assert free == total
+        wait_until(lambda: len(set(decode.free_blocks())) == 1, 1, "its blocks are free at once")
     finally:
         os.kill(engine, signal.SIGCONT)
     cluster.all_blocks_free(within_s=LEASE_S + 1)
@@ -177,8 +176,7 @@ def test_a_prefill_node_that_stands_still_costs_the_decode_node_a_deadline(clust
 def test_a_prefill_node_that_is_killed_between_costs_the_decode_node_nothing(cluster):
     prefill, decode = cluster.of("prefill")[1], cluster.of("decode")[0]
     offered = offer(prefill, 8)
-    prefill.kill()
-    prefill.popen.wait(10)
+    prefill.kill_whole()
     answer = ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()
     assert answer["type"] == "ProbeRefused"
     assert answer["reason"].startswith("PeerLost: ")
@@ -193,7 +191,6 @@ def test_a_decode_node_that_is_killed_costs_the_prefill_node_a_lease(cluster):
     offered = offer(prefill, 8)
     assert ask(decode, "fetch", {"ticket": offered["ticket"], "seed": offered["seed"]}).json()["verified"]
     offer(prefill, 8)
-    decode.kill()
-    decode.popen.wait(10)
+    decode.kill_whole()
     cluster.all_blocks_free(within_s=LEASE_S + 1)
     cluster.wait_ready(cluster.restart(decode))

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, running, tiny_model
+from real_cluster import SMALL_LONGEST_BODY, Cluster, counted
 
 pytestmark = pytest.mark.cluster
 
 MAX_TOKENS = 14
-LONGEST_BODY = 10_000  # for the decode node
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "boolean"}},
@@ -60,13 +58,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("features")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20)]
-    decode_flags = ["--speculative-tokens", "4", "--ngram-min", "1", "--max-body-bytes", str(LONGEST_BODY)]
-    with running(folder, prefill=1, decode=1, flags=flags, decode_flags=decode_flags) as ours:
-        yield ours
-        ours.all_blocks_free(within_s=4)
+def cluster(small: Cluster) -> Cluster:
+    return small
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +117,11 @@ async def test_log_probabilities_of_a_prompt_may_be_longer_than_a_body_may(clust
     (told,) = await asked(cluster.url, fields, at_once=False, prompts=1)
     assert told == alone
     numbers = [[entry["logprob"] for entry in listed.values()] for listed in told["choices"][0]["prompt_logprobs"][1:]]
-    assert len(json.dumps(numbers)) > LONGEST_BODY
-    assert decode.metric("kvrelay_recomputed_prompts_total") == 0
-    answer = httpx2.post(f"{decode.url}/v1/completions", content=b"x" * (LONGEST_BODY + 1))
+    assert len(json.dumps(numbers)) > SMALL_LONGEST_BODY
+    counted([decode], "kvrelay_recomputed_prompts_total", 0)
+    answer = httpx2.post(f"{decode.url}/v1/completions", content=b"x" * (SMALL_LONGEST_BODY + 1))
     assert answer.status_code == 413
-    assert f"the limit is {LONGEST_BODY}" in answer.text
+    assert f"the limit is {SMALL_LONGEST_BODY}" in answer.text
 
 
 def test_the_decode_node_did_speculate(cluster: Cluster) -> None:

@@ -32,7 +32,7 @@ def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_fo
     undisturbed.join(60)
     before = {node.port: [node.metric(name) for name in COUNTED[node.role]] for node in faults.cluster.nodes}
     asked = Asked(faults.router.port, 0, LONG)
-    decode = wait_until(lambda: with_blocks(faults, "decode"), 10, "a decode node takes blocks", 0.002)
+    decode = wait_until(lambda: with_blocks(faults, "decode"), 30, "a decode node takes blocks", 0.002)
     # Its engine alone: to the router the node is there.
     (engine,) = family(decode.popen.pid)[1:]
     os.kill(engine, signal.SIGSTOP)
@@ -64,7 +64,7 @@ COUNTED = {
 
 def with_blocks(faults: Faults, role: str) -> Process | None:
     """The node of this role that has taken blocks, if there is one."""
-    return next((node for node in faults.cluster.of(role) if len(set(node.free_blocks())) > 1), None)
+    return next((node for node in faults.cluster.of(role) if node.at_work()), None)
 
 
 def with_more(faults: Faults, before: dict[int, list[float]]) -> Process | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, free_port, running, tiny_model, wait_until
+from real_cluster import SMALL_LEASE_S, Cluster, Process, free_port, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -16,12 +16,8 @@ PROMPT = [3 + i * i % 300 for i in range(70)]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20)]
-    flags += ["--lease-s", "2.5", "--heartbeat-s", "0.3"]
-    with running(folder, prefill=1, decode=1, flags=flags) as ours:
-        yield ours
+def cluster(small: Cluster) -> Cluster:
+    return small
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +140,7 @@ def test_kv_that_is_renewed_by_a_router_is_held_as_long_as_it_is_and_no_longer(c
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": asked, "cache_salt": "renewed"}
     given = httpx2.post(f"{prefill.url}/v1/completions", json=body, timeout=60).json()["kv_transfer_params"]
-    until = time.monotonic() + 4.0  # more than a lease
+    until = time.monotonic() + 1.6 * SMALL_LEASE_S
     with httpx2.Client(timeout=30) as client:
         while time.monotonic() < until:
             told = client.post(f"{prefill.url}/kv/renew", json={"request_ids": [given["remote_request_id"], "unknown"]})
@@ -161,5 +157,5 @@ def test_nodes_tell_what_their_kv_is_like(cluster: Cluster) -> None:
         assert kv["fingerprint"]["kv_dtype"] == "float32"
         assert kv["fingerprint"]["block_tokens"] == 16
         assert "nixl" in kv["planes"]
-        assert (kv["lease_s"], kv["computes_prompts"], kv["address"]) == (2.5, True, "127.0.0.1")
+        assert (kv["lease_s"], kv["computes_prompts"], kv["address"]) == (SMALL_LEASE_S, True, "127.0.0.1")
     assert facts[0] == facts[1]

@@ -52,19 +52,19 @@ class Prometheus:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("scraped")
     flags = [*tiny_model(folder), "--speculative-tokens", "2", "--ngram-min", "1"]
-    with running(folder, prefill=2, decode=2, flags=flags) as ours:
+    with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--workers", "2"]) as ours:
         yield ours
 
 
 @pytest.fixture(scope="module")
 def load(cluster: Cluster) -> Iterator[None]:
-    """Streams, one after the other, until the tests are over."""
+    """Streams, some in each second, until the tests are over."""
     over = threading.Event()
 
     def stream() -> None:
         body = {"model": "tiny", "max_tokens": 16, "stream": True, "temperature": 0, "ignore_eos": True}
         at = 0
-        while not over.is_set():
+        while not over.wait(0.15):
             at += 1
             prompt = [5 + at % 200, *[7] * 60]
             httpx2.post(f"{cluster.url}/v1/completions", json=body | {"prompt": prompt}, timeout=60)

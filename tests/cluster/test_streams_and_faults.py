@@ -13,7 +13,7 @@ import httpx2
 import msgspec
 import openai
 import pytest
-from real_cluster import Cluster, running, tiny_model, wait_until
+from real_cluster import Cluster, counted, running, tiny_model, wait_until
 
 from kv_transfer.tickets import signed
 from wire.transfer import KvTransferParams
@@ -74,8 +74,8 @@ def test_streamed_and_whole_answers_are_equal_and_were_handed_over(cluster):
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 12
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode")) == before + 2
-    assert sum(node.metric("kvrelay_fetches_failed_total") for node in cluster.of("decode")) == 0
+    counted(cluster.of("decode"), "kvrelay_fetches_total", before + 2)
+    counted(cluster.of("decode"), "kvrelay_fetches_failed_total", 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -97,7 +97,7 @@ def test_a_third_party_proxy_can_drive_the_nodes(cluster, stream):
         text = second.json()["choices"][0]["text"]
     assert text == whole
     assert whole.startswith(first.json()["choices"][0]["text"])
-    assert decode.metric("kvrelay_fetches_total") == before + 1
+    counted([decode], "kvrelay_fetches_total", before + 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -121,7 +121,7 @@ def test_one_token_never_reaches_a_decode_node(cluster):
     before = sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode"))
     answer = post(cluster, body(max_tokens=1)).json()
     assert answer["usage"]["completion_tokens"] == 1
-    assert sum(node.metric("kvrelay_fetches_total") for node in cluster.of("decode")) == before
+    counted(cluster.of("decode"), "kvrelay_fetches_total", before)
 
 
 def test_chat_streams_through_the_official_client(cluster):
@@ -212,7 +212,7 @@ def test_a_signed_ticket_to_nowhere_is_computed_here(cluster):
     ticket = _signed(_ticket(), cluster.secret, time.time())
     answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", kv_transfer_params=ticket), timeout=30)
     assert answer.json()["usage"]["completion_tokens"] == 12
-    assert decode.metric("kvrelay_fetches_failed_total") == failed + 1
+    counted([decode], "kvrelay_fetches_failed_total", failed + 1)
     assert decode.metric("kvrelay_recomputed_prompts_total") >= 1
     assert "PeerLost: the connection to 127.0.0.1:9 " in decode.log.read_text()
 
@@ -240,7 +240,7 @@ def test_a_ticket_that_no_node_of_the_cluster_signed_is_computed_here_and_never_
             )
             assert answer.json()["choices"][0]["text"] == whole
             assert reason in decode.log.read_text()
-        assert decode.metric("kvrelay_fetches_failed_total") == failed + len(forged)
+        counted([decode], "kvrelay_fetches_failed_total", failed + len(forged))
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
             stranger.accept()
@@ -269,7 +269,7 @@ def test_a_ticket_that_is_not_needed_is_given_back_at_once(cluster):
     answer = httpx2.post(f"{decode.url}/v1/completions", json=body("", max_tokens=1, kv_transfer_params=given))
     assert answer.json()["choices"][0]["text"] == first.json()["choices"][0]["text"]
     cluster.all_blocks_free(within_s=1.0)
-    assert prefill.metric("kvrelay_leases_expired_total") == expired
+    counted([prefill], "kvrelay_leases_expired_total", expired)
 
 
 def test_a_wrong_key_is_401_and_an_unknown_route_404(cluster):
@@ -353,7 +353,7 @@ def test_a_killed_node_costs_nothing_but_what_it_had(cluster, role):
         report = httpx2.get(f"{cluster.url}/health", timeout=5)
         return report.status_code == 200 and report.json()["status"] == "ok"
 
-    wait_until(both_up, 10, "the router sees the restarted node")
+    wait_until(both_up, 60, "the router sees the restarted node")
 
 
 def test_metrics_name_what_dashboards_scrape(cluster):

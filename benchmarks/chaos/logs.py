@@ -1,0 +1,92 @@
+"""What the processes log: through a small pipe each into a file, a line with the monotonic second at which it came.
+
+A pipe can be left unread for a while, as a log on a slow disk is: a process must not wait for that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import selectors
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["Logs"]
+
+_PIPE_BYTES = 4096
+_READ_BYTES = 1 << 16
+
+
+class Logs:
+    """One thread for all pipes. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._files: dict[int, Path] = {}
+        self._rests: dict[int, bytes] = {}
+        self._stalled: set[Path] = set()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="chaos-logs", daemon=True)
+        self._thread.start()
+
+    def pipe(self, log: Path) -> int:
+        """The end into which a new process writes; the caller closes it when the process has it."""
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(ours, False)
+        with self._lock:
+            self._files[ours], self._rests[ours] = log, b""
+            if log not in self._stalled:
+                self._selector.register(ours, selectors.EVENT_READ)
+        return theirs
+
+    def stall(self, log: Path) -> None:
+        """Nobody reads what goes into this file any more."""
+        with self._lock:
+            self._stalled.add(log)
+            for ours in [ours for ours, of in self._files.items() if of == log]:
+                self._selector.unregister(ours)
+
+    def go_on(self, log: Path) -> None:
+        """Read again; also what has come meanwhile."""
+        with self._lock:
+            self._stalled.discard(log)
+            for ours in [ours for ours, of in self._files.items() if of == log]:
+                self._selector.register(ours, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """End the thread, after what is there now."""
+        self._ended = True
+        self._thread.join(5)
+        for ours in list(self._files):
+            os.close(ours)
+
+    def _run(self) -> None:
+        while True:
+            ended = self._ended
+            with self._lock:  # a short wait: who stalls or adds a pipe waits for it
+                ready = [key.fd for key, _ in self._selector.select(0)]
+                for ours in ready:
+                    self._read(ours)
+            if not ready:
+                if ended:
+                    return
+                time.sleep(0.02)
+
+    def _read(self, ours: int) -> None:
+        try:
+            came = os.read(ours, _READ_BYTES)
+        except BlockingIOError:
+            return
+        *lines, self._rests[ours] = (self._rests[ours] + came).split(b"\n")
+        if not came and self._rests[ours]:
+            lines.append(self._rests[ours])
+        now = f"{time.monotonic():.3f} ".encode()
+        with self._files[ours].open("ab") as file:
+            file.write(b"".join(now + line + b"\n" for line in lines))
+        if not came:
+            self._selector.unregister(ours)
+            os.close(ours)
+            del self._files[ours], self._rests[ours]

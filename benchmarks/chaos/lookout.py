@@ -1,0 +1,170 @@
+"""Looks at the cluster while it is struck: when the router takes a node again, and what each process has grown to.
+
+Owns the times of recovery and the numbers of /proc: bytes of memory, open files, sockets, threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.chaos.processes import Cluster, family
+
+__all__ = ["PREEMPTIONS", "Lookout", "Recovery", "Size", "grown", "recoveries", "sizes"]
+
+_LOOK_S = 0.1
+_SIZES_S = 3.0
+_COUNT_S = 2.0
+PREEMPTIONS = "vllm:num_preemptions_total"
+_ROUTER_S = 1.0
+"""After which a router that was started again knows its nodes."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of one process."""
+
+    pid: int
+    memory: int
+    files: int
+    sockets: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the router said of a node at a monotonic second; `legs`: it had some there."""
+
+    at: float
+    up: bool
+    legs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """From the end of a fault until the router had its node up again, and a leg on it; None: not seen, because of the
+    next fault, or because nobody asked."""
+
+    kind: str
+    node: str
+    ended: float
+    up_s: float | None
+    leg_s: float | None
+
+
+class Lookout:
+    """`run` until it is cancelled."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.looks: dict[str, list[Look]] = defaultdict(list)
+        """By the node's name; only changes, and the last look before each."""
+        self.sizes: list[tuple[float, dict[str, Size]]] = []
+        """At a monotonic second, by process."""
+        self._preemptions: dict[tuple[str, int], float] = {}
+        """Of each process of each node, as last told."""
+
+    @property
+    def preemptions(self) -> int:
+        """Of all nodes, those included that were lost since: up to the last time that they were asked."""
+        return round(sum(self._preemptions.values()))
+
+    async def run(self) -> None:
+        """Look, again and again."""
+        await asyncio.gather(self._watch(), self._count())
+
+    async def count(self) -> None:
+        """Ask all nodes once what they count."""
+        for node in self._cluster.nodes:
+            of = (node.name, node.starts)
+            if (told := (await self._cluster.metrics(node)).get(PREEMPTIONS)) is not None and of[1] == node.starts:
+                self._preemptions[of] = told
+
+    async def _count(self) -> None:
+        while True:
+            await self.count()
+            await asyncio.sleep(_COUNT_S)
+
+    async def _watch(self) -> None:
+        next_sizes = 0.0
+        while True:
+            began = time.monotonic()
+            await self._look()
+            if began >= next_sizes:
+                self.sizes.append((began, await asyncio.to_thread(sizes, self._cluster)))
+                next_sizes = began + _SIZES_S
+            await asyncio.sleep(max(0.0, began + _LOOK_S - time.monotonic()))
+
+    async def _look(self) -> None:
+        assert self._cluster.router is not None
+        if self._cluster.router.down_since is not None:
+            return
+        told = await self._cluster.health(self._cluster.router, any_status=True)
+        if told is None:
+            return
+        now, by_url = time.monotonic(), {node["url"]: node for node in told["nodes"]}
+        for node in self._cluster.nodes:
+            said = by_url.get(node.url, {"up": False, "legs": 0})
+            self.looks[node.name].append(Look(now, bool(said["up"]), bool(said["legs"])))
+
+
+def recoveries(cluster: Cluster, looks: dict[str, list[Look]], until: float) -> list[Recovery]:
+    """Of all faults of nodes that ended while nothing else was wrong there, until the next blow."""
+    assert cluster.router is not None
+    blows = [(each.at, each.node) for each in cluster.struck if not each.missed]
+    found = []
+    for ended, fault, node in cluster.over:
+        if node is cluster.router:
+            continue
+        next_blow = min((at for at, name in blows if at > ended and name in (node.name, "router")), default=until)
+        away = [(a, b) for a, b in (*node.away, *cluster.router.away) if b != ended]
+        wrong = [*node.down, *away, *((a, b + _ROUTER_S) for a, b in cluster.router.down)]
+        if any(a < ended < b for a, b in wrong) or next_blow - ended < _LOOK_S:
+            continue
+        seen = [look for look in looks.get(node.name, ()) if ended <= look.at < next_blow]
+        up = next((look.at - ended for look in seen if look.up), None)
+        leg = next((look.at - ended for look in seen if look.up and look.legs), None)
+        found.append(Recovery(fault.kind, node.name, ended, up, leg))
+    return found
+
+
+def sizes(cluster: Cluster) -> dict[str, Size]:
+    """Of every process that is there: "decode0", "decode0 engine"."""
+    assert cluster.router is not None
+    found = {}
+    for node in (*cluster.nodes, cluster.router):
+        for name, pid in zip((node.name, f"{node.name} engine"), family(node.process.pid), strict=False):
+            with suppress(OSError, IndexError, ValueError):
+                found[name] = _size(pid)
+    return found
+
+
+def _size(pid: int) -> Size:
+    proc = Path(f"/proc/{pid}")
+    memory = int((proc / "statm").read_text().split()[1]) * _PAGE
+    files = sockets = 0
+    for link in (proc / "fd").iterdir():
+        with suppress(OSError):
+            files += 1
+            sockets += os.readlink(link).startswith("socket:")
+    return Size(pid, memory, files, sockets, len(list((proc / "task").iterdir())))
+
+
+def grown(before: dict[str, Size], after: dict[str, Size], more: Size) -> list[str]:
+    """What has grown by more than `more` allows, by process; memory only of a process that is still the same."""
+    told = []
+    for name, now in after.items():
+        then = before.get(name)
+        if then is None:
+            continue
+        for what in ("memory", "files", "sockets", "threads"):
+            was, is_, allowed = getattr(then, what), getattr(now, what), getattr(more, what)
+            if is_ - was > allowed and (what != "memory" or then.pid == now.pid):
+                told.append(f"{name} has grown from {was:,} to {is_:,} {what}; {allowed:,} more are allowed")
+    return told

@@ -1,0 +1,174 @@
+"""Clients that do not behave: they leave in the middle, read slowly, send what nobody should, or ask for too much.
+
+Owns their connections. What they break is told in `broken`: an answer of 5xx to nonsense, none at all, and what the
+answers of those who only read slowly must be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from benchmarks.chaos.crowd import Crowd
+from benchmarks.chaos.lookout import PREEMPTIONS
+from benchmarks.chaos.processes import Cluster, Node
+from wire.outputs import Load
+
+__all__ = ["Rude"]
+
+_ANSWER_S = 20.0
+_OVER_BYTES = 17 << 20
+# Of a node's KV, what those who fill it ask for together; how many they are at most; and how long it is tried.
+_OVERFULL, _MOST, _FILL_S = 1.4, 200, 60.0
+_Body = Callable[[random.Random, str], bytes]
+
+
+class Rude:
+    """All of them. `answers`: how often nonsense was answered how."""
+
+    def __init__(self, cluster: Cluster, crowd: Crowd, longest: int) -> None:
+        self._cluster, self._crowd, self._longest = cluster, crowd, longest
+        self.answers: Counter[str] = Counter()
+        self.broken: list[tuple[float, str]] = []
+        """When, and what: it may be excused by a router that was down."""
+
+    async def do(self, kind: str, count: int, for_s: float, rng: random.Random) -> None:
+        """So many clients at once, until they are done."""
+        rngs = [random.Random(rng.getrandbits(32)) for _ in range(count)]
+        if kind == "leavers":
+            await asyncio.gather(*(self._crowd.ask_one(each, leave_s=each.expovariate(2.0)) for each in rngs))
+        elif kind == "slow readers":
+            await asyncio.gather(*(self._crowd.ask_one(each, slow_s=for_s / 50) for each in rngs))
+        elif kind == "crush":
+            await asyncio.gather(*(self._crowd.ask_one(each, kinds=("long prompt", "long answer")) for each in rngs))
+        elif kind == "full KV":
+            await self._fill(rng)
+        elif kind == "oversized":
+            await asyncio.gather(*(self._oversized(each) for each in rngs))
+        else:
+            await asyncio.gather(*(self._malformed(each) for each in rngs))
+
+    async def _fill(self, rng: random.Random) -> None:
+        """More long answers than one decode node has KV for; again if it was down, or struck meanwhile."""
+        until = time.monotonic() + _FILL_S
+        while time.monotonic() < until:
+            node = rng.choice([node for node in self._cluster.nodes if node.role == "decode"])
+            told, before = await self._cluster.health(node), await self._preemptions(node)
+            if told is not None:
+                await self._ask_for_more(node, msgspec.convert(told["load"], Load), rng)
+                if await self._preemptions(node) > before:
+                    return
+            await asyncio.sleep(1.0)
+
+    async def _preemptions(self, node: Node) -> float:
+        return (await self._cluster.metrics(node)).get(PREEMPTIONS, 0.0)
+
+    async def _ask_for_more(self, node: Node, load: Load, rng: random.Random) -> None:
+        tokens = self._crowd.mean_tokens("long answer")
+        count = min(_MOST, round(_OVERFULL * load.total_blocks * load.block_tokens / tokens))
+        rngs = [random.Random(rng.getrandbits(32)) for _ in range(count)]
+        await asyncio.gather(*(self._crowd.ask_one(each, kinds=("long answer",), node=node.url) for each in rngs))
+
+    async def _oversized(self, rng: random.Random) -> None:
+        model = self._crowd.model.encode()
+        body, status = b'{"model": "%b", "prompt": "%b"}' % (model, b"a" * _OVER_BYTES), 413
+        if rng.random() < 0.5:
+            body, status = b'{"model": "%b", "prompt": "%b"}' % (model, b"a " * 5000), 400
+        await self._post("/v1/completions", body, (status,), "oversized")
+
+    async def _malformed(self, rng: random.Random) -> None:
+        if rng.random() < 0.4:
+            await self._raw(rng)
+            return
+        path = rng.choice(["/v1/completions", "/v1/chat/completions"])
+        body = rng.choice(_BODIES)(rng, self._crowd.model)
+        await self._post(path, body, (400, 404, 413, 422), f"malformed {body[:60]!r}")
+
+    async def _post(self, path: str, body: bytes, allowed: tuple[int, ...], what: str) -> None:
+        url, timeout = self._crowd.url + path, aiohttp.ClientTimeout(total=_ANSWER_S)
+        headers = {"content-type": "application/json"}
+        now = asyncio.get_running_loop().time()
+        try:
+            async with self._crowd.session.post(url, data=body, headers=headers, timeout=timeout) as answer:
+                told = (await answer.read())[:200]
+            self.answers[str(answer.status)] += 1
+            if answer.status not in (*allowed, 429):
+                self.broken.append((now, f"{what} was answered with {answer.status}: {told!r}"))
+        except (aiohttp.ClientError, OSError) as why:
+            # A server may answer and close while a body too long is still being sent.
+            self.answers[type(why).__name__] += 1
+            if isinstance(why, TimeoutError):
+                self.broken.append((now, f"{what} was not answered within {_ANSWER_S:g} s"))
+
+    async def _raw(self, rng: random.Random) -> None:
+        """Bytes that are no HTTP, to any port; then the connection ends, whoever ends it."""
+        assert self._cluster.router is not None
+        node = rng.choice([*self._cluster.nodes, self._cluster.router, self._cluster.router])
+        now = asyncio.get_running_loop().time()
+        try:
+            reader, writer = await asyncio.open_connection(node.host, rng.choice(node.ports))
+        except OSError:
+            return  # it is down
+        try:
+            writer.write(rng.choice(_RAW)(rng))
+            async with asyncio.timeout(rng.uniform(0.05, 2.0)):
+                told = await reader.read(200)
+            self.answers["closed" if not told else "raw answer"] += 1
+            if told.startswith(b"HTTP/1.1 5"):
+                self.broken.append((now, f"bytes that are no HTTP were answered by {node.name} with {told!r}"))
+        except (OSError, TimeoutError):
+            self.answers["we left"] += 1
+        finally:
+            with_reset = writer.get_extra_info("socket")
+            if rng.random() < 0.5 and with_reset is not None:
+                with_reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            writer.transport.abort()
+
+
+def _with(**fields: object) -> _Body:
+    return lambda _, model: json.dumps({"model": model, "prompt": "tide", "messages": [], **fields}).encode()
+
+
+_BODIES: list[_Body] = [
+    lambda rng, _: rng.randbytes(rng.randint(1, 4000)),
+    lambda _, model: json.dumps({"model": model, "prompt": "tide"}).encode()[:-5],
+    lambda rng, _: b"[" * rng.randint(100, 100_000),
+    lambda _, model: b'{"model": "%b", "prompt": "\xff\xfe"}' % model.encode(),
+    lambda _, model: b'{"model": "%b", "prompt": "tide", "temperature": NaN}' % model.encode(),
+    lambda _, __: b"",
+    lambda _, __: b"null",
+    _with(model="never heard of"),
+    _with(prompt={"a": 1}, messages=5),
+    _with(max_tokens="many"),
+    _with(max_tokens=-1),
+    _with(n=10**9),
+    _with(temperature=1e308, top_p=-1),
+    _with(prompt=[2**70], messages=[{"role": 7, "content": "tide"}]),
+    _with(prompt=[-1, 10**9], messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+    _with(stop=[["a"]], messages=[{"role": "user"}]),
+    _with(
+        messages=[{"role": "user", "content": "tide"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}},
+        stop=5,
+    ),
+]
+_RAW: list[Callable[[random.Random], bytes]] = [
+    lambda rng: rng.randbytes(rng.randint(1, 60_000)),
+    lambda _: b"GET / HTTP/9.9\r\n\r\n",
+    lambda _: b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
+    lambda _: b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n{",
+    lambda _: b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -7\r\n\r\n",
+    lambda _: b"GET /health HTTP/1.1\r\nhost: x\r\nlong: " + b"a" * 100_000 + b"\r\n\r\n",
+    lambda rng: b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + rng.randbytes(200),
+    lambda _: (
+        b"POST /kv/legs HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n9\r\n\xff\xff\xff\xff\0\0\0\0\0\r\n"
+    ),
+]

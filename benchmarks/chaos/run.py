@@ -1,0 +1,224 @@
+"""One run: a cluster is started, its undisturbed answers are kept, then it is struck under load, and judged."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.chaos.asks import asks
+from benchmarks.chaos.crowd import Crowd
+from benchmarks.chaos.faults import CLIENTS, Fault, Schedule, drawn, endless, once
+from benchmarks.chaos.left_behind import LEASE_S, index_bytes, left_behind
+from benchmarks.chaos.lookout import Lookout, Recovery, Size, grown, recoveries, sizes
+from benchmarks.chaos.model import flags_of
+from benchmarks.chaos.namespaces import Namespaces, inside
+from benchmarks.chaos.network import Loopback, Network
+from benchmarks.chaos.processes import Cluster
+from benchmarks.chaos.proxies import Proxies
+from benchmarks.chaos.rude import Rude
+from benchmarks.chaos.shim import Shim
+from benchmarks.chaos.soak import Window, not_flat, windows
+from benchmarks.chaos.strikes import Strikes
+from benchmarks.chaos.verdict import MARGIN_S, Verdict, broken_legs, joined, judged, logged_ends, none_up
+
+__all__ = ["LATEST_S", "Result", "run"]
+
+LATEST_S = 15.0
+"""A node that is not taken again so long after its fault's end is lost; the aim is 1 s."""
+_MORE = Size(0, 64 << 20, 48, 48, 16)
+"""What a process may grow by from the quiet before the faults to the quiet after them: buffers and heaps that a crush
+has stretched, connections that are kept. Each of thousands of requests would leave one if it left any."""
+_DRAIN_S = 20.0
+"""Of a router that is to end."""
+_CALM_S = 2.0
+"""Of load at the end, when all is well again: the last ones recover, too."""
+_CHANGES_BYTES = 200 << 20
+"""Of an engine: torch and its allocator keep what the largest batch has needed."""
+
+
+@dataclass
+class Result:
+    """What is known at the end."""
+
+    verdict: Verdict
+    schedule: Schedule
+    cluster: Cluster
+    crowd: Crowd
+    rude: Rude
+    recovered: list[Recovery]
+    windows: list[Window]
+    facts: dict[str, Any]
+
+
+async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | None) -> Result:
+    """Raises RuntimeError if the cluster does not even start, or answers wrongly without faults."""
+    flags = [*flags_of(options.model, folder), "--cpu", "--threads", "1", "--max-running", "256"]
+    flags += [
+        "--kv-cache-memory",
+        str(options.pool_mib << 20),
+        "--lease-s",
+        str(LEASE_S),
+        "--tool-call-parser",
+        "hermes",
+    ]
+    shim = Shim(folder)
+    network: Network = Namespaces() if inside() else Proxies() if shim.there else Loopback()
+    if options.network == "loopback":
+        network = Loopback()
+    ends_soon = ["--drain-deadline-s", f"{_DRAIN_S:g}"]
+    cluster = Cluster(folder, [*flags, *options.flag], [*ends_soon, *options.router_flag], network, shim)
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20) as session:
+        try:
+            await cluster.start(options.prefill, options.decode, session)
+            assert cluster.router is not None
+            made = asks(options.seed, options.per_kind, options.longest)
+            crowd = Crowd(cluster.router.url, made, session, options.deadline_s)
+            began = time.monotonic()
+            await crowd.ask_twins(at_once=8)
+            print(f"network: {network.name}; twins asked in {time.monotonic() - began:.1f} s", flush=True)
+            try:
+                return await _disturbed(options, cluster, crowd, schedule)
+            finally:
+                await crowd.close()
+        finally:
+            await cluster.stop()
+
+
+async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd, schedule: Schedule | None) -> Result:
+    """The streams, the faults, and what both leave behind."""
+    assert cluster.router is not None
+    quiet, quiet_index = sizes(cluster), await index_bytes(cluster)
+    rude, lookout = Rude(cluster, crowd, options.longest), Lookout(cluster)
+    strikes = Strikes(cluster, crowd, rude)
+    faults = _faults(options, cluster, strikes, schedule)
+    began = time.monotonic()
+    cluster.supervise()
+    watching = asyncio.create_task(lookout.run())
+    going = True
+    clients = [
+        asyncio.create_task(crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: going))
+        for at in range(options.streams)
+    ]
+    made = await _strike_all(options, cluster, strikes, faults, began)
+    await cluster.whole()
+    await asyncio.sleep(_CALM_S)
+    going = False
+    await asyncio.gather(*clients)
+    ended = time.monotonic()
+    left = await left_behind(cluster)
+    watching.cancel()
+    facts: dict[str, Any] = {"began": began, "seconds": ended - began, "network": cluster.network.name}
+    await lookout.count()
+    facts["preemptions"] = lookout.preemptions
+    after = sizes(cluster)
+    grew = _index_apart(quiet, after, await index_bytes(cluster) - quiet_index, options.streams)
+    facts["sizes"] = {name: [quiet.get(name), size] for name, size in after.items()}
+    log = cluster.router.log.read_text(errors="replace").splitlines()
+    verdict = _judged(options, cluster, crowd, log, facts)
+    verdict.broken += [*left, *grew, *cluster.surprises, *_unended(cluster, crowd, log)]
+    verdict.broken += [f"the router's log: {line}" for line in log if "Traceback" in line]
+    no_router = cluster.router.down
+    verdict.broken += [why for at, why in rude.broken if not any(a <= at + 21 and at <= b + 2 for a, b in no_router)]
+    recovered = recoveries(cluster, lookout.looks, ended)
+    late = [each for each in recovered if (each.up_s or 0.0) > LATEST_S]
+    verdict.broken += [f"{each.node} was up {each.up_s:.1f} s after the end of {each.kind}" for each in late]
+    of = windows(crowd.seen, lookout.sizes, began, ended) if options.soak else []
+    verdict.broken += not_flat(of) if of else []
+    kept = {name: value for name, value in vars(options).items() if name not in ("json", "schedule", "record")}
+    return Result(verdict, Schedule(options.seed, kept, made), cluster, crowd, rude, recovered, of, facts)
+
+
+def _faults(
+    options: argparse.Namespace, cluster: Cluster, strikes: Strikes, schedule: Schedule | None
+) -> Iterator[Fault]:
+    able = [kind for kind in strikes.kinds() if not options.kind or kind in options.kind]
+    nodes = range(len(cluster.nodes))
+    if schedule is not None:
+        return (fault for fault in schedule.faults if fault.kind in able)
+    if options.soak:
+        able = [kind for kind in able if kind in CLIENTS]
+    if options.each_once:
+        return iter(once(options.seed, options.every_s, nodes, able, longest_s=options.every_s))
+    if options.faults:
+        return endless(options.seed, options.every_s, nodes, able)
+    return iter(drawn(options.seed, options.soak or options.seconds, options.every_s, nodes, able))
+
+
+async def _strike_all(
+    options: argparse.Namespace, cluster: Cluster, strikes: Strikes, faults: Iterator[Fault], began: float
+) -> list[Fault]:
+    """Until there are no more, or there were enough, or the time is over; those that were made."""
+    made: list[Fault] = []
+    under_way: list[asyncio.Task[None]] = []
+    told = time.monotonic()
+    for fault in faults:
+        if options.faults and _count(cluster) >= options.faults:
+            break
+        await asyncio.sleep(began + fault.at - time.monotonic())
+        made.append(fault)
+        under_way.append(asyncio.create_task(strikes.strike(fault)))
+        if time.monotonic() - told > 60:
+            told = time.monotonic()
+            print(f"{told - began:.0f} s: {_count(cluster)} faults, {len(strikes.crowd.seen)} answers", flush=True)
+    await asyncio.gather(*under_way)
+    if not options.faults and not options.each_once:
+        await asyncio.sleep(began + (options.soak or options.seconds) - time.monotonic())
+    return made
+
+
+def _count(cluster: Cluster) -> int:
+    return len({id(each.fault) for each in cluster.struck if not each.missed})
+
+
+def _judged(
+    options: argparse.Namespace, cluster: Cluster, crowd: Crowd, log: list[str], facts: dict[str, Any]
+) -> Verdict:
+    assert cluster.router is not None
+    down = {
+        role: [[*node.down, *node.away] for node in cluster.nodes if node.role == role]
+        for role in ("prefill", "decode")
+    }
+    without = none_up(down)
+    facts["without_s"] = {role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without}
+    blows = [(each.at, each.fault.kind, each.url) for each in cluster.struck if not each.missed]
+    legs = broken_legs(log)
+    verdict = judged(crowd.seen, legs, blows, without["decode"], options.gap_s, cluster.router.down)
+    if lost := crowd.asked - len(crowd.seen):
+        verdict.broken.append(f"{lost} requests have no end at all")
+    return verdict
+
+
+def _index_apart(before: dict[str, Size], after: dict[str, Size], index_bytes: int, clients: int) -> list[str]:
+    """What has grown; the router's index, which fills up to its limit, is not counted."""
+    engines = {name: size for name, size in after.items() if name.endswith("engine")}
+    others = {name: size for name, size in after.items() if name not in engines}
+    files, sockets = _MORE.files + clients, _MORE.sockets + clients  # a client may keep its connection
+    allowed = Size(0, _MORE.memory + max(0, index_bytes), files, sockets, _MORE.threads)
+    larger = Size(0, _CHANGES_BYTES, _MORE.files, _MORE.sockets, _MORE.threads)
+    return [*grown(before, others, allowed), *grown(before, engines, larger)]
+
+
+def _unended(cluster: Cluster, crowd: Crowd, log: list[str]) -> list[str]:
+    """Requests that the router says ended another number of times than once; those that were lost with it left out, and
+    those of which a stalled log may have lost the word."""
+    assert cluster.router is not None
+    ends = logged_ends(log)
+    stalls = [
+        (s.at, s.at + s.fault.for_s) for s in cluster.struck if s.fault.kind == "log stall" and s.node == "router"
+    ]
+    spans = [(a - 1.0, b + 2.0) for a, b in itertools.chain(cluster.router.down, stalls)]
+    return [
+        f"{each.kind} {each.number}, id {each.id}: the router told {ends[each.id]} times of its end"
+        for each in crowd.seen
+        if each.id and ends[each.id] != 1 and not any(a <= each.ended and each.began <= b for a, b in spans)
+    ]

@@ -1,0 +1,91 @@
+"""Does what a fault says: to processes, to their network, to their logs and clocks, and by clients.
+
+Knows of each fault when it was over, for who measures how long recovery takes (lookout.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from benchmarks.chaos.crowd import Crowd
+from benchmarks.chaos.faults import CLIENTS, NETWORK, PROCESS, ROUTER, Fault
+from benchmarks.chaos.network import Bad
+from benchmarks.chaos.processes import Cluster, Struck
+from benchmarks.chaos.rude import Rude
+
+__all__ = ["Strikes"]
+
+
+class Strikes:
+    """All of a run."""
+
+    def __init__(self, cluster: Cluster, crowd: Crowd, rude: Rude) -> None:
+        self._cluster, self.crowd, self._rude = cluster, crowd, rude
+
+    def kinds(self) -> list[str]:
+        """Those that this machine allows."""
+        of_network = [kind for kind in NETWORK if _bad_kind(kind) in self._cluster.network.kinds]
+        shim = self._cluster.shim
+        clock = ["clock jump"] if shim is not None and shim.there else []
+        return [*PROCESS, *ROUTER, *of_network, "log stall", *clock, *CLIENTS]
+
+    async def strike(self, fault: Fault) -> None:
+        """Do it, and wait until it is over: not for processes that start again."""
+        if fault.kind in PROCESS or fault.kind in ROUTER:
+            await self._cluster.strike(fault)
+            return
+        if fault.kind in NETWORK:
+            await self._disconnect(fault)
+            return
+        struck = [] if fault.kind in CLIENTS else self._cluster.struck_by(fault)
+        now = time.monotonic()
+        self._cluster.struck += [Struck(now, fault, node.name, node.url) for node in struck]
+        if fault.kind == "log stall":
+            for node in struck:
+                self._cluster.logs.stall(node.log)
+            await asyncio.sleep(fault.for_s)
+            for node in struck:
+                self._cluster.logs.go_on(node.log)
+        elif fault.kind == "clock jump":
+            assert self._cluster.shim is not None
+            for node in struck:
+                self._cluster.shim.shift(node.name, fault.amount)
+            await asyncio.sleep(fault.for_s)
+            for node in struck:
+                self._cluster.shim.shift(node.name, 0.0)
+        else:
+            self._cluster.struck.append(Struck(now, fault, "clients", ""))
+            await self._rude.do(fault.kind, int(fault.amount), fault.for_s, random.Random(fault.seed))
+        self._cluster.over += [(time.monotonic(), fault, node) for node in struck]
+
+    async def _disconnect(self, fault: Fault) -> None:
+        cluster, began = self._cluster, time.monotonic()
+        struck = cluster.struck_by(fault)
+        if fault.kind == "peers cut":  # nodes of one role have nothing to say to each other
+            first, others = struck[0], [node for node in cluster.nodes if node.role != struck[0].role]
+            struck = [first, random.Random(fault.seed).choice(others)]
+        cluster.struck += [Struck(began, fault, node.name, node.url) for node in struck]
+        kind = _bad_kind(fault.kind)
+        if fault.kind == "peers cut":
+            bads = [Bad(kind, struck[0].name, struck[-1].name)]
+        else:
+            other = "router" if kind == "cut" else ""
+            bads = [Bad(kind, node.name, other, fault.way, fault.amount) for node in struck]
+        try:
+            for bad in bads:
+                await cluster.network.begin(bad)
+            await asyncio.sleep(fault.for_s)
+        finally:
+            for bad in bads:
+                await cluster.network.end(bad)
+        ended = time.monotonic()
+        for node in struck:
+            if fault.kind != "peers cut":
+                node.away.append((began, ended))
+            cluster.over.append((ended, fault, node))
+
+
+def _bad_kind(kind: str) -> str:
+    return "cut" if kind.endswith("cut") else kind

@@ -1,0 +1,334 @@
+"""Requests that are wrong: in a field, in their framing, in their key, in time. Owns no judgement but of one answer.
+
+Bytes are written to sockets as they are, without a client library that would refuse to send them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from benchmarks.fuzz.examples import LEADS_AWAY, ROUTER, Example, of_node
+from benchmarks.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
+from benchmarks.fuzz.stand import Process, Stand
+from wire.frames import FrameKind
+from wire.leg_stream import Kind, MessageReader, frame_of, message
+
+__all__ = ["AT_ONCE", "Half", "exchange", "fields", "framing", "half_open", "leg_streams", "still_open"]
+
+AT_ONCE = 8
+ANSWER_S = 60.0
+"""A request is answered, or its connection is closed, within this; on a machine that does other things beside it."""
+_MOST_BYTES = 4 << 20
+_SLOW_S = 0.05
+_NOWHERE = b"127.0.0.1:9 "
+"""A node that an operator's request has named, and that is none: an answer may say that it could not be reached."""
+
+
+@dataclass(slots=True)
+class Half:
+    """A connection whose request never comes to its end, and the monotonic second by which it must be closed."""
+
+    what: str
+    until: float
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+async def exchange(port: int, pieces: Sequence[bytes], *, until: bytes = b"", host: str = "127.0.0.1") -> bytes | None:
+    """Send the pieces, one after the other, and read to the end, or to `until`; None if neither comes in time."""
+    said = b""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    if len(pieces) > 1:
+                        await asyncio.sleep(_SLOW_S / len(pieces))
+                while len(said) < _MOST_BYTES and not (until and until in said):
+                    heard = await reader.read(1 << 16)
+                    if not heard:
+                        break
+                    said += heard
+            finally:
+                writer.close()
+    except TimeoutError:
+        return said or None
+    except OSError:
+        return said
+    return said
+
+
+async def fields(stand: Stand, rng: random.Random, process: Process, held: str, cases: int) -> list[str]:
+    """Requests of every route with changed fields, with the right key, another one or none. Returns what is wrong."""
+    examples = ROUTER if process is stand.router else of_node(held)
+    asked = []
+    for _ in range(cases):
+        example = rng.choice([one for one in examples if one.path != "/kv/legs"])
+        key = rng.choice((example.key, example.key, "", "wrong", rng.choice(("user", "admin", "node"))))
+        # Who may drain a node may have requests refused; that is asked for by strangers alone.
+        if example.path == "/drain" and key == "node":
+            key = "user"
+        # With its id a member may give this KV back: only strangers try.
+        if example.path in ("/kv/release", "/kv/renew") and key == "node":
+            example = Example(example.method, example.path, "node", {"request_ids": ["unknown"]})
+        asked.append((example, key, _request(stand, rng, example, key)))
+    found: list[str] = []
+    for at in range(0, len(asked), AT_ONCE):
+        some = asked[at : at + AT_ONCE]
+        answers = await asyncio.gather(*(exchange(process.port, [data]) for _, _, data in some))
+        for (example, key, data), answer in zip(some, answers, strict=True):
+            what = f"{process.role} {example.method} {example.path} (key: {key or 'none'})"
+            wrong = _judged(answer, strange=bool(example.key) and not _opens(stand, example, key))
+            if wrong:
+                found.append(f"{what}: {wrong}; sent {_shown(data)}")
+    return found
+
+
+async def framing(rng: random.Random, process: Process, cases: int, key: str) -> list[str]:
+    """Bytes below the framework: garbled, doubled, chunked, cut, pipelined. Returns what is wrong."""
+    asked = [_raw(rng, key) for _ in range(cases)]
+    found: list[str] = []
+    for at in range(0, cases, AT_ONCE):
+        some = asked[at : at + AT_ONCE]
+        # An ended half shows that nothing follows: what is incomplete is closed without an answer.
+        answers = await asyncio.gather(*(_half_closed(process.port, pieces) for pieces in some))
+        for pieces, answer in zip(some, answers, strict=True):
+            wrong = _judged(answer, may_be_silent=True)
+            if wrong:
+                found.append(f"{process.role} raw bytes: {wrong}; sent {_shown(b''.join(pieces))}")
+    return found
+
+
+async def half_open(process: Process, key: str, head_s: float, body_s: float) -> list[Half]:
+    """Requests that never end: nothing, half a head, half a body, half a chunk. Closed by deadlines of the server."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + key.encode() + b"\r\n"
+    ways = {
+        "nothing": (b"", head_s),
+        "half a line": (b"GET /hea", head_s),
+        "half a head": (head, head_s),
+        "half a body": (head + b"content-length: 100\r\n\r\n{", body_s),
+        "half a chunk": (head + b"transfer-encoding: chunked\r\n\r\n50\r\n{", body_s),
+    }
+    begun = []
+    for what, (data, within_s) in ways.items():
+        reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+        writer.write(data)
+        begun.append(Half(f"{process.role}: {what}", time.monotonic() + within_s, reader, writer))
+    return begun
+
+
+async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
+    """Waits for those whose time comes within the margin; names who is open beyond it, and closes all."""
+
+    async def ended(half: Half) -> str:
+        left_s = half.until + margin_s - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                while await half.reader.read(1 << 16):
+                    pass
+        except TimeoutError:
+            return f"{half.what} is still open {margin_s:g} s after its deadline"
+        except OSError:
+            pass
+        finally:
+            half.writer.close()
+        return ""
+
+    return [wrong for wrong in await asyncio.gather(*map(ended, halves)) if wrong]
+
+
+async def leg_streams(stand: Stand, rng: random.Random, process: Process, held: str, cases: int) -> list[str]:
+    """Leg streams of a router that has lost its mind: changed legs, messages out of order, bytes. What is wrong."""
+    found: list[str] = []
+    for _ in range(cases):
+        version = rng.choice(("1", "2", "2", "2", "3", "-1", "9" * 30, "x"))
+        key = rng.choice(("node", "node", "node", "", "user"))
+        head = f"POST /kv/legs HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {stand.keys[key]}\r\n"
+        head += f"x-kvrelay-legs: {version}\r\ntransfer-encoding: chunked\r\n\r\n"
+        said = [_leg_message(rng, held) for _ in range(rng.randrange(1, 12))]
+        body = b"".join(said)
+        if rng.random() < 0.3:
+            body = garbled(rng, body)
+        pieces = [head.encode(), *_chunks(rng, body), _chunk(message(Kind.PING)), b"0\r\n\r\n"]
+        answer = await exchange(process.port, pieces)
+        # What refuses the whole stream closes while more comes, and the answer may be lost with the connection.
+        wrong = _judged(answer, strange=key != "node", may_be_silent=True) or (
+            "" if answer is None else _wrong_in_legs(answer)
+        )
+        if wrong:
+            found.append(f"{process.role} leg stream ({key or 'no'} key): {wrong}; sent {_shown(body)}")
+    return found
+
+
+def _request(stand: Stand, rng: random.Random, example: Example, key: str) -> bytes:
+    body = b""
+    if example.body is not None:
+        value = mutated(rng, example.body, LEADS_AWAY) if rng.random() < 0.9 else example.body
+        body = as_json(value)
+        if rng.random() < 0.15:
+            body = garbled(rng, body)
+    path = example.path
+    if rng.random() < 0.1:
+        path = rng.choice((path + "/", path + "?%ff=%00", path + "%00", "/" + path, path.replace("/", "%2f"), path * 9))
+    method = example.method if rng.random() < 0.95 else rng.choice(("GET", "POST", "PUT", "DELETE", "HEAD", "BREW"))
+    token = stand.keys.get(key, "f" * 64)
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close", f"content-length: {len(body)}"]
+    if token or rng.random() < 0.5:
+        lines.append(rng.choice((f"authorization: Bearer {token}", f"x-api-key: {token}")))
+    lines += [f"{name}: {value}" for name, value in example.headers]
+    if rng.random() < 0.2:
+        odd = ("\xff\xfe", "a" * 3000, "-1", "nan", "1e999", "00-" + "f" * 32 + "-0000000000000001-01", "{}", "")
+        names = ("x-request-id", "traceparent", "tracestate", "accept", "x-session-id", "x-kvrelay-ttft-ms", "expect")
+        lines.append(f"{rng.choice(names)}: {rng.choice(odd)}")
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+def _raw(rng: random.Random, key: str) -> list[bytes]:
+    """Pieces of bytes that are nearly HTTP."""
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer " + key.encode() + b"\r\n"
+    sized = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    chunked = head + b"transfer-encoding: chunked\r\n\r\n" + _chunk(body) + b"0\r\n\r\n"
+    simple = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    match rng.randrange(14):
+        case 0:
+            return [noise(rng, 400)]
+        case 1:
+            return [garbled(rng, sized)]
+        case 2:
+            return [garbled(rng, chunked)]
+        case 3:
+            return [simple * rng.choice((2, 30))]
+        case 4:
+            return [sized + chunked + simple + sized]
+        case 5:  # two lengths
+            return [head + b"content-length: 3\r\ncontent-length: %d\r\n\r\n" % len(body) + body]
+        case 6:  # a length beside chunks
+            return [head + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n" + _chunk(body) + b"0\r\n\r\n"]
+        case 7:
+            odd = rng.choice((b"-1", b"0x10", b"1e3", b"9" * 40, b"", b"+5", b" 5 6"))
+            return [head + b"content-length: " + odd + b"\r\n\r\n" + body]
+        case 8:
+            odd = rng.choice((b"ffffffffffffffffff", b"-5", b"g", b"", b"5;x=" + b"y" * 70_000))
+            return [head + b"transfer-encoding: chunked\r\n\r\n" + odd + b"\r\n" + body + b"\r\n0\r\n\r\n"]
+        case 9:
+            return [sized[at : at + 1] for at in range(len(sized))]
+        case 10:
+            return [head + b"x: " + b"a" * rng.choice((60_000, 70_000, 900_000)) + b"\r\n\r\n"]
+        case 11:
+            return [head + b"".join(b"h%d: 1\r\n" % at for at in range(rng.choice((100, 200, 5000)))) + b"\r\n"]
+        case 12:
+            return [b"GET /" + b"a" * rng.choice((5000, 9000, 200_000)) + b" HTTP/1.1\r\nhost: x\r\n\r\n"]
+        case _:
+            first = rng.choice((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /health\r\n"))
+            return [first, b"\x16\x03\x01\x02\x00", b"\r\n" * 50]
+
+
+async def _half_closed(port: int, pieces: Sequence[bytes]) -> bytes | None:
+    said = b""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_SLOW_S):  # a server sees the end behind what it can answer
+                        said += await reader.read(1 << 16)
+                writer.write_eof()
+                while heard := await reader.read(1 << 16):
+                    said += heard
+            finally:
+                writer.close()
+    except TimeoutError:
+        return None
+    except OSError:
+        return said
+    return said
+
+
+def _leg_message(rng: random.Random, held: str) -> bytes:
+    legs = [one for one in of_node(held) if "completions" in one.path]
+    example = rng.choice(legs)
+    body: Any = mutated(rng, example.body, LEADS_AWAY)
+    opened: Any = [example.path, {"x-request-id": f"f{rng.randrange(5)}"}, as_json(body)]
+    if rng.random() < 0.4:
+        opened = mutated(rng, opened)
+    kind = rng.choice((0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 200))
+    number = rng.choice((0, 1, 1, 2, 2**32 - 1))
+    match kind:
+        case 0:
+            return message(Kind.OPEN, number, as_msgpack(opened))
+        case 2:
+            return message(Kind.CREDIT, number, rng.choice((b"", b"\xff" * 4, b"\0" * 4, b"\1", noise(rng, 30))))
+    content = noise(rng, 20)
+    size = len(content) if rng.random() < 0.9 else rng.choice((0, 2**32 - 1, 2**31))
+    return struct.pack("<IIB", size, number, kind) + content
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _chunks(rng: random.Random, data: bytes) -> list[bytes]:
+    """The data as chunks of HTTP, in up to four pieces."""
+    cuts = sorted({rng.randrange(len(data) + 1) for _ in range(3)} | {0, len(data)})
+    return [_chunk(data[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
+
+
+def _opens(stand: Stand, example: Example, key: str) -> bool:
+    return key == example.key or (bool(key) and stand.keys.get(key) == stand.keys[example.key])
+
+
+def _judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool = False) -> str:
+    """What is wrong with an answer, if anything is. `strange`: who asked had no business there."""
+    if answer is None:
+        return f"neither an answer nor an end within {ANSWER_S:g} s"
+    if not answer:
+        return "" if may_be_silent else "closed without an answer"
+    if not answer.startswith(b"HTTP/1.1 "):
+        return f"it is no answer: {answer[:60]!r}"
+    status = int(answer[9:12])
+    if status >= 500 and _NOWHERE not in answer:
+        return f"answered {status}: {_shown(answer)}"
+    if strange and status < 300:  # a redirect is no effect
+        return f"answered {status} without the key"
+    if b'"type":"internal_error"' in answer:
+        return f"an error within the answer: {_shown(answer)}"
+    return ""
+
+
+def _wrong_in_legs(answer: bytes) -> str:
+    """What the node says in a leg stream that it must not say."""
+    _, _, body = answer.partition(b"\r\n\r\n")
+    if not answer.startswith(b"HTTP/1.1 200"):
+        return ""
+    whole, at = bytearray(), 0
+    with contextlib.suppress(ValueError):
+        while (end := body.find(b"\r\n", at)) > 0 and (size := int(body[at:end], 16)):
+            whole += body[end + 2 : end + 2 + size]
+            at = end + 4 + size
+    for _, kind, said in MessageReader().feed(bytes(whole)):
+        if kind == Kind.ANSWER and (told := msgspec.msgpack.decode(said))[0] >= 500:
+            return f"a leg is answered {told}"
+        if kind == Kind.FRAME and (frame := frame_of(said)).kind is FrameKind.ERROR and frame.status >= 500:
+            return f"a leg ends with {frame.status}: {frame.error}"
+    return ""
+
+
+def _shown(data: bytes) -> str:
+    return repr(data[:1500]) + (f"... ({len(data)} bytes)" if len(data) > 1500 else "")

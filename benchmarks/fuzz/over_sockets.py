@@ -1,0 +1,246 @@
+"""Everything but HTTP: bytes on every TCP port, and messages on ZMQ sockets, of strangers and of members gone mad."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from benchmarks.fuzz.examples import LEADS_AWAY
+from benchmarks.fuzz.mutations import as_msgpack, garbled, mutated, noise
+from benchmarks.fuzz.stand import Stand
+from kv_transfer.control import _keys
+from kv_transfer.leases import LeaseId
+from kv_transfer.messages import End, Follow, Hello, Message, Renew, Welcome, decode, encode
+from kv_transfer.pair_messages import Address, Ask, Leave, Meet, Part
+from wire.heartbeat import Heartbeat, NodeState, _mac, sealed
+from wire.outputs import Load
+from wire.transfer import KvFacts
+
+__all__ = ["control", "events", "every_port", "heartbeats", "pairs", "pings"]
+
+_CONNECT_S = 2.0
+_HEAR_S = 0.05
+_SEND_S = 3.0
+_ANSWER_S = 20.0
+_GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00"
+_NULL = _GREETING + b"NULL".ljust(20, b"\0") + b"\0" * 32
+_CURVE = _GREETING + b"CURVE".ljust(20, b"\0") + b"\0" * 32
+_FIRST = (
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    _NULL,
+    _CURVE,
+    _NULL + b"\x04\x19\x05READY" + b"\xff" * 200,
+    _NULL + b"\x02" + b"\xff" * 8,
+    _CURVE + b"\x04\xc8\x05HELLO\x01\x00" + b"\0" * 192,
+    b"\0" * 4096,
+    b"\xff" * 4096,
+    b"\x01" + b"\0" * 7 + b"\x7f" + b"\0" * 40,
+)
+
+
+async def every_port(stand: Stand, rng: random.Random, cases: int) -> list[str]:
+    """Bytes on every port that any process listens on, whatever its protocol; what comes back is nobody's concern."""
+    for port in stand.ports():
+        host = "127.0.0.1" if port.address in ("0.0.0.0", "::", "::1") else port.address
+        for _ in range(cases):
+            data = rng.choice(_FIRST)
+            if rng.random() < 0.7:
+                data = garbled(rng, data) + noise(rng, rng.choice((3, 300, 20_000)))
+            reset = rng.random() < 0.5
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_CONNECT_S):
+                    reader, writer = await asyncio.open_connection(host, port.number)
+                try:
+                    async with asyncio.timeout(_HEAR_S):
+                        writer.write(data)
+                        await writer.drain()
+                        await reader.read(4096)
+                finally:
+                    writer.transport.abort() if reset else writer.close()
+    return []
+
+
+async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
+    """Announcements: of strangers, forged, old, changed. One of a stranger may change nothing."""
+    decode_node = stand.nodes[1]
+    real = Heartbeat(decode_node.url, "decode", "tiny", "f" * 32, Load(), time.time(), NodeState.LEAVING)  # type: ignore[arg-type]
+    theirs = msgspec.structs.replace(real, url="http://127.0.0.1:9", state=NodeState.OK)
+    key = stand.keys["node"]
+    async with _Peer(zmq.PUSH, "127.0.0.1", stand.heartbeat_port) as peer:
+        for _ in range(cases):
+            old = msgspec.structs.replace(real, sent_at=rng.choice((0.0, time.time() - 90, time.time() + 90)))
+            changed = as_msgpack(mutated(rng, msgspec.to_builtins(theirs), LEADS_AWAY))
+            await peer.send(
+                rng.choice(
+                    (
+                        noise(rng, 5000),
+                        sealed(real, secrets.token_hex()),
+                        sealed(real, ""),
+                        garbled(rng, sealed(real, key)[:32] + noise(rng, 9)),
+                        sealed(old, key),
+                        _mac(changed, key) + changed,
+                    )
+                )
+            )
+    # One of ours may be there now, and would be for three more beats. What is too long has cut the first connection.
+    async with _Peer(zmq.PUSH, "127.0.0.1", stand.heartbeat_port) as peer:
+        over = msgspec.structs.replace(theirs, state=NodeState.LEAVING, sent_at=time.time() + 5)
+        await peer.send(sealed(over, key))
+    return []
+
+
+async def pings(stand: Stand, rng: random.Random, cases: int) -> list[str]:
+    """vLLM's pings, changed. Who reaches that port may name a node."""
+    ping = {"type": "P", "http_address": "127.0.0.1:9", "zmq_address": "127.0.0.1:9"}
+    async with _Peer(zmq.DEALER, "127.0.0.1", stand.ping_port) as peer:
+        for _ in range(cases):
+            said = as_msgpack(mutated(rng, ping, LEADS_AWAY))
+            frames = [garbled(rng, said) if rng.random() < 0.4 else said]
+            await peer.send(*(frames * rng.choice((1, 1, 3))), *([b""] if rng.random() < 0.1 else []))
+    return []
+
+
+async def events(stand: Stand, rng: random.Random, cases: int) -> list[str]:
+    """Asks for replays of KV events, and subscriptions, that nobody would make; then one that is answered."""
+    wrong = []
+    for node in stand.nodes:
+        _, told = await stand.ask(node, "/health", "")
+        ports = [number for number in told["kv_events"].values() if isinstance(number, int)][:2]
+        async with _Peer(zmq.SUB, "127.0.0.1", ports[0]) as peer:
+            for _ in range(cases):
+                peer.socket.setsockopt(zmq.SUBSCRIBE, noise(rng, 300))
+            await asyncio.sleep(_HEAR_S)
+        async with _Peer(zmq.DEALER, "127.0.0.1", ports[1]) as peer:
+            for _ in range(cases):
+                start = rng.choice((noise(rng, 8), rng.randbytes(8), b"\xff" * 8, b"\0" * 8, noise(rng, 400)))
+                await peer.send(*rng.choice(([b"", start], [start], [b"", start, start], [start, b""], [b""] * 50)))
+        async with _Peer(zmq.DEALER, "127.0.0.1", ports[1]) as peer:
+            await peer.send(b"", b"\xff" * 7 + b"\x00")
+            if await peer.hear() is None:
+                wrong.append(f"{node.role}: a replay of KV events is not answered any more")
+    return wrong
+
+
+async def control(stand: Stand, rng: random.Random, cases: int, held: str) -> list[str]:
+    """The control channel of the hand-over: without the secret, with another, and with it."""
+    wrong = []
+    for node in stand.nodes:
+        facts = await _kv_of(stand, node.url)
+        host, port = facts.address, node.kv_port
+        lease = LeaseId(held, 1)
+        messages: list[Message] = [
+            Hello("reader-1", facts.fingerprint),
+            Renew(1.0, [LeaseId("x", 1)]),
+            End(LeaseId("x", 2), 1),
+            Follow(LeaseId("x", 1)),
+        ]
+        for secret in ("", secrets.token_urlsafe()):
+            async with _Peer(zmq.DEALER, host, port, secret) as peer:
+                for said in (
+                    *messages,
+                    *(End(LeaseId(held, epoch), 1) for epoch in range(1, 200)),
+                    Renew(1.0, [lease]),
+                ):
+                    await peer.send(encode(said))
+                if await peer.hear(_HEAR_S) is not None:
+                    wrong.append(f"{node.role}: the control channel answers who has not the cluster's secret")
+        async with _Peer(zmq.DEALER, host, port, stand.secret) as peer:
+            for _ in range(cases):
+                changed = as_msgpack(mutated(rng, msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,))))
+                frames = [garbled(rng, changed) if rng.random() < 0.3 else changed]
+                await peer.send(*(frames * rng.choice((1, 1, 1, 1, 3))))
+            await peer.send(encode(End(LeaseId("last", 77), 123_456)))
+            if not await peer.heard_of(b"\xce\x00\x01\xe2\x40"):
+                wrong.append(f"{node.role}: the control channel does not answer any more")
+    return wrong
+
+
+async def pairs(stand: Stand, rng: random.Random, cases: int) -> list[str]:
+    """The control socket of the NCCL plane, as a reader with the secret finds it."""
+    wrong = []
+    for node in stand.nodes:
+        facts = await _kv_of(stand, node.url)
+        async with _Peer(zmq.DEALER, facts.address, node.kv_port, stand.secret) as peer:
+            await peer.send(encode(Hello("reader-2", facts.fingerprint)))
+            heard = await peer.hear()
+        welcome = None if heard is None else decode(heard[-1])
+        if not isinstance(welcome, Welcome):
+            wrong.append(f"{node.role}: no welcome, but {welcome}")
+            continue
+        for rank in welcome.ranks:
+            at = msgspec.msgpack.decode(rank.planes["nccl"], type=Address)
+            name = rng.randbytes(16)
+            messages = [
+                Meet(name, 1 << 20, b""),
+                Ask(name, [1, 2], 0, 64),
+                Ask(name, [2**31, -1], -5, 2**40),
+                Part(name, "x"),
+                Leave(name),
+            ]
+            async with _Peer(zmq.DEALER, at.host, at.port, key=at.key) as peer:
+                for _ in range(cases):
+                    value: Any = msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,))
+                    said = as_msgpack(mutated(rng, value))
+                    await peer.send(garbled(rng, said) if rng.random() < 0.3 else said)
+                # Slices of no bytes are refused, with a word; the last of many, so all before it were heard.
+                await peer.send(msgspec.msgpack.encode(Meet(b"last", 0, b"")))
+                if not await peer.heard_of(b"last"):
+                    wrong.append(f"{node.role}: the NCCL plane's socket does not answer any more")
+    return wrong
+
+
+class _Peer:
+    """A ZMQ socket of ours for the time of a `with`; with a secret or a server's key it speaks CURVE."""
+
+    def __init__(self, kind: int, host: str, port: int, secret: str = "", key: bytes = b"") -> None:
+        self.socket = zmq.asyncio.Context.instance().socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 200)
+        self._cut = False
+        if secret:
+            key, mine = _keys(secret)
+            self.socket.curve_publickey, self.socket.curve_secretkey = key, mine
+        elif key:
+            self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
+        if key:
+            self.socket.curve_serverkey = key
+        self.socket.connect(f"tcp://{host}:{port}")
+
+    async def __aenter__(self) -> _Peer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.socket.close()
+
+    async def send(self, *frames: bytes) -> None:
+        """Send; who has cut the connection, or does not take it, is waited for once."""
+        if not self._cut and not await self.socket.poll(_SEND_S * 1000, zmq.POLLOUT):  # type: ignore[call-arg]
+            self._cut = True
+        with contextlib.suppress(zmq.Again):
+            await self.socket.send_multipart(frames, zmq.NOBLOCK)
+
+    async def hear(self, within_s: float = _ANSWER_S) -> list[bytes] | None:
+        """The next message; None if none comes."""
+        return await self.socket.recv_multipart() if await self.socket.poll(within_s * 1000) else None
+
+    async def heard_of(self, mark: bytes) -> bool:
+        """Whether a message with these bytes comes."""
+        until = time.monotonic() + _ANSWER_S
+        while (left_s := until - time.monotonic()) > 0:
+            heard = await self.hear(left_s)
+            if heard is not None and mark in heard[-1]:
+                return True
+        return False
+
+
+async def _kv_of(stand: Stand, url: str) -> KvFacts:
+    async with stand.session.get(f"{url}/health") as answer:
+        return msgspec.convert((await answer.json())["kv"], KvFacts)

@@ -1,0 +1,306 @@
+"""The processes under fuzz, with every key, secret and port that there is; and what must stay as it is in them.
+
+Owns a prefill node, a decode node and a router with two workers on the loopback: which ports they listen on, as /proc
+has it, what they hold, and one request whose answer is known. Refuses to know what is sent to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.chaos.model import flags_of
+from benchmarks.local_cluster import family, free_ports
+
+__all__ = ["Port", "Process", "Stand", "Usage"]
+
+START_DEADLINE_S = 300.0
+STOP_DEADLINE_S = 40.0
+ANSWER_DEADLINE_S = 60.0
+LEASE_S = 5.0
+_ROOT = Path(__file__).parents[2]
+_LISTEN = "0A"
+_PROMPT = "the tide comes in twice a day, and " * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A TCP port that a process listens on, at an address as /proc writes it."""
+
+    owner: str
+    pid: int
+    address: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a family of processes has: bytes of memory, open files (sockets among them), threads."""
+
+    rss: int
+    files: int
+    threads: int
+    kinds: Counter[str] = field(default_factory=Counter)
+    """How many of the open files are sockets, pipes, anon_inodes (epoll), and which path."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One `kvrelay` command and its children."""
+
+    role: str
+    port: int
+    popen: subprocess.Popen[bytes]
+    log: Path
+    kv_port: int = 0
+    """Of the control channel of its hand-overs; 0 for a router, which has none."""
+    read: int = 0
+    """Bytes of the log that were looked at."""
+    born: dict[int, str] = field(default_factory=dict)
+    """The processes of its family once it was ready: when each was started, in the kernel's ticks."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ages(self) -> dict[int, str]:
+        """When each process of the family was started, of those that live."""
+        ages = {}
+        for pid in family(self.popen.pid):
+            with contextlib.suppress(OSError):
+                state, *_, started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:20]
+                if state not in "ZX":
+                    ages[pid] = started
+        return ages
+
+    def usage(self) -> Usage:
+        rss = files = threads = 0
+        kinds: Counter[str] = Counter()
+        for pid in family(self.popen.pid):
+            with contextlib.suppress(OSError):
+                rss += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    files += 1
+                    with contextlib.suppress(OSError):
+                        kinds[os.readlink(link).partition(":[")[0]] += 1
+                threads += len(list(Path(f"/proc/{pid}/task").iterdir()))
+        return Usage(rss, files, threads, kinds)
+
+    def news(self) -> str:
+        """What was logged since the last call."""
+        with self.log.open("rb") as log:
+            log.seek(self.read)
+            told = log.read()
+        self.read += len(told)
+        return told.decode(errors="replace")
+
+
+class Stand:
+    """Start with `async with`; everything ends with it."""
+
+    def __init__(self, folder: Path, tensor_parallel: int = 1) -> None:
+        self.folder = folder
+        self.tensor_parallel = tensor_parallel
+        self.secret = secrets.token_urlsafe()
+        self.keys = {name: secrets.token_hex() for name in ("user", "admin", "node")} | {"": ""}
+        self.heartbeat_port, self.ping_port = free_ports(2)
+        self.processes: list[Process] = []
+        self.expected = ""
+
+    async def __aenter__(self) -> Stand:
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_DEADLINE_S))
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+        for process in self.processes:
+            if process.popen.poll() is None:
+                process.popen.send_signal(signal.SIGINT)
+        until = time.monotonic() + STOP_DEADLINE_S
+        for process in self.processes:
+            try:
+                await asyncio.to_thread(process.popen.wait, max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                for pid in reversed(family(process.popen.pid)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                process.popen.wait(5)
+
+    @property
+    def router(self) -> Process:
+        return self.processes[0]
+
+    @property
+    def nodes(self) -> list[Process]:
+        return self.processes[1:]
+
+    async def ask(self, process: Process, path: str, key: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+        """Status and JSON of an answer. Raises aiohttp.ClientError, TimeoutError."""
+        how = {"method": "GET" if body is None else "POST", **more}
+        headers = {"authorization": f"Bearer {self.keys[key]}"}
+        async with self.session.request(url=process.url + path, json=body, headers=headers, **how) as answer:
+            return answer.status, await answer.json(content_type=None)
+
+    async def canary(self) -> str:
+        """What the cluster answers to the request whose answer is known."""
+        body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        status, told = await self.ask(self.router, "/v1/completions", "user", body)
+        return told["choices"][0]["text"] if status == 200 else f"{status}: {told}"
+
+    async def hold(self) -> str:
+        """Have the prefill node hold KV for somebody; the request's id."""
+        name = f"held-{secrets.token_hex(4)}"
+        body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body["kv_transfer_params"] = {"do_remote_decode": True}
+        headers = {"authorization": f"Bearer {self.keys['node']}", "x-request-id": name}
+        async with self.session.post(f"{self.nodes[0].url}/v1/completions", json=body, headers=headers) as answer:
+            told = await answer.json()
+        if "kv_transfer_params" not in told:
+            raise RuntimeError(f"the prefill node holds nothing: {told}")
+        return str(told["kv_transfer_params"]["remote_request_id"])
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[str]:
+        """The same for the length of the block: its lease is renewed, and ends with the block at the latest."""
+        held = await self.hold()
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(LEASE_S / 4)
+                await self.ask(self.nodes[0], "/kv/renew", "node", {"request_ids": [held]})
+
+        renewing = asyncio.create_task(renew())
+        try:
+            yield held
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                await self.ask(self.nodes[0], "/kv/release", "node", {"request_ids": [held]})
+
+    async def state(self) -> dict[str, Any]:
+        """All that nobody without a key may change."""
+        _, told = await self.ask(self.router, "/admin/nodes", "admin")
+        facts: tuple[str, ...] = ("url", "role", "kind", "up", "model", "adapters", "generation", "sources")
+        # Pings want no key: who reaches their port may name a node, for ten seconds.
+        nodes = [node for node in told["nodes"] if set(node["sources"]) - {"p2p-nccl"}]
+        state: dict[str, Any] = {node["url"]: {fact: node[fact] for fact in facts} for node in nodes}
+        for node in self.nodes:
+            _, told = await self.ask(node, "/health", "")
+            facts = ("status", "role", "model", "adapters", "engine_id", "generation", "held_blocks")
+            state[node.role] = {fact: told[fact] for fact in facts}
+        return state
+
+    async def metric(self, process: Process, name: str) -> float:
+        """Sum of a metric over its labels."""
+        async with self.session.get(f"{process.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    async def set_right(self, before: Mapping[str, Any]) -> None:
+        """Undo what those with a key may do: nodes that were added go, drained ones come back, held KV is free."""
+        for node in self.nodes:
+            await self.ask(node, "/undrain", "node", {})
+        for url in set(await self.state()) - set(before):
+            await self.ask(self.router, f"/admin/nodes?url={url}", "admin", method="DELETE")
+
+    def ended(self) -> list[str]:
+        """Whose processes are not those of the beginning, with the end of its log."""
+        return [
+            f"{process.role}: processes {process.born} are {process.ages()}: {process.news()[-3000:]}"
+            for process in self.processes
+            if process.ages() != process.born
+        ]
+
+    def ports(self) -> list[Port]:
+        """Every TCP port that any of the processes listens on."""
+        at = {}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN:
+                    at[fields[9]] = fields[1].rpartition(":")
+        found = []
+        for process in self.processes:
+            for pid in family(process.popen.pid):
+                with contextlib.suppress(OSError):
+                    for opened in Path(f"/proc/{pid}/fd").iterdir():
+                        with contextlib.suppress(OSError):
+                            inode = os.readlink(opened).removeprefix("socket:[").removesuffix("]")
+                            if inode in at:
+                                host, _, number = at[inode]
+                                found.append(Port(process.role, pid, _address(host), int(number, 16)))
+        return sorted(set(found), key=lambda port: port.number)
+
+    async def _start(self) -> None:
+        model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory", str(16 << 20)]
+        node = [*model, "--router", f"tcp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
+        ranks = ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
+        node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50"]
+        ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
+        self._launch("router", [*ports, "--workers", "2", "--no-conditional-disaggregation"])
+        self._launch("prefill", [*node, *ranks])
+        self._launch("decode", node)
+        until = time.monotonic() + START_DEADLINE_S
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, KeyError):
+                state = await self.state()
+                if sum(entry.get("up", False) for entry in state.values()) == len(self.nodes):
+                    break
+            for process in self.processes:
+                if process.popen.poll() is not None:
+                    raise RuntimeError(f"{process.role} ended at start: {process.news()[-2000:]}")
+            if time.monotonic() > until:
+                raise RuntimeError(f"not up within {START_DEADLINE_S:g} s")
+            await asyncio.sleep(0.1)
+        self.expected = await self.canary()
+        again = await self.canary()  # the KV that both nodes have cached gives the same answer
+        if again != self.expected:
+            raise RuntimeError(f"the canary says {again!r} after {self.expected!r}")
+        for process in self.processes:
+            process.born = process.ages()
+            process.news()
+
+    def _launch(self, role: str, flags: list[str]) -> None:
+        port, kv_port = free_ports(2) if role != "router" else [*free_ports(1), 0]
+        argv = [sys.executable, "-m", "kvrelay.cli", role, f"--port={port}", *flags]
+        argv += [f"--kv-port={kv_port}"] if kv_port else []
+        path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        env["KVRELAY_NODE_API_KEY"] = self.keys["node"]
+        if role == "router":
+            env |= {"KVRELAY_API_KEY": self.keys["user"], "KVRELAY_ADMIN_KEY": self.keys["admin"]}
+        else:
+            env["KVRELAY_CLUSTER_SECRET"] = self.secret
+        log = self.folder / f"{role}.log"
+        with log.open("ab") as out:
+            popen = subprocess.Popen(argv, stdout=out, stderr=out, env=env, cwd=self.folder)
+        self.processes.append(Process(role, port, popen, log, kv_port))
+
+
+def _address(written: str) -> str:
+    """The kernel's hexadecimal words, as people write addresses."""
+    words = [int(written[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(written), 8)]
+    packed = b"".join(words)
+    if len(packed) == 16 and packed.startswith(b"\0" * 10 + b"\xff\xff"):
+        packed = packed[12:]
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

@@ -1,0 +1,161 @@
+"""The processes that are measured: `kvrelay up`, or as many `kvrelay serve` as there are GPUs; started, flipped, ended.
+
+Owns processes and roles; knows no load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.goodput.works import flips_to
+from benchmarks.local_cluster import free_ports
+from kvrelay.machine import environ, this_machine
+from kvrelay.plan import NODE_API_KEY, ClusterConfig
+from wire.config import EngineConfig
+
+__all__ = ["Nodes", "cluster", "router_cpu_s", "servers"]
+
+START_DEADLINE_S = 400.0
+_STOP_S, _FLIP_S, _TICK_S = 40.0, 60.0, 0.25
+_CALL = aiohttp.ClientTimeout(total=10.0)
+
+
+class Nodes:
+    """Up and ready. `router` is empty where there is none; `key` is what the nodes want of those who ask them."""
+
+    def __init__(self, router: str, urls: Sequence[str], key: str, started_s: float) -> None:
+        self.router, self.urls, self.key, self.started_s = router, list(urls), key, started_s
+
+    async def have(self, prefill: int) -> bool:
+        """Have so many of them be prefill nodes, all others decode nodes; whether any was not. Raises TimeoutError."""
+        async with aiohttp.ClientSession(timeout=_CALL) as session:
+            flips = flips_to(await self._roles(session), prefill)
+            for url, role in flips:
+                said = {"url": url, "role": role, "force": True}
+                async with session.post(f"{self.router}/admin/nodes/role", json=said) as answer:
+                    if answer.status != 200:
+                        raise RuntimeError(f"{url} does not become {role}: {await answer.text()}")
+            async with asyncio.timeout(_FLIP_S):
+                while list((await self._roles(session)).values()).count("prefill") != prefill:
+                    await asyncio.sleep(_TICK_S)
+        return bool(flips)
+
+    async def _roles(self, session: aiohttp.ClientSession) -> dict[str, str]:
+        """Of those that are up and do not change just now."""
+        rows = await nodes_of(session, self.router)
+        return {row["url"]: row["role"] for row in rows if row["up"] and row["flips_to"] is None}
+
+
+async def nodes_of(session: aiohttp.ClientSession, router: str) -> list[dict[str, Any]]:
+    """What a router tells of its nodes."""
+    async with session.get(f"{router}/admin/nodes") as answer:
+        answer.raise_for_status()
+        return list((await answer.json())["nodes"])
+
+
+@asynccontextmanager
+async def cluster(
+    prefill: int, decode: int, flags: Sequence[str], router_flags: Sequence[str], logs: Path
+) -> AsyncIterator[Nodes]:
+    """`kvrelay up`; with `router_flags` another router with these in front of the same nodes. Raises RuntimeError."""
+    began, key = time.monotonic(), secrets.token_urlsafe(24)
+    port, other = free_ports(2)
+    environment = environ() | {NODE_API_KEY: key}
+    words = [f"--prefill={prefill}", f"--decode={decode}", f"--port={port}", f"--log-dir={logs}", *flags]
+    async with _running([("up", words, environment, port)], logs):
+        async with aiohttp.ClientSession(timeout=_CALL) as session:
+            rows = await nodes_of(session, f"http://127.0.0.1:{port}")
+        urls = [row["url"] for row in rows]
+        if not router_flags:
+            yield Nodes(f"http://127.0.0.1:{port}", urls, key, time.monotonic() - began)
+            return
+        named = [f"--{row['role']}={row['url']}" for row in rows]
+        words = [f"--port={other}", *named, *router_flags]
+        async with _running([("router", words, environment, other)], logs):
+            yield Nodes(f"http://127.0.0.1:{other}", urls, key, time.monotonic() - began)
+
+
+@asynccontextmanager
+async def servers(count: int, flags: Sequence[str], logs: Path) -> AsyncIterator[Nodes]:
+    """So many `kvrelay serve`, each with a GPU of its own if there are any. Raises RuntimeError."""
+    began, key = time.monotonic(), secrets.token_urlsafe(24)
+    gpus = this_machine(ClusterConfig(EngineConfig("none"), port=0)).gpus
+    asked = []
+    for at, port in enumerate(free_ports(count)):
+        environment = environ() | {NODE_API_KEY: key}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[at % len(gpus)]
+        asked.append(("serve", [f"--port={port}", *flags], environment, port))
+    async with _running(asked, logs):
+        urls = [f"http://127.0.0.1:{port}" for *_, port in asked]
+        yield Nodes("", urls, key, time.monotonic() - began)
+
+
+@asynccontextmanager
+async def _running(asked: Sequence[tuple[str, list[str], dict[str, str], int]], logs: Path) -> AsyncIterator[None]:
+    """These commands of ours, until the block is left; whatever happens, none of them is left."""
+    logs.mkdir(parents=True, exist_ok=True)
+    children: list[tuple[subprocess.Popen[bytes], Path]] = []
+    try:
+        for number, (command, words, environment, _) in enumerate(asked):
+            path = logs / f"{command}-{number}.out"
+            with path.open("wb") as log:
+                argv = [sys.executable, "-m", "kvrelay.cli", command, *words]
+                children.append((subprocess.Popen(argv, stdout=log, stderr=log, env=environment), path))
+        async with asyncio.timeout(START_DEADLINE_S), aiohttp.ClientSession(timeout=_CALL) as session:
+            for (child, path), (*_, port) in zip(children, asked, strict=True):
+                await _ready(session, f"http://127.0.0.1:{port}/health", child, path)
+        yield
+    finally:
+        for child, _ in children:
+            with suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+        until = time.monotonic() + _STOP_S
+        for child, _ in children:
+            try:
+                child.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+async def _ready(session: aiohttp.ClientSession, url: str, child: subprocess.Popen[bytes], log: Path) -> None:
+    while True:
+        if child.poll() is not None:
+            raise RuntimeError(f"it ended with code {child.returncode} before it was ready:\n{_tail(log)}")
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with session.get(url) as answer:
+                if answer.status == 200:
+                    return
+        await asyncio.sleep(_TICK_S)
+
+
+def _tail(log: Path) -> str:
+    return log.read_bytes()[-3000:].decode(errors="replace")
+
+
+def router_cpu_s(router: str) -> float:
+    """Seconds of CPU that the router at this address has taken, its workers included; 0 where there is none."""
+    port, tick = router.rpartition(":")[2].encode(), os.sysconf("SC_CLK_TCK")
+    seen: dict[int, tuple[int, float]] = {}
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            seen[int(folder.name)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / tick
+            if b"router" in words and any(word.endswith(port) for word in words if word):
+                found.add(int(folder.name))
+    return sum(cpu_s for pid, (parent, cpu_s) in seen.items() if pid in found or parent in found) if router else 0.0

@@ -1,0 +1,64 @@
+"""`python -m benchmarks.reality` without a cluster: the same requests for both, and what counts as far off."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from test_goodput import result_of, run_at
+
+from benchmarks.reality import Compared, compared, main, of_results, streams_about, streams_like
+from load.config import BenchConfig
+from load.results import Run, write_result
+from load.sessions import Work, sessions
+from planning.rate_card import write_card
+from simulator.setting import Setting
+from simulator.speeds import H200, Speeds
+
+
+def test_the_simulator_is_asked_what_the_client_asked() -> None:
+    config = BenchConfig(lengths="64:8", spread=0.5, rate="5", find_rate=True, duration_s=20, warm_up_s=5, seed=7)
+    streams = streams_like(config, 5.0, 2)
+    asked = list(itertools.islice(sessions(config.work, config.arrival(5.0), "7 2"), len(streams)))
+    assert [stream.at for stream in streams] == [pytest.approx(each.at * 1e3) for each in asked]
+    assert [(stream.prompt, stream.output) for stream in streams] == [
+        (each.turns[0].prompt, each.turns[0].output) for each in asked
+    ]
+    assert 25_000 < streams[-1].at < 35_000
+
+
+def test_of_a_file_what_counted_stays_and_the_rest_is_made_up() -> None:
+    run = run_at(5.0, 1.0, 1.0)
+    streams = streams_about(run, Work(64, 8), 2.0, "seed")
+    assert [stream.at for stream in streams] == sorted(stream.at for stream in streams)
+    assert sum(stream.at == 100.0 for stream in streams) == len(run.rows)
+    assert all(stream.at >= 10_000 for stream in streams if stream.at != 100.0)
+
+
+def test_a_run_that_is_as_simulated_is_not_off() -> None:
+    """A row for each simulated stream."""
+    config = BenchConfig(lengths="512:16", rate="5", find_rate=True, duration_s=20, warm_up_s=2)
+    setting = Setting(prefill=1, decode=1, prefixes=False, speeds=Speeds(H200))
+    streams = streams_like(config, 5.0, 0)
+    first = compared(run_at(5.0, 1.0, 1.0), streams, setting, 1.0)
+    assert first.furthest > 0.15
+    same = Compared(5.0, 9, {name: (seen, seen) for name, (_, seen) in first.rows.items()})
+    assert same.furthest == 0.0
+    slower = {name: ([ms * 1.1 for ms in seen], seen) for name, (_, seen) in first.rows.items()}
+    assert Compared(5.0, 9, slower).furthest == pytest.approx(1 - 1 / 1.1)
+
+
+def test_results_of_goodput_are_simulated_with_their_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card, folder = tmp_path / "card.json", tmp_path / "out"
+    write_card(H200, card)
+    folder.mkdir()
+    runs: list[Run] = [run_at(8.0, 1.0, 1.0)]
+    write_result(result_of("2P2D", runs), folder / "chat-relay.json")
+    write_result(result_of("4 colocated, asked in turn", runs), folder / "chat-direct.json")
+    found = of_results([folder], H200)
+    assert {name for name, _ in found} == {"chat, 2P2D", "chat, 4 colocated, asked in turn"}
+    assert main(["--results", str(folder), "--card", str(card)]) == 1
+    said = capsys.readouterr().out
+    assert "| chat, 2P2D | 8/s, 100 | TTFT |" in said
+    assert "the furthest is off by" in said

@@ -1,0 +1,39 @@
+"""`python -m benchmarks.chaos`: every kind of fault once on a small cluster, with the seed that is written here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos.faults import KINDS, NETWORK, Schedule
+
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+
+SEED = 24  # KV is full first, and the router is lost late: before that there are answers
+SMALL = ["--prefill", "1", "--decode", "2", "--streams", "8", "--per-kind", "1", "--longest", "1000", "--pool-mib", "4"]
+
+
+def test_every_kind_of_fault_once_breaks_no_promise(tmp_path: Path, repository: Path) -> None:
+    report, record = tmp_path / "report.json", tmp_path / "schedule.json"
+    argv = ["--each-once", "--every-s", "2", "--seed", str(SEED), "--json", str(report), "--record", str(record)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.chaos", *SMALL, *argv],
+        env={**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(report.read_text())
+    assert told["broken"] == []
+    assert told["ends"]["done"] > 50
+    assert told["preemptions"] > 0
+    made = [fault.kind for fault in Schedule.read(record).faults]
+    assert len(made) == len(set(made))
+    assert set(KINDS) - {*NETWORK, "clock jump"} <= set(made)  # these where this machine can

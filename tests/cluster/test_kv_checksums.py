@@ -1,0 +1,87 @@
+"""Checksums of fetched KV between real processes: nothing differs on its own, and what differs is never served."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from real_cluster import Cluster, running, tiny_model, wait_until
+
+pytestmark = pytest.mark.cluster
+
+FAULTS = ["flipped", "shifted", "stale"]
+DEADLINE_S = 120.0
+
+
+class Checked:
+    """1P1D that checks every block; `trigger` lets the next READ be wrong."""
+
+    def __init__(self, cluster: Cluster, trigger: Path) -> None:
+        self.cluster, self.trigger = cluster, trigger
+        (self.decode,) = cluster.of("decode")
+
+    def ask(self, length: int, salt: str, url: str = "") -> httpx2.Response:
+        prompt = [2 + (length + i * i) % 300 for i in range(length)]
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        body |= {"cache_salt": salt, "return_token_ids": True}
+        return httpx2.post(f"{url or self.cluster.url}/v1/completions", json=body, timeout=DEADLINE_S)
+
+    def alone(self, length: int) -> Any:
+        """What the decode node answers without KV from elsewhere."""
+        return text(self.ask(length, "alone", self.decode.url))
+
+    def count(self, name: str) -> float:
+        return self.decode.metric(f"kvrelay_fetch_{name}_blocks_total")
+
+
+def text(answer: httpx2.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module", params=["recompute", "fail"])
+def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
+    folder = tmp_path_factory.mktemp(request.param)
+    flags = tiny_model(folder, max_position_embeddings=2048)
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20), "--kv-connector", "direct"]
+    flags += ["--kv-checksums", "1", "--kv-load-failure-policy", request.param, "--max-batched-tokens", "64"]
+    flags += ["--transfer-deadline-s", "60", "--lease-s", "30"]
+    trigger, fault = folder / "fault", Path(__file__).parent / "kv_fault"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(fault), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("KV_FAULT", str(trigger))
+        with running(folder, prefill=1, decode=1, flags=flags) as cluster:
+            yield Checked(cluster, trigger)
+
+
+def test_every_block_is_checked_and_none_is_wrong(checked: Checked) -> None:
+    lengths = (5, 16, 101, 700)
+    for length in lengths:
+        assert text(checked.ask(length, "a")) == checked.alone(length)
+    probe = 1  # block, as the two nodes met
+    blocks = probe + sum(-(-length // 16) for length in lengths)
+    wait_until(lambda: checked.count("checked") == blocks, DEADLINE_S, f"all {blocks} blocks are checked")
+    assert checked.count("wrong") == checked.count("unchecked") == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_block_is_neither_served_nor_cached(checked: Checked, fault: str) -> None:
+    length, wrong = 333, checked.count("wrong")
+    right = checked.alone(length)
+    checked.trigger.write_text(fault)
+    answer = checked.ask(length, fault)
+    assert not checked.trigger.exists()
+    if checked.decode.argv[checked.decode.argv.index("--kv-load-failure-policy") + 1] == "fail":
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (502, "kv_not_loaded")
+        assert "what arrived is not what its prefill node sent (KvCorrupted)" in error["message"]
+    else:
+        assert text(answer) == right
+    wait_until(lambda: checked.count("wrong") == wrong + 1, DEADLINE_S, "it is counted")
+    assert "KvCorrupted" in checked.decode.log.read_text()
+    assert text(checked.ask(length, fault)) == right
+    checked.cluster.all_blocks_free(within_s=DEADLINE_S)
