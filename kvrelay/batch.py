@@ -28,6 +28,7 @@ from openai_api.response_store import ResponseStore
 from openai_api.responses_call import speak_responses
 from wire.config import NodeConfig
 from wire.errors import ConfigError, KvrelayError
+from wire.frames import MALFORMED
 
 __all__ = ["Answered", "Ask", "BatchLine", "over_http", "read_batch", "run_batch", "with_engine"]
 
@@ -101,7 +102,7 @@ def read_batch(source: Path) -> list[BatchLine]:
         where = f"{source} line {number}"
         try:
             line = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as why:
+        except MALFORMED as why:
             raise ConfigError(f"{where} is no request of a batch: {why}") from why
         if line.method != "POST" or line.url not in URLS:
             raise ConfigError(f"{where} asks for {line.method} {line.url}; served are POST and {', '.join(URLS)}")
@@ -133,7 +134,7 @@ def _keep_done(target: Path, asked: set[str]) -> set[str]:
     for raw in every:
         try:
             line = decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except MALFORMED:
             torn += 1
             continue
         if line.custom_id not in asked:
@@ -256,7 +257,7 @@ def _json(body: bytes) -> bytes:
     """As one line; what is no JSON becomes a text."""
     try:
         return msgspec.json.encode(msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except MALFORMED:
         return msgspec.json.encode(body.decode(errors="replace"))
 
 

@@ -24,6 +24,8 @@ from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
+from load.config import BenchConfig
+from node.last_words import leave
 from node.parent import die_with_parent
 from node.process_log import LOG_FORMAT, log_to_stderr
 from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
@@ -33,7 +35,13 @@ from wire.router_config import RouterConfig
 __all__ = ["main", "run"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
-_TEXT_METAVARS = {"lora": "NAME=PATH", "alias": "NAME=MODEL", "vllm_kv_events": "[URL=]EVENTS:REPLAY", "gpus": "IDS"}
+_TEXT_METAVARS = {
+    "lora": "NAME=PATH",
+    "alias": "NAME=MODEL",
+    "vllm_kv_events": "[URL=]EVENTS:REPLAY",
+    "gpus": "IDS",
+    "rate_card": "[ROLE=]FILE",
+}
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
@@ -69,6 +77,9 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
     config = _router_config(values)
     reread = None if again is None else lambda: _router_config(again())
+    from router.nodes.cards import read_cards
+
+    read_cards(config.rate_cards)  # with several workers each would fail
     check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
@@ -145,6 +156,20 @@ def _running_batch(values: dict[str, object]) -> int:
     return run_batch(*files, lambda: with_engine(config), int(str(at_once)), console)
 
 
+def _running_bench(values: dict[str, object]) -> int:
+    from kvrelay.bench import run as run_bench
+
+    return run_bench(values, Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140))
+
+
+def _profiling(values: dict[str, object]) -> int:
+    from kvrelay.profile import asked_of, run
+
+    asked = asked_of(values)
+    config = _with_model_here(build(NodeConfig, _named(values) | {"role": Role.AGGREGATED}))
+    return run(config, asked, Console(highlight=False, soft_wrap=True))
+
+
 def _named(values: dict[str, object]) -> dict[str, object]:
     return values if values.get("model") else values | {"model": str(embedded_model())}
 
@@ -217,7 +242,7 @@ def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     option = typer.Option(
         flag,
         help=setting.help,
-        metavar=_TEXT_METAVARS.get(setting.name) or (None if kind is bool else _METAVARS.get(setting.kind, "JSON")),
+        metavar=_metavar(setting),
         envvar=env,
         show_default=_shown(setting),
         rich_help_panel=f"{setting.group} settings",
@@ -225,8 +250,15 @@ def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     return _typed(setting.name, kind | None, None, option)
 
 
+def _metavar(setting: Setting) -> str | None:
+    if setting.kind is bool:
+        return None
+    named = None if setting.kind in (int, float) else _TEXT_METAVARS.get(setting.name)
+    return named or _METAVARS.get(setting.kind, "JSON")
+
+
 def _shown(setting: Setting) -> str | bool:
-    if setting.name == "model":
+    if setting.name == "model" and setting.default is dataclasses.MISSING:
         return "the embedded model"
     if setting.default in (dataclasses.MISSING, "", ()):
         return False
@@ -319,21 +351,46 @@ _add(
         _typed("concurrency", int, 64, typer.Option(help="Requests that are under way at once.")),
     ),
 )
+_add(
+    "profile",
+    "Measure how fast this machine computes prompts, decodes and moves KV, and write a rate card.",
+    NodeConfig,
+    _profiling,
+    ("role",),
+    {"cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
+    (
+        _typed("out", str, "", typer.Option(metavar="FILE", help="The rate card. [default: rate-card.json]")),
+        _typed("seconds", float, 0.0, typer.Option(help="About how long to measure; 0: 120 on a GPU, 45 on a CPU.")),
+        _typed(
+            "decode",
+            list[str] | None,
+            None,
+            typer.Option(metavar="REQUESTSxCONTEXT", help="Measure this step, and no card. Again for more."),
+        ),
+        _typed(
+            "prefill",
+            list[str] | None,
+            None,
+            typer.Option(metavar="TOKENS[+CONTEXT]", help="Measure this step, and no card. Again for more."),
+        ),
+    ),
+)
 
+
+_add(
+    "bench",
+    "Measure any OpenAI endpoint under load: latency, throughput, goodput at targets, the highest rate that holds.",
+    BenchConfig,
+    _running_bench,
+    (),
+    {"api_key": API_KEY},
+    (
+        _typed("files", list[str] | None, None, typer.Argument(metavar="[RESULT]...", help="With --compare.")),
+        _typed("compare", bool, False, typer.Option("--compare", help="Measure nothing; show results side by side.")),
+    ),
+)
 
 add_commands(app)
-
-
-@app.command("top")
-def _top(
-    router: Annotated[str, typer.Option(help="The router to look at.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
-) -> int:
-    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
-    from kvrelay.top import run as run_top
-
-    return run_top(router, admin_key, interval, Console(highlight=False))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -377,7 +434,7 @@ def _fail(message: str, code: int) -> int:
 def main() -> None:
     """The console script."""
     die_with_parent()
-    sys.exit(run())
+    leave(run())  # what is still there needs no teardown, which would take another fifth of a second
 
 
 if __name__ == "__main__":

@@ -98,7 +98,9 @@ async def _all_ready(console: Console, children: Sequence[Child]) -> None:
     async def one(child: Child) -> None:
         took_s = await child.ready
         waiting.remove(child.spec.name)
-        console.print(f"{child.spec.name} is ready after {took_s:.1f} s")
+        console.print(
+            f"{child.spec.name} is ready after {took_s:.1f} s: {child.spec.health_url.removesuffix('/health')}"
+        )
         status.update(f"waiting for {', '.join(waiting)}")
 
     with console.status(f"waiting for {', '.join(waiting)}") as status:

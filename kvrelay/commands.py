@@ -6,7 +6,7 @@ Owns what is typed and printed; each imports what it needs when it is called. Wh
 from __future__ import annotations
 
 import json
-import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,7 +30,11 @@ def add_commands(app: typer.Typer) -> None:
         ("key", _key),
         ("doctor", _doctor),
         ("drain", _drain),
+        ("plan", _plan),
+        ("replay", _replay),
+        ("role", _role),
         ("prefetch", _prefetch),
+        ("top", _top),
         ("version", _version),
     ):
         app.command(name)(command)
@@ -94,6 +98,77 @@ def _drain(
     return run_drain(node, router, admin_key, node_api_key, wait, console, undo=undo)
 
 
+def _plan(
+    gpus: Annotated[int, typer.Option(help="How many there are.")],
+    card: Annotated[
+        list[Path],
+        typer.Option(help="A rate card of `kvrelay profile`; one for each size of a node, if there are several."),
+    ],
+    workload: Annotated[
+        str, typer.Option(metavar="NAME|IN:OUT|TRACE", help="chat, code, summarise ...; lengths in tokens; or a file.")
+    ],
+    ttft_ms: Annotated[float, typer.Option(help="The first token should be there within, in milliseconds.")],
+    tpot_ms: Annotated[float, typer.Option(help="Each further token should take no longer, on average of an answer.")],
+    rate: Annotated[
+        float, typer.Option(min=0.0, help="Requests a second that there will be. [default: as many as can be]")
+    ] = 0.0,
+    as_json: _AsJson = False,
+) -> int:
+    """How many prefill and decode nodes should there be? Simulates all splits of some GPUs for a workload and targets.
+
+    The exit code is 0 if nine of ten requests keep both targets with the best of them, else 1.
+    """
+    from kvrelay.sizing import Wanted, read_cards, workload_of
+    from kvrelay.sizing import run as run_plan
+    from planning.planner import Goal
+
+    wanted = Wanted(gpus, read_cards(card), workload_of(workload, 4_000), Goal(ttft_ms, tpot_ms), rate)
+    return run_plan(wanted, Console(highlight=False, soft_wrap=True), as_json=as_json)
+
+
+def _replay(
+    incident: Annotated[Path, typer.Argument(metavar="FILE", help="A router's log in JSON, or a recorded incident.")],
+    card: Annotated[Path, typer.Option(help="The rate card of the nodes, of `kvrelay profile`.")],
+    nodes: Annotated[str, typer.Option(metavar="P:D", help="Prefill and decode nodes. [default: as there were]")] = "",
+    policy: Annotated[str, typer.Option(help="By which the router chooses nodes.")] = "cost",
+    record: Annotated[Path | None, typer.Option(help="Write the incident there, to be edited and replayed.")] = None,
+) -> int:
+    """What if there had been other nodes, or another policy? Replays what a router has logged, in the simulator."""
+    from kvrelay.replay import run as run_replay
+    from planning.rate_card import read_card
+
+    return run_replay(incident, read_card(card), nodes, policy, record, Console(highlight=False, soft_wrap=True))
+
+
+def _top(
+    router: Annotated[str, typer.Option(help="The router to look at.")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
+) -> int:
+    """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
+    from kvrelay.top import run as run_top
+
+    return run_top(router, admin_key, interval, Console(highlight=False))
+
+
+def _role(
+    node: Annotated[str, typer.Argument(metavar="NODE_URL", help="The node, as the router knows it.")],
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill or decode.")],
+    router: Annotated[
+        str, typer.Option(help="A router to ask, which keeps the last node of a role; without one the node is asked.")
+    ] = "",
+    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 60.0,
+    force: Annotated[bool, typer.Option("--force", help="Also if it is the last node of its role.")] = False,
+) -> int:
+    """Have a running node be a prefill or a decode node: it ends what it has, and keeps its weights and its KV."""
+    from kvrelay.role import run as run_role
+
+    console = Console(highlight=False, soft_wrap=True)
+    return run_role(node, role, router, admin_key, node_api_key, wait, console, force=force)
+
+
 def _supervise(
     command: Annotated[
         list[str],
@@ -106,8 +181,9 @@ def _supervise(
     to end, or was typed wrongly (2).
     """
     from kvrelay.supervise import supervise
+    from node.process_log import log_to_stderr
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr("supervise")
     return supervise(command)
 
 

@@ -150,6 +150,8 @@ def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mappin
         NODE_API_KEY: "",
         CLUSTER_SECRET: "",
         "GRAFANA_PASSWORD": "",
+        "PROMETHEUS_PORT": "9090",
+        "GRAFANA_PORT": "3000",
         "HF_TOKEN": "",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
     }

@@ -15,7 +15,7 @@ from typing import Any, cast
 import yaml
 from rich.console import Console
 
-from kvrelay.compose import ComposeConfig, compose_of, environment_of
+from kvrelay.compose import ComposeConfig, compose_of, environment_of, host_paths
 from kvrelay.monitoring.files import files
 from kvrelay.settings import build
 from wire.config import EngineConfig
@@ -52,10 +52,16 @@ def _path(text: str) -> str:
 def write(values: Mapping[str, object], console: Console) -> int:
     """Write all files into the folder `output` of the values, and say what to type next.
 
-    Raises ConfigError if a setting is wrong, or a file is not ours or cannot be written.
+    Raises ConfigError if a setting is wrong, what is to be mounted is not there, or a file is not ours or cannot be
+    written.
     """
     folder = Path(str(values["output"]))
     config = build(ComposeConfig, absolute({name: value for name, value in values.items() if name != "output"}))
+    for path in host_paths(config):
+        if not Path(path).exists():
+            raise ConfigError(
+                f"{path} is not there, and containers would see an empty folder in its place; name what is"
+            )
     target, environment = folder / "compose.yaml", folder / ".env"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +71,8 @@ def write(values: Mapping[str, object], console: Console) -> int:
         given = _read(environment) if environment.exists() else {}
         cores = len(os.sched_getaffinity(0))
         text = yaml.dump(compose_of(config, cores), Dumper=_Plain, sort_keys=False, width=120)
-        values = environment_of(config, lambda: secrets.token_urlsafe(32), given)
-        lines = "".join(f"{name}={value}\n" for name, value in (values | given).items())
+        written = environment_of(config, lambda: secrets.token_urlsafe(32), given) | given
+        lines = "".join(f"{name}={value}\n" for name, value in written.items())
         # Nobody else may read it, and never half of it.
         half = folder / ".env.new"
         half.touch(mode=0o600)
@@ -79,8 +85,10 @@ def write(values: Mapping[str, object], console: Console) -> int:
         target.write_text(f"{_MARK}, for a host with {cores} cores; run it again for another size.\n{text}", "utf-8")
     except OSError as why:
         raise ConfigError(f"cannot write the compose files to {folder}: {why.strerror}") from why
+    images = f"{written['KVRELAY_ROUTER_IMAGE']} and {written['KVRELAY_NODE_IMAGE']}"
     console.print(
         f"{target}: {config.cluster.prefill} prefill, {config.cluster.decode} decode and a router\n"
+        f"images:    {images}, which deploy/compose builds\n"
         f"start it:  docker compose --project-directory {folder} up --wait"
     )
     return 0

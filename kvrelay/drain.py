@@ -16,9 +16,9 @@ from rich.console import Console
 from wire.config_checks import is_base_url
 from wire.errors import ConfigError, DeadlineExceeded, ErrorBody, KvrelayError
 
-__all__ = ["DrainFailed", "Refusal", "run"]
+__all__ = ["CALL", "DrainFailed", "Refusal", "addresses", "call", "run"]
 
-_CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
+CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _TICK_S = 0.2
 _WHICH_KEY = "; a router wants --admin-key (KVRELAY_ADMIN_KEY), a node --node-api-key (KVRELAY_NODE_API_KEY)"
 
@@ -61,40 +61,45 @@ def run(
     """The command: 0 when the node is idle, or with `undo` takes requests again.
 
     Raises ConfigError, DrainFailed, DeadlineExceeded after `wait_s`."""
-    for url in filter(None, (node, router)):
-        if not is_base_url(url):
-            raise ConfigError(f"address {url!r} must be http:// or https://, a host and a port")
-    at, keys = (node.rstrip("/"), router.rstrip("/")), (admin_key, node_api_key)
+    at, keys = addresses(node, router), (admin_key, node_api_key)
     return asyncio.run(_undrain(*at, keys, console) if undo else _drain(*at, keys, wait_s, console))
 
 
+def addresses(node: str, router: str) -> tuple[str, str]:
+    """Both as they are put before a path; the router's may be empty. Raises ConfigError."""
+    for url in filter(None, (node, router)):
+        if not is_base_url(url):
+            raise ConfigError(f"address {url!r} must be http:// or https://, a host and a port")
+    return node.rstrip("/"), router.rstrip("/")
+
+
 async def _undrain(node: str, router: str, keys: tuple[str, str], console: Console) -> int:
-    async with aiohttp.ClientSession(timeout=_CALL) as session:
+    async with aiohttp.ClientSession(timeout=CALL) as session:
         if router:
-            await _call(session, "POST", f"{router}/admin/undrain", keys[0], {"url": node})
+            await call(session, "POST", f"{router}/admin/undrain", keys[0], {"url": node})
         else:
-            await _call(session, "POST", f"{node}/undrain", keys[1], {})
+            await call(session, "POST", f"{node}/undrain", keys[1], {})
     console.print(f"{node} takes requests again")
     return 0
 
 
 async def _drain(node: str, router: str, keys: tuple[str, str], wait_s: float, console: Console) -> int:
     admin_key, node_api_key = keys
-    async with aiohttp.ClientSession(timeout=_CALL) as session:
+    async with aiohttp.ClientSession(timeout=CALL) as session:
         by_router = False
         if router:
-            said = await _call(session, "POST", f"{router}/admin/drain", admin_key, {"url": node})
+            said = await call(session, "POST", f"{router}/admin/drain", admin_key, {"url": node})
             # A node that is not ours does not know of it: then the router says which of its own legs are left there.
             by_router = not msgspec.json.decode(said, type=_Told).node_told
         else:
-            await _call(session, "POST", f"{node}/drain", node_api_key, {})
+            await call(session, "POST", f"{node}/drain", node_api_key, {})
         began, shown = time.monotonic(), None
         while True:
             if by_router:
-                rows = msgspec.json.decode(await _call(session, "GET", f"{router}/admin/nodes", admin_key), type=_Rows)
+                rows = msgspec.json.decode(await call(session, "GET", f"{router}/admin/nodes", admin_key), type=_Rows)
                 row = next((row for row in rows.nodes if row.url == node), _Row())
             else:
-                row = msgspec.json.decode(await _call(session, "GET", f"{node}/health", "", draining=True), type=_Row)
+                row = msgspec.json.decode(await call(session, "GET", f"{node}/health", "", draining=True), type=_Row)
             if not row.left:
                 console.print(f"{node} is drained")
                 return 0
@@ -106,17 +111,17 @@ async def _drain(node: str, router: str, keys: tuple[str, str], wait_s: float, c
             await asyncio.sleep(_TICK_S)
 
 
-async def _call(
+async def call(
     session: aiohttp.ClientSession, method: str, url: str, key: str, body: Any = None, *, draining: bool = False
 ) -> bytes:
-    """The answer's body. `draining`: a 503 is one, too. Raises DrainFailed."""
+    """The body of a node's or router's answer. `draining`: a 503 is one, too. Raises DrainFailed."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         async with session.request(method, url, json=body, headers=headers) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         raise DrainFailed(f"{url} cannot be reached: {why or type(why).__name__}") from why
-    if answer.status == 200 or (draining and answer.status == 503):
+    if answer.status in (200, 202) or (draining and answer.status == 503):
         return said
     try:
         message = msgspec.json.decode(said, type=Refusal).error.message

@@ -19,13 +19,15 @@ from kvrelay.machine import environ
 from kvrelay.supervisor import Backoff
 from node.parent import PARENT_PID
 from wire.errors import ConfigError
+from wire.router_config import MAX_DRAIN_S
 
 __all__ = ["supervise"]
 
 WRONG = 2
 """The exit code of a command that was typed wrongly: to start it again is of no use."""
-# A node drains for 30 s, and then ends what is left.
+# A node drains for 30 s, and then ends what is left; a router for as long as its settings say.
 _STOP_DEADLINE_S = 60.0
+_ROUTER_STOP_DEADLINE_S = MAX_DRAIN_S + 30.0
 _SERVE = ("prefill", "decode", "serve", "rank", "router")
 
 _log = logging.getLogger("kvrelay.supervise")
@@ -64,7 +66,7 @@ async def _keep(command: Sequence[str], name: str, backoff: Backoff | None = Non
         child = await asyncio.create_subprocess_exec(
             *command, process_group=0, env={**environ(), PARENT_PID: str(os.getpid())}
         )
-        code = await _end_of(child, stopped)
+        code = await _end_of(child, stopped, _ROUTER_STOP_DEADLINE_S if name == "router" else _STOP_DEADLINE_S)
         if stopped.is_set() or code == 0 or (code == WRONG and first):
             return max(code, 0)
         first = False
@@ -78,14 +80,14 @@ async def _keep(command: Sequence[str], name: str, backoff: Backoff | None = Non
         return 0
 
 
-async def _end_of(child: Process, stopped: asyncio.Event) -> int:
+async def _end_of(child: Process, stopped: asyncio.Event, deadline_s: float) -> int:
     """Its exit code; killed if it does not end in time when it is told to."""
     ended, told = asyncio.create_task(child.wait()), asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait({ended, told}, return_when=asyncio.FIRST_COMPLETED)
-        return await asyncio.wait_for(asyncio.shield(ended), _STOP_DEADLINE_S)
+        return await asyncio.wait_for(asyncio.shield(ended), deadline_s)
     except TimeoutError:
-        _log.error("killing it: it has not ended %g s after it was told to", _STOP_DEADLINE_S)
+        _log.error("killing it: it has not ended %g s after it was told to", deadline_s)
         os.killpg(child.pid, signal.SIGKILL)
         return await ended
     finally:

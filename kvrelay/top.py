@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import aiohttp
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +28,12 @@ __all__ = ["TopFailed", "drawn", "run"]
 
 _CALL = aiohttp.ClientTimeout(total=10.0, sock_connect=2.0)
 _MOST_REQUESTS = 10
+_MOST_CHANGES = 3
 _SPARKS = " ▁▂▃▄▅▆▇█"
 _SPARK_CELLS = 40
 _BAR_CELLS = 12
+_PIPE_CELLS = 200
+"""A pipe has no width: all columns are written."""
 _PICTURE = msgspec.json.Decoder(Picture)
 
 
@@ -49,7 +54,7 @@ async def _top(router: str, admin_key: str, interval_s: float, console: Console)
     async with aiohttp.ClientSession(timeout=_CALL) as session:
         picture = await _look(session, router, admin_key)
         if not console.is_terminal:
-            console.print(drawn(picture))
+            console.print(drawn(picture), width=max(console.width, _PIPE_CELLS))
             return 0
         lost = ""
         with Live(drawn(picture), console=console, screen=True, auto_refresh=False) as live:
@@ -85,6 +90,16 @@ def drawn(picture: Picture, lost: str = "") -> RenderableType:
     parts += [Text(), _nodes(picture)]
     if picture.edges:
         parts += [Text(), _edges(picture)]
+    parts += [
+        Text(f"{_short(pair.prefill)} -> {_short(pair.decode)}: {pair.reason}", style="red")
+        for pair in picture.failed_pairs
+    ]
+    for of_model in picture.balance:
+        parts += [Text(), Text(f"balance of {of_model.model}: {of_model.why}")]
+        parts += [
+            Text(f"  {picture.now - each.at:.0f} s ago, one more {each.role} node: {each.outcome}")
+            for each in of_model.changes[:_MOST_CHANGES]
+        ]
     parts += [Text(), _requests(picture.requests[:_MOST_REQUESTS])]
     return Group(*parts)
 
@@ -102,9 +117,9 @@ def _head(picture: Picture) -> RenderableType:
         Text(f"{picture.requests_per_s:8.1f} requests/s  {_sparks(picture.series.ended[:-1])}"),
         Text(f"{picture.output_tokens_per_s:8.1f} tokens/s    {_sparks(picture.series.output_tokens[:-1])}"),
     ]
-    table = _table("", ("p50", True), ("p90", True), ("p99", True))
+    table = _Fitting(("", ">p50", ">p90", ">p99"))
     for name, figures in (("first token", picture.ttft), ("between", picture.inter_token), ("total", picture.total)):
-        table.add_row(name, *map(_time, _percentiles(figures)))
+        table.add(name, *map(_time, _percentiles(figures)))
     return Group(*lines, table)
 
 
@@ -113,10 +128,13 @@ def _percentiles(figures: Percentiles) -> tuple[float | None, float | None, floa
 
 
 def _nodes(picture: Picture) -> RenderableType:
-    heads = (("run", True), ("wait", True), ("streams", True), ("depth", True), ("KV in use", False), ("held", True))
-    table = _table("node", ("role", False), ("state", False), *heads, ("breakers", False))
+    broken = any(each.state != "closed" for node in picture.nodes for each in node.breakers.values())
+    table = _Fitting(
+        ("node", "role", "state", ">run", ">wait", ">streams", ">depth", "KV in use", ">held", "breakers"),
+        ("held", "depth", "streams", "KV in use") if broken else ("held", "breakers", "depth", "streams", "KV in use"),
+    )
     for node in sorted(picture.nodes, key=lambda node: (node.role != "prefill", node.url)):
-        table.add_row(
+        table.add(
             _short(node.url),
             node.role,
             _state(node, len(picture.workers)),
@@ -134,6 +152,8 @@ def _nodes(picture: Picture) -> RenderableType:
 def _state(node: NodeSeen, workers: int) -> Text:
     if node.up:
         return Text("up" if node.up_in == workers else f"up in {node.up_in} of {workers}", style="green")
+    if node.flips_to:
+        return Text(f"flips to {node.flips_to}", style="yellow")
     return Text("draining", style="yellow") if node.draining else Text(node.reason, style="red", overflow="ellipsis")
 
 
@@ -152,10 +172,10 @@ def _breakers(node: NodeSeen) -> Text:
 
 
 def _edges(picture: Picture) -> RenderableType:
-    table = _table("from", ("to", False), *((name, True) for name in ("hand-overs/min", "MB/s", "fetch", "exposed")))
+    table = _Fitting(("from", "to", ">hand-overs/min", ">MB/s", ">fetch", ">exposed"))
     for edge in picture.edges[:_MOST_REQUESTS]:
         known = edge.bytes > 0
-        table.add_row(
+        table.add(
             _short(edge.prefill),
             _short(edge.decode),
             f"{edge.handovers * 60 / picture.edge_window_s:.1f}",
@@ -167,13 +187,15 @@ def _edges(picture: Picture) -> RenderableType:
 
 
 def _requests(requests: Iterable[Ended]) -> RenderableType:
-    figures = ("in", "out", "first token", "between", "queue", "prefill", "hand-over", "decode", "total")
-    table = _table("request", ("status", True), *((name, True) for name in figures))
+    times = (">first token", ">between", ">queue", ">prefill", ">hand-over", ">decode", ">total")
+    table = _Fitting(
+        ("request", ">status", ">in", ">out", *times), ("queue", "decode", "hand-over", "prefill", "in", "between")
+    )
     for each in requests:
         stages = each.stages_s
         after = [stages[name] for name in ("announce", "exposed", "decode_queue") if name in stages]
-        table.add_row(
-            Text(each.id[:24], overflow="ellipsis"),
+        table.add(
+            each.id[:24],
             Text("left" if each.status == 499 else str(each.status), style="red" if each.status >= 500 else ""),
             "-" if each.prompt_tokens is None else str(each.prompt_tokens),
             str(each.output_tokens),
@@ -188,13 +210,37 @@ def _requests(requests: Iterable[Ended]) -> RenderableType:
     return table
 
 
-def _table(first: str, *columns: tuple[str, bool]) -> Table:
-    """Without lines; `columns` are names, and whether they hold figures."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(first, no_wrap=True)
-    for name, is_figure in columns:
-        table.add_column(name, justify="right" if is_figure else "left", no_wrap=True)
-    return table
+@dataclass(slots=True)
+class _Fitting:
+    """A table without lines. Where it does not fit it leaves out columns of `spare`, one after the other.
+
+    A name with > before it is of figures.
+    """
+
+    names: Sequence[str]
+    spare: Sequence[str] = ()
+    _rows: list[tuple[str | Text, ...]] = field(default_factory=list)
+
+    def add(self, *cells: str | Text) -> None:
+        """One more row."""
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in range(len(self.spare) + 1):
+            table = self._without(self.spare[:count])
+            if Measurement.get(console, options.update(width=_PIPE_CELLS), table).maximum <= options.max_width:
+                break
+        yield table
+
+    def _without(self, left_out: Sequence[str]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        kept = [at for at, name in enumerate(self.names) if name.lstrip(">") not in left_out]
+        for name in (self.names[at] for at in kept):
+            is_figure = name.startswith(">")
+            table.add_column(name.lstrip(">"), justify="right" if is_figure else "left", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(row[at] for at in kept))
+        return table
 
 
 def _sparks(values: list[int]) -> str:

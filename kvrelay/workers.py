@@ -23,7 +23,7 @@ from kvrelay.supervisor import Backoff, ChildFailed
 from node.parent import PARENT_PID, die_with_parent
 from node.process_log import log_to_stderr
 from router.reload import Reread, reload_on_hangup
-from router.server import DRAIN_S, settle
+from router.server import settle
 from router.tls import check_certificate
 from router.workers.listening import shared_port
 from router.workers.parent import Parent
@@ -34,7 +34,7 @@ from wire.versions import RELEASE
 __all__ = ["run_workers"]
 
 _START_DEADLINE_S = 60.0
-_STOP_DEADLINE_S = DRAIN_S + 15.0
+_STOP_AFTER_DRAIN_S = 15.0
 
 _log = logging.getLogger("kvrelay.router")
 
@@ -56,7 +56,8 @@ async def _run(config: RouterConfig, port: int, reread: Reread | None = None) ->
     parent = Parent(config, port, reread)
     if reread is not None:
         reload_on_hangup(parent.reload)
-    workers = [_Worker(parent, index) for index in range(config.workers)]
+    stop_s = config.drain_deadline_s + _STOP_AFTER_DRAIN_S
+    workers = [_Worker(parent, index, stop_s) for index in range(config.workers)]
     async with parent.running():
         tasks = [asyncio.create_task(worker.keep()) for worker in workers]
         ready = asyncio.create_task(_ready(parent, config, port))
@@ -86,8 +87,8 @@ async def _ready(parent: Parent, config: RouterConfig, port: int) -> None:
 class _Worker:
     """One place among the workers, and the process that is in it."""
 
-    def __init__(self, parent: Parent, index: int) -> None:
-        self._parent, self._index = parent, index
+    def __init__(self, parent: Parent, index: int, stop_s: float) -> None:
+        self._parent, self._index, self._stop_s = parent, index, stop_s
         self._backoff = Backoff()
         self._process: Process | None = None
 
@@ -116,9 +117,9 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), _STOP_DEADLINE_S)
+                await asyncio.wait_for(process.wait(), self._stop_s)
             except TimeoutError:
-                _log.error("worker %d is killed: it has not ended %g s after SIGTERM", self._index, _STOP_DEADLINE_S)
+                _log.error("worker %d is killed: it has not ended %g s after SIGTERM", self._index, self._stop_s)
                 process.kill()
                 await process.wait()
 
@@ -143,7 +144,7 @@ class _Worker:
                 return self._parent.serves(self._index)
             if time.monotonic() - began > _START_DEADLINE_S:
                 _log.error("worker %d is killed: it does not serve after %g s", self._index, _START_DEADLINE_S)
-                process.kill()
+                _kill(process)
         return True
 
 

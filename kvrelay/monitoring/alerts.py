@@ -39,6 +39,14 @@ ALERTS = (
     Alert(
         "KvrelayTargetDown", 'up{job=~".*kvrelay.*"} == 0', "1m", "critical", "{{ $labels.instance }} is not scraped"
     ),
+    # What is gone has no series that could be 0: pods are forgotten, and a container's name leads nowhere.
+    Alert(
+        "KvrelayNothingServes",
+        'absent(kvrelay_router_node_up{role="decode"})',
+        "1m",
+        "critical",
+        "no router is scraped that knows a decode node: nobody is answered",
+    ),
     Alert(
         "KvrelayRoleDown",
         f"sum by (role) ({_UP}) == 0",
@@ -113,6 +121,14 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of KV fetches fail on {{ $labels.instance }}",
     ),
     Alert(
+        "KvrelayKvCorrupted",
+        "sum by (instance) (increase(kvrelay_fetch_wrong_blocks_total[1h])) > 0",
+        "0s",
+        "critical",
+        "KV that {{ $labels.instance }} has fetched is not what its source has: the log names the source; test the "
+        "memory, GPUs and network between the two",
+    ),
+    Alert(
         "KvrelayLeasesExpire",
         "sum by (instance) (rate(kvrelay_leases_expired_total[10m])) > 0.01",
         "10m",
@@ -153,6 +169,29 @@ ALERTS = (
         "10m",
         "warning",
         "router {{ $labels.instance }} does not get the KV events of {{ $value }} nodes, and chooses without them",
+    ),
+    Alert(
+        "KvrelayPodsUnknown",
+        "time() - max by (instance) (kvrelay_router_kubernetes_listed_timestamp_seconds) > 120",
+        "1m",
+        "warning",
+        "router {{ $labels.instance }} cannot list its pods, so new ones get nothing: its log says whether the API "
+        "server is away or refuses",
+    ),
+    Alert(
+        "KvrelayRouterProcessLost",
+        "sum by (instance) (increase(kvrelay_router_worker_restarts_total[15m])) > 0",
+        "0s",
+        "warning",
+        "router {{ $labels.instance }} has replaced a process that died or hung, whose streams are lost: its log says "
+        "why",
+    ),
+    Alert(
+        "KvrelayRestarting",
+        'changes(process_start_time_seconds{job=~".*kvrelay.*"}[30m]) > 2',
+        "0s",
+        "warning",
+        "{{ $labels.instance }} ends and is started again and again: its log says why; a GPU may have failed",
     ),
     Alert(
         "KvrelayFilesRunOut",

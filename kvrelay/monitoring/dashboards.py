@@ -55,6 +55,11 @@ _NODES = Row(
     (
         Panel("Nodes up", (Query(f"sum by (role) ({_UP})", "{{role}}"),)),
         Panel(
+            "Roles of nodes",
+            (Query("sum by (role) (kvrelay_node_role)", "{{role}}"),),
+            about="As they are now. A step is a node that has changed its role.",
+        ),
+        Panel(
             "Depth that the router's choice sees",
             (Query("max by (node, role) (kvrelay_router_queue_depth)", "{{role}} {{node}}"),),
         ),
@@ -151,6 +156,15 @@ _PROCESSES = Row(
                 Query("sum by (instance) (kvrelay_engine_process_resident_memory_bytes)", "{{instance}} engine"),
             ),
             "bytes",
+        ),
+        Panel(
+            "Processes of routers that were replaced",
+            (
+                Query(rate("kvrelay_router_worker_restarts_total", "instance"), "{{instance}}"),
+                Query(rate("kvrelay_router_worker_hung_total", "instance"), "{{instance}}, did not answer"),
+            ),
+            "cps",
+            "Nothing without --workers.",
         ),
         Panel(
             "Open files and connections",

@@ -157,7 +157,7 @@ def matches(selector: Manifest, labels: dict[str, str]) -> bool:
 
 def arguments(overlay: str, pod: PodOf, folder: Path, address: str = POD_IP) -> list[str]:
     """A container's arguments as Kubernetes makes them for a pod with this address, its files in `folder`."""
-    names = {"POD_IP": address, "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.kvrelay"}
+    names = {"POD_IP": address, "LWS_LEADER_ADDRESS": "kvrelay-decode-0.kvrelay-decode.kvrelay", "MACHINE": "1"}
     known = {variable["name"] for variable in pod.main["env"]} | {"LWS_LEADER_ADDRESS"}
     args = [
         re.sub(r"\$\((\w+)\)", lambda found: names[found[1]] if found[1] in known else "", arg)

@@ -27,12 +27,20 @@ MAY_HAVE = {
     "rank": {"HF_TOKEN"},
 }
 
+DISCOVERY = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+SCALING = {
+    "apiGroups": ["apps"],
+    "resources": ["deployments/scale"],
+    "resourceNames": ["kvrelay-prefill", "kvrelay-decode"],
+    "verbs": ["get", "update"],
+}
+
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 with_discovery = pytest.mark.parametrize("overlay", [name for name in OVERLAYS if name != "one-node-gpu"])
 
 
 def test_there_are_these_overlays_and_the_readme_tells_of_each() -> None:
-    assert OVERLAYS == ["autoscaling", "cpu-demo", "monitoring", "multi-node", "one-node-gpu"]
+    assert OVERLAYS == ["autoscaling", "balanced", "cpu-demo", "monitoring", "multi-node", "one-node-gpu"]
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert all(f"overlays/{name}" in page for name in OVERLAYS)
     assert all(f"`{path.name}`" in page for path in FOLDER.glob("components/*"))
@@ -79,14 +87,17 @@ def test_what_an_api_server_would_refuse_is_seen(overlay: str, kind: str, path: 
 
 
 @with_discovery
-def test_discovery_may_get_list_and_watch_pods_and_nobody_may_do_anything_else(overlay: str) -> None:
-    (role,) = objects(overlay, "Role")
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
-    (binding,) = objects(overlay, "RoleBinding")
-    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
-    (subject,) = binding["subjects"]
+def test_the_router_may_follow_pods_and_scale_what_it_balances_and_nobody_may_do_anything_else(overlay: str) -> None:
+    scaling = [SCALING] if overlay == "balanced" else []
+    roles = objects(overlay, "Role")
+    assert [rule for role in roles for rule in role["rules"]] == [DISCOVERY, *scaling]
+    bindings = objects(overlay, "RoleBinding")
+    assert [each["roleRef"]["name"] for each in bindings] == [role["metadata"]["name"] for role in roles]
     (router,) = pods(overlay, "router")
-    assert (subject["kind"], subject["name"]) == ("ServiceAccount", router.spec["serviceAccountName"])
+    for binding in bindings:
+        assert binding["roleRef"]["kind"] == "Role"
+        (subject,) = binding["subjects"]
+        assert (subject["kind"], subject["name"]) == ("ServiceAccount", router.spec["serviceAccountName"])
     assert not objects(overlay, "ClusterRole", "ClusterRoleBinding")
     for pod in pods(overlay):
         assert pod.spec["automountServiceAccountToken"] is (pod.component == "router")
@@ -182,6 +193,18 @@ def test_what_scales_is_there_and_nobody_else_says_how_many() -> None:
     deployments = objects("autoscaling", "Deployment")
     assert sorted(targets) == sorted(("Deployment", each["metadata"]["name"]) for each in deployments)
     assert all("replicas" not in each["spec"] for each in deployments)
+
+
+def test_what_is_balanced_is_there_and_no_autoscaler_takes_part() -> None:
+    (router,) = pods("balanced", "router")
+    (*_, balance, prefill, decode) = router.main["args"]
+    assert balance == "--balance"
+    for role, flag in (("prefill", prefill), ("decode", decode)):
+        name = flag.removeprefix(f"--{role}-deployment=")
+        assert name in SCALING["resourceNames"]
+        (pod,) = [each for each in pods("balanced", "node") if each.owner["metadata"]["name"] == name]
+        assert pod.labels["kvrelay/role"] == role
+    assert not objects("balanced", "HorizontalPodAutoscaler", "ScaledObject")
 
 
 @every_overlay

@@ -22,7 +22,6 @@ from node.app import create_app as node_app
 from node.drain import DRAIN_DEADLINE_S
 from node.process_log import LOG_FORMAT
 from router.app import create_app as router_app
-from router.server import DRAIN_S
 from wire.config import EngineConfig, NodeConfig, RanksConfig
 from wire.router_config import RouterConfig
 
@@ -131,14 +130,16 @@ def size(quantity: str) -> int:
 
 def test_the_ranks_of_a_group_are_all_ranks_once(configs: Configs) -> None:
     for group in objects("multi-node", "LeaderWorkerSet"):
-        assert group["spec"]["leaderWorkerTemplate"]["size"] == 2, "then first_rank is a number"
+        size = group["spec"]["leaderWorkerTemplate"]["size"]
         ours = [each for each in configs("multi-node") if each.pod.owner["metadata"] == group["metadata"]]
         (leader, node), (worker, rank) = ((each.pod, each.config) for each in ours)
         assert (leader.component, worker.component) == ("node", "rank")
         local = node.engine.tensor_parallel_local
-        assert list(range(rank.first_rank, rank.first_rank + rank.engine.tensor_parallel_local)) == list(
-            range(local, node.engine.tensor_parallel)
-        )
+        assert (rank.machine, rank.first, rank.engine.tensor_parallel_local) == (1, local, local)
+        assert size * local == node.engine.tensor_parallel
+        (which,) = [each for each in worker.main["env"] if each["name"] == "MACHINE"]
+        label = "leaderworkerset.sigs.k8s.io/worker-index"
+        assert which["valueFrom"] == {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}
         port = leader.ports["ranks"]
         assert node.engine.tensor_parallel_address == f"{POD_IP}:{port}"
         assert rank.engine.tensor_parallel_address.endswith(f":{port}")
@@ -187,8 +188,12 @@ def test_who_is_to_end_has_the_time_to_drain(overlay: str, configs: Configs) -> 
             continue
         if pod.component == "router":
             before_s = pod.main["lifecycle"]["preStop"]["sleep"]["seconds"]
-            after_s = getattr(started.config, "stop_deadline_s", DRAIN_S)
-            assert after_s >= DRAIN_DEADLINE_S
+            if isinstance(started.config, RouterConfig):
+                after_s = started.config.drain_deadline_s
+                assert after_s >= started.config.request_deadline_s, "a rollout loses no stream"
+            else:
+                after_s = started.config.stop_deadline_s
+                assert after_s >= DRAIN_DEADLINE_S
         else:
             url, router, _, node_api_key, before_s, _ = started.drain
             assert (url, router, node_api_key) == (f"http://127.0.0.1:{pod.ports['http']}", "", "n")

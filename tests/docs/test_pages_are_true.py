@@ -58,15 +58,9 @@ def check(command: list[str]) -> None:
 
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_in_sentences_exist(page: Path) -> None:
-    others = {
-        "--streams",
-        "--prefill",
-        "--decode",
-        "--model",
-        "--seconds",
-        "--no-...",
-        "--check",
-    }  # of benchmarks.chaos
+    of_chaos = {"--streams", "--prefill", "--decode", "--model", "--seconds"}
+    of_chaos |= {"--faults", "--soak", "--each-once", "--kind", "--schedule"}
+    others = {*of_chaos, "--no-...", "--check"}
     named = {word.split()[0].split("=")[0] for word in words(page) if word.startswith("--")}
     assert not named - ALL_FLAGS - others
 
@@ -81,7 +75,8 @@ def test_metrics_in_sentences_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_routes_in_sentences_exist(page: Path) -> None:
     served = {route.path for route in create_app(RouterConfig()).routes if isinstance(route, APIRoute)}
-    own = {*served, "/kv/legs", "/kv/release", "/kv/renew", "/kv/probe/offer", "/kv/probe/fetch", "/drain", "/undrain"}
+    own = {*served, "/kv/legs", "/kv/release", "/kv/renew", "/kv/probe/offer", "/kv/probe/fetch"}
+    own |= {"/drain", "/undrain", "/admin/role"}
     known = {re.sub(r"\{[^}]+\}", "{}", path) for path in own} | {"/v1", "/admin", "/proc"}
     for word in words(page):
         found = re.fullmatch(r"(?:(?:GET|POST|DELETE) )?(/[a-z][\w/{}.]*)(?:\?.*)?", word)
@@ -118,11 +113,13 @@ def test_configuration_files_in_pages_are_valid(block: Block, tmp_path: Path) ->
         convert(known[key.replace("-", "_")], value, key)
 
 
-def test_figures_of_the_tuning_guide_were_measured() -> None:
+@pytest.mark.parametrize(
+    ("page", "reckoned"), [("operations/tuning.md", {"6,180", "13,530", "3,950"}), ("numbers.md", set())]
+)
+def test_figures_in_pages_were_measured(page: str, reckoned: set[str]) -> None:
     """Those with a decimal point or a thousands comma; what is reckoned from them is named here."""
-    reckoned = {"6,180", "13,530", "3,950"}
-    lengths = {"4,096", "1,024", "8,192"}
-    told = (DOCS / "operations" / "tuning.md").read_text(encoding="utf-8")
+    lengths = {"4,096", "1,024", "8,192", "2,048"}
+    told = (DOCS / page).read_text(encoding="utf-8")
     figures = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)|(?<![\w,])\d{1,3},\d{3}\b", told))
     measured = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     assert len(figures) > 40
@@ -166,6 +163,6 @@ def test_pictures_are_readable_in_light_and_dark_and_have_words_for_who_cannot_s
     assert pictures
     for picture in pictures:
         text = picture.read_text(encoding="utf-8")
-        own_ground = '<rect width="100%" height="100%" fill="white"/>' in text  # a plot of benchmarks/simulation/
+        own_ground = '<rect width="100%" height="100%" fill="white"/>' in text  # a plot of simulator/
         assert own_ground or ("prefers-color-scheme: dark" in text and 'aria-label="' in text)
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")

@@ -53,6 +53,14 @@ def test_the_router_takes_several_nodes(served: list[Any]) -> None:
     assert served == [RouterConfig(prefill=("http://a", "http://b"), decode=("http://c",))]
 
 
+def test_a_rate_card_that_is_none_is_refused_before_anything_starts(
+    served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["router", *PEERS, "--workers=2", "--rate-card=none.json"]) == 2
+    assert served == []
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
 def test_keys_come_from_the_environment_and_flags_win(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_API_KEY", "client")
     monkeypatch.setenv("KVRELAY_NODE_API_KEY", "node")

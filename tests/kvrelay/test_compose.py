@@ -176,6 +176,9 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
 def test_paths_are_made_absolute_and_names_on_the_hub_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/x is not there"):
+        write({"output": "here", "model": "llama", "lora": ("a=./x",)}, QUIET)
+    (tmp_path / "x").mkdir()
     write({"output": "here", "model": "llama", "lora": ("a=./x",)}, QUIET)
     made = yaml.safe_load((tmp_path / "here" / "compose.yaml").read_text())["services"]["decode-0"]
     assert f"--model={tmp_path}/llama" in made["command"]

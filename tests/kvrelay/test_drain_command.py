@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from aiohttp import web
 from kvrelay import cli
 
 
-async def drained(answers: dict[str, list[Any]], *flags: str, node: str = "") -> tuple[int, dict[str, list[str]]]:
-    """Run the command against a server with these answers, in turn; its exit code, and the keys it came with."""
+@asynccontextmanager
+async def served(answers: dict[str, list[Any]]) -> AsyncIterator[tuple[str, dict[str, list[str]]]]:
+    """A server with these answers, in turn, by path: where it is, and the keys that it was asked with."""
     keys: dict[str, list[str]] = {}
 
     async def answer(request: web.Request) -> web.Response:
@@ -27,12 +30,17 @@ async def drained(answers: dict[str, list[Any]], *flags: str, node: str = "") ->
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    arguments = ["drain", node or url, *(flag.replace("URL", url) for flag in flags)]
     try:
-        return await asyncio.to_thread(cli.run, arguments), keys
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", keys
     finally:
         await runner.cleanup()
+
+
+async def drained(answers: dict[str, list[Any]], *flags: str, node: str = "") -> tuple[int, dict[str, list[str]]]:
+    """Run the command against a server with these answers; its exit code, and the keys it came with."""
+    async with served(answers) as (url, keys):
+        arguments = ["drain", node or url, *(flag.replace("URL", url) for flag in flags)]
+        return await asyncio.to_thread(cli.run, arguments), keys
 
 
 def left(requests: int, blocks: int) -> tuple[int, dict[str, Any]]:

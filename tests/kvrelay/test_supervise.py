@@ -17,6 +17,7 @@ from process_state import alive
 
 from kvrelay import cli, supervise
 from kvrelay.supervisor import Backoff
+from node.process_log import LOG_FORMAT
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 from real_cluster import free_port, tiny_model, wait_until
@@ -116,7 +117,7 @@ def test_only_what_serves_is_kept_running(words: list[str], capsys: pytest.Captu
 def test_a_node_whose_gpu_has_failed_is_another_process_and_serves_again(tmp_path: Path, repository: Path) -> None:
     port, trigger = free_port(), tmp_path / "fault"
     paths = [str(repository / "tests" / "node" / "gpu_fault"), str(repository), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "GPU_FAULT": str(trigger), "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, "GPU_FAULT": str(trigger), "PYTHONPATH": os.pathsep.join(paths), LOG_FORMAT: "json"}
     flags = [*tiny_model(tmp_path), "--port", str(port), "--kv-cache-memory", str(4 << 20)]
     command = [sys.executable, "-m", "kvrelay.cli", "supervise", "serve", *flags]
     log = tmp_path / "log"
@@ -138,7 +139,8 @@ def test_a_node_whose_gpu_has_failed_is_another_process_and_serves_again(tmp_pat
         wait_until(lambda: generation() not in ("", first), 120, "another process serves")
         said = log.read_text()
         assert "the GPU has failed in this process" in said
-        assert "serve ended (exit code 1) after" in said
+        ours = [json.loads(line) for line in said.splitlines() if '"process": "supervise"' in line]
+        assert [each["message"].partition(" after")[0] for each in ours] == ["serve ended (exit code 1)"]
         (pid,) = map(int, Path(f"/proc/{kept.pid}/task/{kept.pid}/children").read_text().split())
         kept.terminate()
         assert kept.wait(60) == 0

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kvrelay import cli
 from kvrelay.top import drawn
+from router.console.picture import BalanceSeen, FailedPair, RoleChange
 from tests.router.router_doubles import cluster, decode, prefill
 
 
@@ -50,3 +51,33 @@ async def test_it_says_that_a_picture_is_old_and_that_a_process_is_silent() -> N
         console.print(drawn(msgspec.structs.replace(seen, wanted=2), "cannot be reached; what is shown is 7 s old"))
     assert "7 s old" in told.get()
     assert "1 of 2 router processes" in told.get()
+
+
+async def test_a_narrow_terminal_gets_whole_columns_and_fewer_of_them() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        await c.text()
+        seen = await c.router.lookout.picture(0.0)
+    pair = FailedPair(p.url, d.url, "no way")
+    nodes = [msgspec.structs.replace(node, total_blocks=9, up=False, reason="no answer") for node in seen.nodes]
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as told:
+        console.print(drawn(msgspec.structs.replace(seen, nodes=nodes, failed_pairs=[pair])))
+    text = told.get()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    for name in (p.url, d.url, "no answer", "KV in use", "status", "first token", "total", "no way"):
+        assert name.removeprefix("http://") in text
+    assert "breakers" not in text
+
+
+async def test_it_shows_the_balance_of_roles() -> None:
+    async with cluster() as c:
+        seen = await c.router.lookout.picture(0.0)
+    changes = [RoleChange(seen.now - 9, "prefill", "http://d", "it was short", f"done in {at} s") for at in range(5)]
+    balance = [BalanceSeen("tiny", "nobody is short of nodes", seen.now, {}, changes)]
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as told:
+        console.print(drawn(msgspec.structs.replace(seen, balance=balance)))
+    assert "balance of tiny: nobody is short of nodes" in told.get()
+    assert "9 s ago, one more prefill node: done in 2 s" in told.get()
+    assert "done in 3 s" not in told.get()
