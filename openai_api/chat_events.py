@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from wire.errors import ErrorBody, NodeFailed
+from wire.frames import MALFORMED
 
 __all__ = ["ChatChoice", "ChatEvent", "ChatEvents", "ChatUsage", "Said", "ToolCall", "whole_chat"]
 
@@ -132,5 +133,5 @@ def whole_chat(body: bytes) -> ChatEvent:
 def _decode(data: bytes) -> ChatEvent:
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
+    except MALFORMED as why:
         raise NodeFailed(f"a node sent a malformed chat completion: {why}") from why

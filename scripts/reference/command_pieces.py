@@ -16,6 +16,7 @@ _SECTIONS = {
     "Ranks settings": "ranks-on-other-hosts",
     "Cluster settings": "cluster",
     "Router settings": "router",
+    "Bench settings": "measuring",
 }
 """Groups of settings in --help, and their headings in configuration.md."""
 

@@ -18,6 +18,7 @@ REMEDIES = {
     "Forbidden": "Use a key that may do this, or change `models`, `priority` or `admin` of this one.",
     "NotFound": "`GET /v1/models` lists the models; a router knows a node's model as soon as the node is up.",
     "RequestTimeout": "Send the whole body at once; look at the network between client and router.",
+    "Conflict": "The sentence names what stands against it, and how to go on.",
     "BodyTooLarge": "Send less, or raise `--max-body-bytes` on the router and the nodes.",
     "Unavailable": "Try again after `Retry-After`.",
     "NoNode": "Start a node of that role. `GET /health` of the router says why each node is down.",
@@ -33,6 +34,7 @@ REMEDIES = {
     "Incompatible": "Start all nodes with the same model, dtype, block size and KV dtype.",
     "PeerLost": "See why the prefill node ended; if it did not, look at the network between the nodes.",
     "LeaseLost": "Raise `--lease-s` if heartbeats are lost under load.",
+    "KvCorrupted": "Take the node that the log names out, then test its memory, GPU and network card.",
     "TransferTimeout": "Run `kvrelay doctor`, which measures each pair. Then the network, or `--transfer-deadline-s`.",
 }
 """What to do, by the name of the class."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from kvrelay.plan import ClusterConfig
 from kvrelay.settings import Setting, settings_of
+from load.config import BenchConfig
 from scripts.reference.command_line import Parameter, commands
 from scripts.reference.markdown import code, table
 from wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
@@ -23,6 +24,7 @@ CONFIGS = {
     "cluster-settings": ClusterConfig,
     "router-settings": RouterConfig,
     "key-settings": KeyConfig,
+    "bench-settings": BenchConfig,
 }
 _NESTED = (*settings_of(EngineConfig), *settings_of(TransferConfig))
 _IN_FILES_ONLY = (KeyConfig,)
@@ -70,7 +72,7 @@ def _row(setting: Setting, users: Taken) -> list[str]:
 
 
 def _default(setting: Setting) -> str:
-    if setting.name == "model":
+    if setting.name == "model" and setting.default is dataclasses.MISSING:
         return "the embedded model"
     if setting.default is dataclasses.MISSING:
         return "must be given"

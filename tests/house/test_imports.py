@@ -18,9 +18,12 @@ MAY_IMPORT = {
     "openai_api": {"wire"},
     "prefill_node": _NODES,
     "decode_node": _NODES,
-    "node": {*_NODES, "kernels", "prefill_node", "decode_node"},
-    "router": {"openai_api", "wire"},
-    "kvrelay": {*_NODES, "kernels", "prefill_node", "decode_node", "node", "router"},
+    "node": {*_NODES, "prefill_node", "decode_node"},
+    "load": {"wire"},
+    "planning": {"load", "wire"},
+    "router": {"openai_api", "planning", "wire"},
+    "simulator": {"load", "planning", "router", "wire"},
+    "kvrelay": {*_NODES, "kernels", "prefill_node", "decode_node", "node", "load", "planning", "router", "simulator"},
 }
 OURS = {*MAY_IMPORT, "benchmarks", "deploy", "tests"}
 HEAVY = {
@@ -29,7 +32,10 @@ HEAVY = {
 }  # fmt: skip
 NEVER = {
     "wire": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
+    "load": HEAVY,
+    "planning": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
     "router": HEAVY,
+    "simulator": HEAVY | {"socket", "asyncio", "aiohttp", "zmq", "time"},
     "kvrelay": HEAVY,
     "kernels": {"transformers", "nixl", "aiohttp", "zmq", "fastapi"},
     "openai_api": {"torch", "triton", "nixl", "llguidance"},
