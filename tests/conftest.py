@@ -46,9 +46,10 @@ ALONE = ("alone", "gpu") if HAS_GPU else ("alone",)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How scripts/test.sh says which phase this is."""
-    phases = ("shared", "alone")
     parser.addoption(
-        "--phase", choices=phases, help=f"only tests that can share a machine, or only the others: {ALONE}"
+        "--phase",
+        choices=("shared", "alone", "again"),
+        help=f"only tests that can share a machine, or only the others: {ALONE}; or of both what has just failed",
     )
 
 
@@ -80,7 +81,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is of another phase; skip what this machine cannot run, saying what it lacks."""
     phase = config.getoption("--phase")
-    if phase is not None:
+    if phase in ("shared", "alone"):
         others = [item for item in items if any(map(item.get_closest_marker, ALONE)) == (phase == "shared")]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
