@@ -263,6 +263,16 @@ _FAULTS = Row(
             "cps",
         ),
         Panel(
+            "Fetched blocks that were checked",
+            (
+                Query(rate("kvrelay_fetch_checked_blocks_total"), "compared with their source"),
+                Query(rate("kvrelay_fetch_wrong_blocks_total"), "of these wrong"),
+                Query(rate("kvrelay_fetch_unchecked_blocks_total"), "drawn, but the source tells no checksums"),
+            ),
+            "cps",
+            "As many as --kv-checksums draws. One wrong block is one too many.",
+        ),
+        Panel(
             "Waits for KV room",
             (Query(rate("kvrelay_router_room_waits_total", "outcome"), "{{outcome}}"),),
             "cps",
