@@ -17,27 +17,27 @@ from functools import partial
 import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.json_body import json_response
-from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, add_routes, error_shape, given_key, shown
+from openai_api.routes import add_routes, shown
 from openai_api.tracing import tracing_to
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
 from router.admission.gate import Gate
-from router.admission.keys import Caller, Keyring
+from router.admission.keys import Keyring
 from router.balance.balancer import balancing
 from router.balance.work import Counted
 from router.chores import Chores
-from router.client import arrived, headers_of
+from router.client import headers_of
 from router.console.lookout import Lookout
 from router.console.routes import add_console_routes
 from router.endings import Endings, Traced
 from router.entry import check_depth, sane_id, targets_of
+from router.guard import KeyGate, add_error_answers, answer_any, caller_of, read_body
 from router.hot_routes import HotRoutes
 from router.legs.leg_watch import LegWatches
 from router.legs.legs import Legs
@@ -55,7 +55,7 @@ from router.nodes.warm_up import warming
 from router.policies.policy import Ask
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
-from router.relay import CLIENT_GONE, Relay, error_response, id_headers
+from router.relay import CLIENT_GONE, Relay
 from router.reply import Reply
 from router.shared import Alone, Make
 from router.state import health_of
@@ -80,7 +80,7 @@ from router.walk.locality import Locality
 from router.walk.means import Means
 from router.walk.retries import RetryBudget
 from wire.config import Role
-from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
+from wire.errors import KvrelayError
 from wire.router_config import RouterConfig
 
 __all__ = ["Router", "create_app"]
@@ -88,9 +88,7 @@ __all__ = ["Router", "create_app"]
 _SHUTDOWN_DEADLINE_S = 5.0
 _MAX_ADMIN_BYTES = 1 << 16
 _ADMIN_READ_S = 10.0
-_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
 _BODY_DEADLINE_S = 60.0
-_CALLER = "kvrelay.caller"  # key of the ASGI scope
 _ids = random.Random(secrets.randbits(256))  # of requests: unlike others, but no secrets
 
 _log = logging.getLogger("kvrelay.router")
@@ -183,7 +181,7 @@ class Router:
         self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
     ) -> Response:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
-        path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), _caller(request)
+        path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), caller_of(request)
         header = headers_of(request.scope).get
         request.state.job_id = self._new_id(request)
         traced: Traced | None = None
@@ -252,7 +250,7 @@ class Router:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
         assert self._legs is not None
         body = translate(await self._body(request))
-        async with self.gate.question(_caller(request)):
+        async with self.gate.question(caller_of(request)):
             return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
 
     def legs(self) -> Legs:
@@ -261,7 +259,7 @@ class Router:
         return self._legs
 
     def check_key(self, request: Request) -> None:
-        """Was done before any route was chosen: _KeyGate."""
+        """Was done before any route was chosen: KeyGate."""
 
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
@@ -288,7 +286,7 @@ class Router:
     async def tell_adapters(self, request: Request) -> Response:
         """Load or unload an adapter on all nodes. Raises KvrelayError."""
         assert self._legs is not None
-        _caller(request).check_admin()
+        caller_of(request).check_admin()
         body = await self._body(request)
         said = await tell_all(
             self.pool, self.shared, self._legs, request.url.path, body, self.config.request_deadline_s
@@ -301,35 +299,11 @@ class Router:
         return wanted if sane_id(wanted) and wanted not in self._live else f"{_ids.getrandbits(128):032x}"
 
     async def _body(self, request: Request) -> bytes:
-        body = await _read_body(
+        body = await read_body(
             request, self.config.max_body_bytes, min(_BODY_DEADLINE_S, self.config.request_deadline_s)
         )
         check_depth(body)
         return body
-
-
-class _KeyGate:
-    """Lets only requests with a known API key through to the guarded paths."""
-
-    def __init__(self, app: ASGIApp, keyring: Keyring, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._keyring = keyring
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(GUARDED):
-            try:
-                scope[_CALLER] = self._keyring.caller(given_key(headers_of(scope).get))
-            except Unauthorized as error:
-                self._metrics.refused(scope["path"] if scope["path"] in _PATHS else "other", error.status)
-                await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def _caller(request: Request) -> Caller:
-    caller: Caller = request.scope[_CALLER]
-    return caller
 
 
 class _App(FastAPI):
@@ -353,20 +327,18 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
 
     app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.router = router
-    app.add_exception_handler(KvrelayError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(Exception, _answer_crash)
-    app.add_middleware(_KeyGate, keyring=router.keyring, metrics=router.metrics)
+    add_error_answers(app)
+    app.add_middleware(KeyGate, keyring=router.keyring, metrics=router.metrics)
 
     async def complete(request: Request) -> Response:
         return await router.complete(request, as_it_is)
 
-    hot = HotRoutes(dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete), _answer_any)
-    app.hot, app.has_hot = _KeyGate(hot, router.keyring, router.metrics), hot.has
+    hot = HotRoutes(dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete), answer_any)
+    app.hot, app.has_hot = KeyGate(hot, router.keyring, router.metrics), hot.has
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)
     add_routes(app, router, router.shared.responses)
-    read = partial(_read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
+    read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.shared, router.legs, config.admin_key, read)
     add_console_routes(app, config.admin_key, router.lookout.picture)
 
@@ -377,12 +349,12 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
-        cards = [card for card in router.models.cards() if _caller(request).may(str(card["id"]))]
+        cards = [card for card in router.models.cards() if caller_of(request).may(str(card["id"]))]
         return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
-        _caller(request).check_model(name)
+        caller_of(request).check_model(name)
         router.models.named(name)
         return json_response(next(card for card in router.models.cards() if card["id"] == name))
 
@@ -396,57 +368,3 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
         return Response(await router.shared.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-async def _read_body(request: Request, limit_bytes: int, deadline_s: float) -> bytes:
-    """The request body. Raises BodyTooLarge as soon as it is known to be, before it is held in memory."""
-
-    def too_large() -> BodyTooLarge:
-        return BodyTooLarge(f"the request body is longer than {limit_bytes} bytes; send less")
-
-    announced = headers_of(request.scope).get("content-length", "0")
-    if announced.isascii() and announced.isdigit() and int(announced) > limit_bytes:
-        raise too_large()
-    whole = arrived(request.scope)  # mostly it has, with the headers: no need to wait then
-    if whole is not None:
-        if len(whole) > limit_bytes:
-            raise too_large()
-        return whole
-    body = bytearray()
-    try:
-        async with asyncio.timeout(deadline_s):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit_bytes:
-                    raise too_large()
-    except TimeoutError as why:
-        raise RequestTimeout(f"the request body did not arrive within {deadline_s:g} s; send it faster") from why
-    return bytes(body)
-
-
-async def _answer_error(request: Request, why: Exception) -> Response:
-    assert isinstance(why, KvrelayError)
-    headers = id_headers(request.state.job_id) if hasattr(request.state, "job_id") else None
-    return error_response(why, headers, error_shape(request.url.path))
-
-
-async def _answer_http_error(request: Request, why: Exception) -> Response:
-    assert isinstance(why, HTTPException)
-    shape = error_shape(request.url.path)
-    if why.status_code == 404:
-        return error_response(NotFound(f"there is no route {request.url.path}"), shape=shape)
-    error = RequestError(f"{request.method} {request.url.path}: {why.detail}")
-    error.status = why.status_code
-    return error_response(error, why.headers, shape)
-
-
-async def _answer_any(request: Request, why: Exception) -> Response:
-    if isinstance(why, KvrelayError):
-        return await _answer_error(request, why)
-    _log.error("%s broke", request.url.path, exc_info=why)
-    return await _answer_crash(request, why)
-
-
-async def _answer_crash(request: Request, why: Exception) -> Response:
-    error = KvrelayError(f"the router broke on {request.url.path}; its log says how")
-    return error_response(error, shape=error_shape(request.url.path))
