@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["Linear", "computed_rows", "fewest_invariant_rows", "rows_are_invariant"]
+__all__ = ["Linear", "computed_rows", "fewest_invariant_rows", "packs", "rows_are_invariant"]
 
 # The row count that oneDNN plans the packing for. One layout serves all sizes: packing for 256 rows costs nothing at
 # 1 to 32 rows, packing for 1 row costs a third at 8 rows and more.
@@ -29,6 +29,17 @@ def computed_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes weights of this type on this CPU: 16 bits need instructions that not every one has."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    has = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }.get(dtype)
+    return has is None or bool(has())
+
+
 class Linear:
     """A weight [out_features, in_features] and an optional bias [out_features], ready to be applied."""
 
@@ -36,7 +47,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.device = weight.device
         self.bias = bias
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self._packed = weight.device.type == "cpu" and packs(weight.dtype)
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS) if self._packed else weight
         )
