@@ -25,11 +25,11 @@ from router.nodes.credit import likely_kv_tokens
 from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
 from router.nodes.pairing import Kinds
 from router.nodes.rates import NodeRates
+from router.nodes.roster import Roster
 from router.policies.by_name import POLICIES
 from router.policies.policy import Ask
 from router.prefix.index import Prefix, PrefixIndex
 from wire.config import Role
-from wire.errors import NoNode
 from wire.outputs import Load
 
 __all__ = ["DRAINS", "LOST_AFTER_MISSES", "Pool"]
@@ -42,7 +42,7 @@ DRAINS = "it is draining"
 _log = logging.getLogger("kvrelay.router")
 
 
-class Pool:
+class Pool(Roster):
     """All nodes of the cluster. Times are any one monotonic clock, given by the caller."""
 
     def __init__(
@@ -58,23 +58,18 @@ class Pool:
 
         Raises RequestError for an address that is none.
         """
-        self.nodes: list[Node] = []
-        """A new list with every change, so that who goes through one may wait meanwhile."""
+        super().__init__()
         self.leaving: list[Node] = []
         """Nodes that nobody wants any more, with legs that have not ended."""
         self.members = Members()
         self.prefixes = PrefixIndex()
-        self._by_url: dict[str, Node] = {}
         self._followers: list[tuple[Callable[[Node], None], Callable[[Node], None]]] = []
         self._rng = rng
         self.policies = {role: policies.get(role, "cost") for role in (Role.PREFILL, Role.DECODE)}
         self.choices: Counter[tuple[Role, bool]] = Counter()
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
-        self._ups: dict[tuple[Role, str, NodeKind | None], list[Node]] = {}
-        self._bases: dict[str, str] = {}
         self.kinds = Kinds()
-        self._foreign = False  # a node of another kind than ours was seen
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
         self._cards = cards
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
@@ -110,10 +105,6 @@ class Pool:
         self._change(self.members.remove(sources, url), now)
         if gone:
             self._process_ended(url, now)
-
-    def find(self, url: str) -> Node | None:
-        """The wanted node at this address."""
-        return self._by_url.get(url.rstrip("/"))
 
     def _change(self, change: Change, now: float) -> None:
         self._changed()
@@ -178,31 +169,6 @@ class Pool:
             for _, left in self._followers:
                 left(node)
 
-    def up(
-        self, role: Role, exclude: Collection[Node] = (), model: str = "", kind: NodeKind | None = None
-    ) -> list[Node]:
-        """The nodes of a role that take legs now, for this model or adapter; empty stands for whatever is served.
-
-        Of any kind if none is named. The list is not the caller's to change.
-        """
-        key = (role, model, kind)
-        up = self._ups.get(key)
-        if up is None:
-            base = self.base_of(model)
-            up = [
-                node for node in self.nodes if node.role == role and node.up and (not model or node.serves(base, model))
-            ]
-            if self._foreign and kind:
-                up = [node for node in up if node.kind is kind]
-            if up:
-                self._ups[key] = up
-        return [node for node in up if node not in exclude] if exclude else up
-
-    def node_kinds(self, model: str = "") -> list[NodeKind]:
-        """Those of which nodes of both roles are up for this model or adapter."""
-        there = [{node.kind for node in self.up(role, model=model)} for role in (Role.PREFILL, Role.DECODE)]
-        return [kind for kind in NodeKind if all(kind in of_role for of_role in there)]
-
     def kind_for(self, ask: Ask) -> NodeKind:
         """Of which kind the nodes are to be that a request goes to: that of the one which the policy would choose."""
         kinds = self.node_kinds(ask.model) if self._foreign else ()
@@ -210,50 +176,6 @@ class Pool:
             return kinds[0] if kinds else NodeKind.KVRELAY
         nodes = [node for node in self.up(ask.role, model=ask.model) if node.kind in kinds]
         return POLICIES[self.policies[ask.role]](ask, nodes, self._rng).kind
-
-    def base_of(self, name: str) -> str:
-        """The model that a name stands for: itself, or that of an adapter; empty if no node has reported either.
-
-        An adapter's name that nodes of several models have means one of them only, so that both legs agree.
-        """
-        base = self._bases.get(name)
-        if base is None:
-            if not name or any(node.model == name for node in self.nodes):
-                base = name
-            else:
-                base = min((node.model for node in self._holders() if name in node.adapters), default="")
-            if base:  # else clients could name as many as they like
-                self._bases[name] = base
-        return base
-
-    def _changed(self) -> None:
-        """Which nodes take which legs may be otherwise now."""
-        self._ups.clear()
-        self._bases.clear()
-
-    def require_ready(self, model: str = "") -> None:
-        """Raise NoNode unless a request for this model or adapter could walk through both of its legs now."""
-        for role in (Role.PREFILL, Role.DECODE):
-            if not self.up(role, model=model):
-                raise self.no_node(role, model)
-        if self._foreign and not self.node_kinds(model):
-            raise self.no_node(Role.DECODE, model)
-
-    def models(self) -> dict[str, int]:
-        """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take."""
-        known: dict[str, int] = {}
-        for node in self.nodes:
-            if node.model:
-                known[node.model] = min(node.max_model_len, known.get(node.model, node.max_model_len))
-        return known
-
-    def adapters(self) -> dict[str, str]:
-        """Names of adapters that a node has, and the model that each is for."""
-        return {name: self.base_of(name) for node in self._holders() for name in node.adapters}
-
-    def _holders(self) -> list[Node]:
-        """Whose word on adapters counts: that of nodes that are down only if none is up."""
-        return [node for node in self.nodes if node.up] or self.nodes
 
     @contextmanager
     def lease(
@@ -461,15 +383,3 @@ class Pool:
             cut, lease.cut = lease.cut, None  # once: a leg that is ending already cannot be cut again
             if cut is not None:
                 cut()
-
-    def no_node(self, role: Role, model: str = "") -> NoNode:
-        """Why no leg of this role can be sent."""
-        if self.up(role, model=model):
-            found = (f"{node.role} node {node.url}: {node.kind}" for node in self.nodes if node.up)
-            return NoNode(f"no {role} node that is up is of a prefill node's kind ({', '.join(found)})")
-        if model and self.up(role):
-            return NoNode(
-                f"no {role} node that is up has {model!r}; load it there too, or look at the router's /health"
-            )
-        listed = sum(node.role == role for node in self.nodes)
-        return NoNode(f"no {role} node is up ({listed} listed); try again, or look at the router's /health")
