@@ -39,6 +39,7 @@ NOT_FOR_COMPOSE = (
     *("log_dir", "demo", "demo_exit", "start_deadline_s", "stop_deadline_s"),
 )
 _PORT = 8000  # inside: each container has an address of its own
+_OUR_IMAGE = re.compile(r"kvrelay/(node-cpu|node-cuda|router):\d+\.\d+\.\d+")
 _NAME = r"[a-z0-9][a-z0-9_-]*"
 _CACHE = "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 # The role is the command, and the rest comes with the environment.
@@ -139,7 +140,9 @@ def host_paths(config: ComposeConfig) -> list[str]:
 
 
 def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mapping[str, str]) -> dict[str, str]:
-    """The .env file: images, secrets, and what is this host's own. `draw` makes a secret where `given` has none."""
+    """The .env file: images, secrets, and what is this host's own. `draw` makes a secret where `given` has none.
+
+    What `given` has besides stays."""
     node = "node-cuda" if config.gpu_ids else "node-cpu"
     values = {
         "COMPOSE_PROFILES": "monitoring",
@@ -156,7 +159,9 @@ def environment_of(config: ComposeConfig, draw: Callable[[], str], given: Mappin
         "OTEL_EXPORTER_OTLP_ENDPOINT": "",
     }
     drawn = (ADMIN_KEY, NODE_API_KEY, CLUSTER_SECRET, "GRAFANA_PASSWORD")
-    return {name: given.get(name) or (draw() if name in drawn else value) for name, value in values.items()}
+    # An image that was named by us is that of another size or release; one that somebody else has named is theirs.
+    kept = {name: value for name, value in given.items() if not _OUR_IMAGE.fullmatch(value)}
+    return {name: kept.get(name) or (draw() if name in drawn else value) for name, value in values.items()} | kept
 
 
 def _shared(config: ComposeConfig) -> dict[str, str]:

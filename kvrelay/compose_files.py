@@ -71,7 +71,7 @@ def write(values: Mapping[str, object], console: Console) -> int:
         given = _read(environment) if environment.exists() else {}
         cores = len(os.sched_getaffinity(0))
         text = yaml.dump(compose_of(config, cores), Dumper=_Plain, sort_keys=False, width=120)
-        written = environment_of(config, lambda: secrets.token_urlsafe(32), given) | given
+        written = environment_of(config, lambda: secrets.token_urlsafe(32), given)
         lines = "".join(f"{name}={value}\n" for name, value in written.items())
         # Nobody else may read it, and never half of it.
         half = folder / ".env.new"

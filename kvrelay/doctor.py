@@ -35,6 +35,7 @@ _SIZES = (1, 8, 64)
 _REPEATS, _SIZE_S = 3, 0.5
 # So long a node may be busy: a probe that somebody abandoned ends with its lease (5 s by default).
 _BUSY_S, _BUSY_WAIT_S = 10.0, 0.1
+_OURS = "kvrelay"  # what a router calls the nodes that take probes
 _RECOMPUTED = re.compile(r"^kvrelay_recomputed_prompts_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 _offer_decoder: msgspec.json.Decoder[ProbeOffered | ProbeRefused] = msgspec.json.Decoder(ProbeOffered | ProbeRefused)
 _fetch_decoder: msgspec.json.Decoder[ProbeFetched | ProbeRefused] = msgspec.json.Decoder(ProbeFetched | ProbeRefused)
@@ -51,11 +52,13 @@ class _Listed:
 
     role: Role
     url: str
+    kind: str = _OURS
 
 
 class _NodeLine(msgspec.Struct):
     url: str
     role: Role
+    kind: str = _OURS
 
 
 class _RouterHealth(msgspec.Struct):
@@ -64,6 +67,7 @@ class _RouterHealth(msgspec.Struct):
 
 class _NodeHealth(msgspec.Struct):
     role: Role
+    model: str = ""
 
 
 def run(router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key: str, *, as_json: bool) -> int:
@@ -76,7 +80,7 @@ def run(router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key
         nodes = [_Listed(Role.PREFILL, url) for url in prefill] + [_Listed(Role.DECODE, url) for url in decode]
     else:
         nodes = asyncio.run(_nodes_of_router(_base(router or "http://127.0.0.1:8000")))
-    nodes = [_Listed(node.role, _base(node.url)) for node in nodes]
+    nodes = [_Listed(node.role, _base(node.url), node.kind) for node in nodes]
     report = asyncio.run(_examine(nodes, node_api_key))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
@@ -96,7 +100,7 @@ async def _nodes_of_router(url: str) -> list[_Listed]:
     async with aiohttp.ClientSession(timeout=_HEALTH_DEADLINE) as session:
         status, body = await _call(session, "GET", f"{url}/health")
     try:
-        return [_Listed(node.role, node.url) for node in msgspec.json.decode(body, type=_RouterHealth).nodes]
+        return [_Listed(node.role, node.url, node.kind) for node in msgspec.json.decode(body, type=_RouterHealth).nodes]
     except msgspec.DecodeError as why:
         raise DoctorFailed(
             f"{url}/health answered with {status}, and not like a kvrelay router; name one with --router, or the nodes "
@@ -105,12 +109,17 @@ async def _nodes_of_router(url: str) -> list[_Listed]:
 
 
 async def _examine(listed: Sequence[_Listed], node_api_key: str) -> Report:
-    """Probe each pair of the nodes, one after the other."""
+    """Probe each pair of our nodes that have one model, one after the other."""
     headers = {"authorization": f"Bearer {node_api_key}"} if node_api_key else {}
     async with aiohttp.ClientSession(timeout=_DEADLINE, headers=headers) as session:
         names: dict[Role, int] = {}
         nodes: list[NodeSeen] = []
+        others = [
+            f"{node.url} is not examined: it is no kvrelay node ({node.kind})" for node in listed if node.kind != _OURS
+        ]
         for node in listed:
+            if node.kind != _OURS:
+                continue
             number = names[node.role] = names.get(node.role, -1) + 1
             nodes.append(await _look_at(session, f"{node.role}-{number}", node))
         up = [node for node in nodes if node.down is None]
@@ -119,25 +128,26 @@ async def _examine(listed: Sequence[_Listed], node_api_key: str) -> Report:
             for prefill in up
             if prefill.role == Role.PREFILL
             for decode in up
-            if decode.role == Role.DECODE
+            if decode.role == Role.DECODE and decode.model == prefill.model
         ]
-    return judge(nodes, pairs)
+    return judge(nodes, pairs, others)
 
 
 async def _look_at(session: aiohttp.ClientSession, name: str, node: _Listed) -> NodeSeen:
-    down, recomputed = None, 0
+    down, recomputed, model = None, 0, ""
     try:
         status, body = await _call(session, "GET", f"{node.url}/health", timeout=_HEALTH_DEADLINE)
         if status != 200:
             down = _message(status, body)
-        elif (role := msgspec.json.decode(body, type=_NodeHealth).role) != node.role:
-            down = f"it is listed as a {node.role} node and says that it is {role}"
+        elif (said := msgspec.json.decode(body, type=_NodeHealth)).role != node.role:
+            down = f"it is listed as a {node.role} node and says that it is {said.role}"
         else:
+            model = said.model
             _, text = await _call(session, "GET", f"{node.url}/metrics", timeout=_HEALTH_DEADLINE)
             recomputed = sum(int(float(value)) for value in _RECOMPUTED.findall(text.decode()))
     except (DoctorFailed, msgspec.DecodeError) as why:
         down = str(why)
-    return NodeSeen(name, str(node.role), node.url, down, recomputed)
+    return NodeSeen(name, str(node.role), node.url, down, recomputed, model)
 
 
 async def _examine_pair(session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen) -> PairSeen:

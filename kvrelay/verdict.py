@@ -26,6 +26,8 @@ class NodeSeen(msgspec.Struct, frozen=True):
     """Why it cannot be examined."""
     recomputed_prompts: int = 0
     """Prompts that it computed because their KV could not be fetched, since its start."""
+    model: str = ""
+    """As it says while it is up."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -81,16 +83,20 @@ class Report(msgspec.Struct, frozen=True):
     warnings: list[str]
 
 
-def judge(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen]) -> Report:
-    """The report on these measurements."""
+def judge(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen], others: Sequence[str] = ()) -> Report:
+    """The report on these measurements; `others` says which nodes nobody could measure."""
     failures = [*_failures(nodes, pairs)]
-    warnings = [*_slow_ways(pairs), *_recomputing(nodes)]
+    warnings = [*others, *_slow_ways(pairs), *_recomputing(nodes)]
     return Report(not failures, list(nodes), list(pairs), failures, warnings)
 
 
 def _failures(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen]) -> Iterator[str]:
-    if not pairs:
-        yield "there is no pair of a prefill and a decode node that are both up"
+    paired = {pair.prefill for pair in pairs}
+    models = {node.model for node in nodes if node.down is None}
+    for model in sorted(models) or [""]:
+        if not any(node.model == model and node.name in paired for node in nodes):
+            of = f" with the model {model!r}" if len(models) > 1 else ""
+            yield f"there is no pair of a prefill and a decode node{of} that are both up"
     for node in nodes:
         if node.down is not None:
             yield f"{node.name} ({node.url}): {node.down}"

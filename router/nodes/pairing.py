@@ -11,13 +11,14 @@ import functools
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from wire.errors import KV_CAUSES
 from wire.transfer import KvFacts
 
 __all__ = ["AVOID_S", "PAIR_FAULTS", "FailedPairs", "Kinds", "unlike"]
 
 _SAME_HOST_PLANE = "direct"
 AVOID_S, AVOID_CAP_S = 5.0, 120.0
-PAIR_FAULTS = frozenset({"PeerLost", "Incompatible", "TransferTimeout", "TransferError"})
+PAIR_FAULTS = frozenset(KV_CAUSES) - {"LeaseLost"}
 """Causes of a fetch that did not come which the pair is to blame for; a lease that ran out is not."""
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvrelay.compose import ComposeConfig, compose_of, environment_of
+from kvrelay.compose import IMAGE_TAG, ComposeConfig, compose_of, environment_of
 from kvrelay.compose_files import write
 from kvrelay.plan import ClusterConfig
 from wire.config import EngineConfig, TransferConfig
@@ -171,6 +171,25 @@ def test_written_files_keep_secrets_and_what_others_wrote(tmp_path: Path) -> Non
     (tmp_path / "compose.yaml").write_text("services: {}\n")
     with pytest.raises(ConfigError, match="was not written by `kvrelay compose`"):
         write(values, QUIET)
+
+
+def test_images_are_those_of_the_size_and_release_that_is_asked_for_but_for_others_own(tmp_path: Path) -> None:
+    env, values = tmp_path / ".env", {"output": str(tmp_path)}
+
+    def image_of_nodes(**more: object) -> str:
+        assert write(values | more, QUIET) == 0
+        (image,) = re.findall("^KVRELAY_NODE_IMAGE=(.*)$", env.read_text(), re.M)
+        return str(image)
+
+    assert image_of_nodes() == f"kvrelay/node-cpu:{IMAGE_TAG}"
+    assert image_of_nodes(gpus=("0,1",)) == f"kvrelay/node-cuda:{IMAGE_TAG}"
+    env.write_text(env.read_text().replace(f"node-cuda:{IMAGE_TAG}", "node-cuda:0.0.9"))
+    assert image_of_nodes(gpus=("0,1",)) == f"kvrelay/node-cuda:{IMAGE_TAG}"
+    env.write_text(env.read_text().replace(f"kvrelay/node-cuda:{IMAGE_TAG}", "mirror.example/kvrelay/node-cuda:mine"))
+    assert image_of_nodes() == "mirror.example/kvrelay/node-cuda:mine"
+    env.write_text(re.sub("^COMPOSE_PROFILES=.*$", "COMPOSE_PROFILES=", env.read_text(), flags=re.M))
+    image_of_nodes()
+    assert "COMPOSE_PROFILES=\n" in env.read_text()
 
 
 def test_paths_are_made_absolute_and_names_on_the_hub_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ def pair(
     *,
     same_host: bool = True,
     missed: dict[str, str] | None = None,
+    prefill: str = "prefill-0",
     decode: str = "decode-0",
     verified: bool = True,
     num_bytes: int = 64 << 20,
@@ -24,7 +25,7 @@ def pair(
         Sample(1, num_bytes // 64, 1e-3, 1e-3, gb_s / 100, verified=True),
         Sample(64, num_bytes, 0.1, 0.1, gb_s, verified),
     ]
-    return PairSeen("prefill-0", decode, None, plane, same_host, missed or {}, samples)
+    return PairSeen(prefill, decode, None, plane, same_host, missed or {}, samples)
 
 
 def test_a_cluster_without_fault_has_none() -> None:
@@ -85,6 +86,20 @@ def test_refusals_wrong_bytes_and_nodes_that_are_down_are_failures() -> None:
 
 def test_no_pair_at_all_is_a_failure() -> None:
     assert judge(NODES, []).failures == ["there is no pair of a prefill and a decode node that are both up"]
+
+
+def test_each_model_has_pairs_of_its_own() -> None:
+    def node(name: str, model: str) -> NodeSeen:
+        return NodeSeen(name, name.partition("-")[0], f"http://{name}", model=model)
+
+    nodes = [node("prefill-0", "a"), node("decode-0", "a"), node("prefill-1", "b"), node("decode-1", "b")]
+    both = [pair(), pair(prefill="prefill-1", decode="decode-1")]
+    assert judge(nodes, both).healthy
+    assert judge(nodes, both[:1]).failures == [
+        "there is no pair of a prefill and a decode node with the model 'b' that are both up"
+    ]
+    other = judge(nodes, both, ["http://v is not examined: it is no kvrelay node (vllm)"])
+    assert (other.healthy, other.warnings) == (True, ["http://v is not examined: it is no kvrelay node (vllm)"])
 
 
 def test_prompts_computed_on_decode_nodes_are_a_warning() -> None:

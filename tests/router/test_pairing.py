@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.nodes.pairing import AVOID_S, FailedPairs, Kinds, unlike
+from wire.errors import KV_CAUSES
 from wire.transfer import Fingerprint, KvFacts
 
 FINGERPRINT = Fingerprint(1, "m", "bfloat16", 64, 8, 128, 32, 0, 1)
@@ -79,10 +80,11 @@ def test_a_pair_is_avoided_for_a_time_that_doubles_until_kv_comes() -> None:
     assert not pairs.avoided("p", "d", 10.1)
 
 
-def test_a_lease_that_ran_out_is_not_the_pairs_fault() -> None:
+@pytest.mark.parametrize("cause", KV_CAUSES)
+def test_whatever_went_wrong_between_them_is_the_pairs_fault_but_not_a_lease_that_ran_out(cause: str) -> None:
     pairs = FailedPairs()
-    pairs.failed("p", "d", "LeaseLost", 0.0)
-    assert not pairs
+    pairs.failed("p", "d", cause, 0.0)
+    assert pairs.avoided("p", "d", 1.0) == (cause != "LeaseLost")
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=40))
