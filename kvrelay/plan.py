@@ -79,8 +79,8 @@ class ClusterConfig:
     """A request may take this long."""
     start_deadline_s: float = 600.0
     """Each process must be ready within this time."""
-    stop_deadline_s: float = 20.0
-    """Processes that have not ended this long after SIGTERM are killed."""
+    stop_deadline_s: float = 45.0
+    """Processes that have not ended this long after SIGTERM are killed. Nodes and the router drain for 30 s of it."""
     log_dir: str = ""
     """Folder for the logs, one file per process; empty makes one in the system's temporary folder."""
     demo: bool = False

@@ -160,7 +160,7 @@ class Supervisor:
         healthy: Callable[[str], Awaitable[bool]],
         say: Callable[[str], None],
         start_deadline_s: float = 600.0,
-        stop_deadline_s: float = 20.0,
+        stop_deadline_s: float = 45.0,
     ) -> None:
         self._healthy = healthy
         self._say = say
