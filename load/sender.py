@@ -202,6 +202,7 @@ async def _serve() -> None:
         if gone.done():
             return
         stdout.write(pack(sender.progress))
+    stdout.transport.set_write_buffer_limits(0)  # or drain() returns with 64 KiB left, which end with the process
     stdout.write(pack(await running))
     await stdout.drain()
     stdout.close()
