@@ -19,7 +19,7 @@ _SIZE_BYTES = 4
 
 
 class Failure(StrEnum):
-    """Why a request has no good answer. The last one is nobody's fault: the run was over."""
+    """Why a request has no good answer. CUT is nobody's fault: the run was over."""
 
     CONNECT = "no connection"
     STATUS = "HTTP status"
@@ -29,6 +29,7 @@ class Failure(StrEnum):
     SHORT = "fewer tokens than asked"
     MALFORMED = "malformed"
     DEADLINE = "deadline"
+    UNSENT = "a turn before it failed"
     CUT = "cut at the end"
 
 

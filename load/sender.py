@@ -145,14 +145,30 @@ class Sender:
                 await asyncio.sleep(turn.think_s)
             request = self._body(turn, said) if number else first
             record = Record(session.number, number, due, 0.0, asked_tokens=turn.output)
-            answer = Answer(keep=number + 1 < len(session.turns))
+            more = number + 1 < len(session.turns)
+            answer = Answer(keep=more)
             await self._ask(request, record, answer)
             if record.failure:
+                self._unsent(session, number + 1)
                 return
-            said += [
-                {"role": "user", "content": self._prompts.text(turn)},
-                {"role": "assistant", "content": answer.text},
-            ]
+            if more:
+                said += [
+                    {"role": "user", "content": self._prompts.text(turn)},
+                    {"role": "assistant", "content": answer.text},
+                ]
+
+    def _unsent(self, session: Session, begin: int) -> None:
+        """Turns that a failure has left without what they would have been asked after: they have failed with it, when they
+        would have been due."""
+        due = time.monotonic() - self._begin
+        for number in range(begin, len(session.turns)):
+            due += session.turns[number].think_s
+            if due > self._load.sending_s:
+                return
+            record = Record(session.number, number, due, due, asked_tokens=session.turns[number].output)
+            record.failure, record.why = str(Failure.UNSENT), f"turn {number + 1} of {len(session.turns)} was not sent"
+            self._sent += 1
+            self._over(record)
 
     async def _ask(self, request: bytes, record: Record, answer: Answer) -> None:
         self._sent += 1
@@ -169,6 +185,9 @@ class Sender:
             else:
                 answer.fail(Failure.DEADLINE, f"not answered within {self._asking.deadline_s:g} s")
         answer.into(record, self._begin)
+        self._over(record)
+
+    def _over(self, record: Record) -> None:
         self._records.append(record)
         self._done += 1
         self._failed += bool(record.failure) and record.failure != Failure.CUT

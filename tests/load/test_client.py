@@ -177,6 +177,18 @@ async def test_turns_hold_what_was_really_answered() -> None:
     assert double.told[0].path == "/v1/chat/completions"
 
 
+async def test_turns_that_a_failure_has_left_unsent_have_failed_too() -> None:
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        await (paced(0, 0)(double, told, writer) if len(double.told) == 1 else said("no end", told, writer))
+
+    async with serving(say) as double:
+        outcome = await put(asking(double, chat=True), closed(1, turns=4, think_s=0.01))
+    assert len(double.told) == 2
+    found = sorted((record.turn, record.failure) for record in outcome.records)
+    assert found == [(0, ""), (1, Failure.EARLY_END), (2, Failure.UNSENT), (3, Failure.UNSENT)]
+    assert "turn 4 of 4 was not sent" in {record.why for record in outcome.records}
+
+
 async def test_who_is_not_answered_when_the_run_is_over_is_cut() -> None:
     async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
