@@ -75,7 +75,7 @@ async def conduct(
             every = [(each.sent, each.done, each.failed, each.tokens) for each in states]
             told(Progress(*map(sum, zip(*every, strict=True))))
 
-        last_s = load.sending_s + min(load.drain_s, asking.deadline_s * load.work.turns) + _SPARE_S
+        last_s = load.sending_s + asking.deadline_s + _SPARE_S  # nothing is sent after sending_s
         async with asyncio.timeout(last_s if last_s != float("inf") else None):
             ends = await asyncio.gather(*(_until_told(child, at, heard) for at, child in enumerate(children)))
     except TimeoutError as why:

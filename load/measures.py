@@ -16,6 +16,7 @@ import msgspec
 from load.records import Failure, Record
 
 __all__ = [
+    "LATE_MS",
     "Client",
     "Measures",
     "Percentiles",

@@ -61,6 +61,8 @@ class Sender:
         if load.requests:
             every = itertools.islice(every, load.requests)
         mine = itertools.islice(every, self._share.index, None, self._share.of)
+        if load.clients:
+            return mine  # a closed loop knows no times but its own
         return itertools.takewhile(lambda session: session.at < load.sending_s, mine)
 
     @property
@@ -158,8 +160,7 @@ class Sender:
                 ]
 
     def _unsent(self, session: Session, begin: int) -> None:
-        """Turns that a failure has left without what they would have been asked after: they have failed with it, when they
-        would have been due."""
+        """Turns from number `begin` on, behind one that failed: they have failed, too, when they would have been due."""
         due = time.monotonic() - self._begin
         for number in range(begin, len(session.turns)):
             due += session.turns[number].think_s
@@ -174,14 +175,16 @@ class Sender:
         self._sent += 1
         sent = time.monotonic()
         record.sent_s = sent - self._begin
-        cut = self._begin + self._load.sending_s + self._load.drain_s - sent
+        load = self._load
+        has_s = load.first_s + load.token_s * record.asked_tokens
+        cut = max(self._begin + load.sending_s - sent, has_s) + load.drain_s
         try:
             async with asyncio.timeout(max(0.0, min(self._asking.deadline_s, cut))):
                 server = self._servers[record.session % len(self._servers)]
                 await server.ask(request, answer, record.asked_tokens, exact=self._asking.ignore_eos)
         except TimeoutError:
             if cut < self._asking.deadline_s:
-                answer.fail(Failure.CUT, f"not answered {self._load.drain_s:g} s after the last request")
+                answer.fail(Failure.CUT, f"not answered {cut:.3g} s after it was sent, when the run was over")
             else:
                 answer.fail(Failure.DEADLINE, f"not answered within {self._asking.deadline_s:g} s")
         answer.into(record, self._begin)

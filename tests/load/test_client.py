@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import statistics
 from pathlib import Path
@@ -197,6 +198,33 @@ async def test_who_is_not_answered_when_the_run_is_over_is_cut() -> None:
     async with serving(say) as double:
         outcome = await put(asking(double), load)
     assert [record.failure for record in outcome.records] == [Failure.CUT] * 5
+
+
+async def test_who_may_still_meet_the_targets_is_not_cut() -> None:
+    """Answers take 600 ms, of 2 s that they have; the run is over before."""
+    load = Load(
+        Work(16, 4),
+        Arrival("constant", 10.0),
+        "s",
+        sending_s=0.55,
+        judged_s=0.55,
+        drain_s=0.0,
+        first_s=1.0,
+        token_s=0.25,
+    )
+    async with serving(paced(0.6, 0)) as double:
+        outcome = await put(asking(double), load)
+    assert [record.failure for record in outcome.records] == [""] * 5
+
+
+async def test_a_closed_loop_does_not_go_by_the_times_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": at * 60_000, "input_length": 16, "output_length": 2, "hash_ids": [at]} for at in range(6)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    load = Load(Work(trace=str(path)), Arrival(), "s", clients=2, sending_s=30.0)
+    async with serving(paced(0, 0)) as double:
+        outcome = await put(asking(double), load)
+    assert [record.failure for record in outcome.records] == [""] * 6
 
 
 async def test_those_that_only_keep_the_load_up_are_not_waited_for() -> None:
