@@ -93,7 +93,8 @@ class BenchConfig:
     vocab_size: int = 32_000
     """Token ids of prompts are below this."""
     seed: int = 0
-    """Another seed makes other prompts and arrivals."""
+    """Another seed makes other prompts and arrivals; 0: kvrelay bench takes one by the clock, so that no server has its
+    prompts cached. The result has it."""
 
     def __post_init__(self) -> None:
         for url in self.base_urls:

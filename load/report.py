@@ -15,13 +15,15 @@ from load.results import CDF_SHARES, Result, Row, Run
 from load.svg import Line, Mark, chart
 from wire.errors import ConfigError
 
-__all__ = ["COLUMNS", "cells_of", "page", "write_report"]
+__all__ = ["COLUMNS", "cells_of", "page", "warnings_of", "write_report"]
 
+_MOST_CACHED = 0.05
+"""Of prompts that share nothing but a template."""
 _MOST_DOTS, _BINS, _MOST_LINES = 1_200, 60, 8
 _STYLE = Path(__file__).with_name("report.css")
 COLUMNS = (
     "rate", "per GPU", "answered/s", "met", "goodput/GPU", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99",
-    "E2E p50", "p99", "tokens/s", "failed",
+    "E2E p50", "p99", "tokens/s", "cached", "failed",
 )  # fmt: skip
 """Of the table of runs; milliseconds, and requests a second."""
 
@@ -35,7 +37,7 @@ def cells_of(result: Result, run: Run) -> list[str]:
     per_gpu = f"{run.offered / result.gpus:.4g}"
     return [
         rate, per_gpu, f"{of.achieved_per_s:.4g}", _share(of.attainment), f"{of.goodput_per_s_per_gpu:.3g}", *spread,
-        f"{of.output_tokens_per_s:,.0f}", f"{failed:,}" if failed else "0",
+        f"{of.output_tokens_per_s:,.0f}", _share(of.cached), f"{failed:,}" if failed else "0",
     ]  # fmt: skip
 
 
@@ -86,19 +88,33 @@ def _targets(result: Result) -> str:
     return f"TTFT {slo.ttft_ms:g} ms, TPOT {slo.tpot_ms:g} ms{gap}; met by {result.attainment:.0%} of the requests"
 
 
+def warnings_of(result: Result) -> list[str]:
+    """What is to be said of its runs before anybody reads their figures."""
+    said = []
+    of = result.work
+    shares = bool(of.trace or of.sharegpt or of.turns > 1)
+    for run in result.runs:
+        name, client = f"{result.label}, {_name(run)}", run.measures.client
+        if client.bottleneck:
+            said.append(f"{name}: the client was too slow, so these figures are not the server's: {client.bottleneck}")
+        if run.short:
+            said.append(f"{name}: {run.rate:.4g} were wanted, and fewer came")
+        if not shares and run.measures.cached > _MOST_CACHED:
+            said.append(
+                f"{name}: the server had {run.measures.cached:.0%} of the prompts cached, which share nothing; take "
+                "another --seed"
+            )
+    if not all(run.measures.usage for run in result.runs):
+        said.append(f"{result.label}: answers without usage; their tokens are counted by chunks")
+    return said
+
+
 def _warnings(results: Sequence[Result]) -> list[str]:
     said = []
     for each in results:
-        slow = [run for run in each.runs if run.measures.client.bottleneck]
-        said += [
-            f"{each.label}, {_name(run)}: the client was too slow, so these figures are not the server's: "
-            f"{run.measures.client.bottleneck}"
-            for run in slow
-        ]
+        said += warnings_of(each)
         if each.found is not None and each.found.why:
             said.append(f"{each.label}: {each.found.why}")
-        if not all(run.measures.usage for run in each.runs):
-            said.append(f"{each.label}: answers without usage; their tokens are counted by chunks")
     if len({(each.work, each.slo) for each in results}) > 1:
         said.append("These results are not of the same work and targets.")
     return [f'<p class="warning">{_text(each)}</p>' for each in said]

@@ -76,6 +76,7 @@ class Made(msgspec.Struct, frozen=True):
     """The machine of the client."""
     versions: dict[str, str]
     """Of the client; `server` is what the server says of itself."""
+    seed: int = 0
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -160,7 +160,7 @@ class Sender:
                 ]
 
     def _unsent(self, session: Session, begin: int) -> None:
-        """Turns from number `begin` on, behind one that failed: they have failed, too, when they would have been due."""
+        """Turns from number `begin` on, behind one that failed: they have failed, too, when they would have come."""
         due = time.monotonic() - self._begin
         for number in range(begin, len(session.turns)):
             due += session.turns[number].think_s

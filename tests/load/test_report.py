@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from simulated_server import PREFILL_S, STEP_S, WORK, result_of, run_of
 
-from load.report import page, write_report
+from load.report import page, warnings_of, write_report
 from load.results import Result
 from load.svg import Line, Mark, chart
 from wire.errors import ConfigError
@@ -102,6 +102,18 @@ def test_a_client_that_was_too_slow_is_told_first(ours: Result) -> None:
     runs = [msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, client=slow))]
     text = page([msgspec.structs.replace(ours, runs=runs)])
     assert text.index("the client was too slow") < text.index("highest rate per GPU")
+
+
+def test_what_makes_figures_doubtful_is_told_first(ours: Result) -> None:
+    run = ours.runs[0]
+    assert warnings_of(ours) == []
+    cached = msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, cached=0.4))
+    few = msgspec.structs.replace(run, rate=2 * run.rate)
+    first, second = warnings_of(msgspec.structs.replace(ours, runs=[cached, few]))
+    assert "40% of the prompts cached, which share nothing; take another --seed" in first
+    assert f"{few.rate:g} were wanted, and fewer came" in second
+    traced = msgspec.structs.replace(ours, runs=[cached], work=msgspec.structs.replace(ours.work, trace="t"))
+    assert warnings_of(traced) == []
 
 
 def test_a_run_without_any_answer_is_a_page_too(ours: Result) -> None:
