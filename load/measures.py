@@ -211,13 +211,17 @@ def client_of(
     records: Iterable[Record], cpu_shares: Sequence[float], lags_s: Iterable[float], *, open_loop: bool
 ) -> Client:
     """What the client can say of itself."""
+    records = list(records)
+    own = [record for record in records if record.failure == Failure.CLIENT]
     late = (
         Percentiles.of((record.sent_s - record.due_s) * 1e3 for record in records) if open_loop else Percentiles.of(())
     )
     lag, busiest = Percentiles.of(each * 1e3 for each in lags_s), max(cpu_shares, default=0.0)
     more = "; take more --processes, or another machine"
     why = ""
-    if late.p99 > LATE_MS:
+    if own:
+        why = f"{len(own)} of its requests could not be sent ({own[0].why}){more}"
+    elif late.p99 > LATE_MS:
         why = f"a hundredth of the requests was sent more than {late.p99:.0f} ms late{more}"
     elif lag.p99 > LATE_MS:
         why = f"answers were read up to {lag.p99:.0f} ms late (p99){more}"

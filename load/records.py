@@ -19,7 +19,7 @@ _SIZE_BYTES = 4
 
 
 class Failure(StrEnum):
-    """Why a request has no good answer. CUT is nobody's fault: the run was over."""
+    """Why a request has no good answer. CUT is nobody's fault: the run was over. CLIENT is the client's own."""
 
     CONNECT = "no connection"
     STATUS = "HTTP status"
@@ -31,6 +31,7 @@ class Failure(StrEnum):
     DEADLINE = "deadline"
     UNSENT = "a turn before it failed"
     CUT = "cut at the end"
+    CLIENT = "the client's own"
 
 
 class Asking(msgspec.Struct, frozen=True):

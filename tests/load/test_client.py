@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import resource
+import signal
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai_double import Double, Told, begin, end, event, over, paced, serving, token, whole
 
+from load.answer import Answer
 from load.conductor import Outcome, conduct
+from load.connection import Connections
 from load.endpoint import ServerUnusable, ask_server
 from load.measures import tpot_ms, ttft_ms
 from load.prompts import Spelling
@@ -149,6 +155,81 @@ async def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
         outcome = await put(asking(double), closed(4))
     assert [record.failure for record in outcome.records] == [""] * 4
     assert double.connections == 4
+
+
+async def test_a_connection_that_dies_under_a_request_is_a_failure() -> None:
+    """The second request is not asked again in secret: it was with the server for a while."""
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        if len(double.told) == 1:
+            await paced(0, 0)(double, told, writer)
+            return
+        await asyncio.sleep(0.3)
+        writer.close()
+
+    async with serving(say) as double:
+        outcome = await put(asking(double), closed(2))
+    assert [record.failure for record in outcome.records] == ["", Failure.CONNECT]
+    assert (len(double.told), double.connections) == (2, 1)
+
+
+async def test_there_is_a_file_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual limit is a soft one."""
+    spawn, usual = asyncio.create_subprocess_exec, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def with_few(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, usual[1]))
+        try:
+            return await spawn(*command, **more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", with_few)
+    async with serving(paced(1.0, 0)) as double:
+        outcome = await put(asking(double), closed(160, clients=160, output=1))
+    assert [record.failure for record in outcome.records] == [""] * 160
+
+
+@pytest.mark.parametrize(
+    ("number", "failure"),
+    [(errno.EMFILE, Failure.CLIENT), (errno.EADDRNOTAVAIL, Failure.CLIENT), (errno.ECONNREFUSED, Failure.CONNECT)],
+)
+async def test_what_the_client_has_too_few_of_is_its_own(
+    number: int, failure: Failure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
+    answer = Answer()
+    await Connections("http://127.0.0.1:1", "", False, {}).ask(b"{}", answer, 1, exact=True)
+    assert answer.failure == failure
+
+
+async def test_a_pause_of_the_client_is_as_long_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1.5 s, stopped for 0.6: two fifths of the ticks were late."""
+    load = Load(Work(16, 2), Arrival("constant", 10.0), "s", sending_s=1.5, judged_s=1.5)
+    stopped: list[int] = []
+    spawn = asyncio.create_subprocess_exec
+
+    async def known(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        child = await spawn(*command, **more)
+        stopped.append(child.pid)
+        return child
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        if len(double.told) == 2:
+            os.kill(stopped[0], signal.SIGSTOP)
+            await asyncio.sleep(0.6)
+            os.kill(stopped[0], signal.SIGCONT)
+        await paced(0, 0)(double, told, writer)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", known)
+    async with serving(say) as double:
+        outcome = await put(asking(double), load, processes=2)
+    assert 40 < len(outcome.lags_s) < 80  # of one process, each 20 ms
+    assert max(outcome.lags_s) > 0.5
+    assert sum(lag > 0.1 for lag in outcome.lags_s) > 20
 
 
 async def test_connections_are_kept() -> None:

@@ -95,6 +95,12 @@ def test_a_client_that_was_too_slow_says_so() -> None:
     assert "97% of its core" in client_of([], [0.2, 0.97], [0.0], open_loop=False).bottleneck
 
 
+def test_requests_that_a_client_could_not_send_are_its_own() -> None:
+    own = request(0, failure=Failure.CLIENT, why="Too many open files")
+    said = client_of([own, request(0)], [0.1], [0.0], open_loop=False).bottleneck
+    assert said.startswith("1 of its requests could not be sent (Too many open files)")
+
+
 def test_percentiles() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
