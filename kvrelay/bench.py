@@ -123,6 +123,7 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
         made=Made(_command(), began.isoformat(timespec="seconds"), _machine(), _versions(server.version), config.seed),
         runs=experiment.runs,
         found=experiment.found,
+        endpoint=config.endpoint,
     )
 
 

@@ -20,11 +20,12 @@ from load.measures import percentile
 from load.records import Asking, Begin, Load, Progress, Record, Share, Told, pack, size_of
 from wire.errors import DeadlineExceeded, KvrelayError
 
-__all__ = ["Outcome", "conduct", "processes_for"]
+__all__ = ["Outcome", "conduct", "cores", "processes_for"]
 
 _START_S, _READY_S, _SPARE_S = 0.3, 120.0, 60.0
 """From the last process's being ready to the begin; how long that may take; beyond the last deadline of a request."""
 _MOST_PROCESSES = 16
+_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,17 @@ class Outcome:
 
 def processes_for(wanted: int, clients: int) -> int:
     """As many as were asked for, or half of the cores; never more than clients."""
-    count = wanted or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
+    count = wanted or max(1, min(_MOST_PROCESSES, cores() // 2))
     return min(count, clients) if clients else count
+
+
+def cores(limit: Path = _LIMIT) -> int:
+    """That we may run on, by our affinity and by the file in which a container's limit stands."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = limit.read_text(encoding="ascii").split()
+        return max(1, min(count, int(quota) // int(period)))
+    return count
 
 
 async def conduct(

@@ -19,6 +19,7 @@ __all__ = ["COLUMNS", "cells_of", "page", "warnings_of", "write_report"]
 
 _MOST_CACHED = 0.05
 """Of prompts that share nothing but a template."""
+_MOST_LONGER = 1.2
 _MOST_DOTS, _BINS, _MOST_LINES = 1_200, 60, 8
 _STYLE = Path(__file__).with_name("report.css")
 COLUMNS = (
@@ -115,9 +116,23 @@ def _warnings(results: Sequence[Result]) -> list[str]:
         said += warnings_of(each)
         if each.found is not None and each.found.why:
             said.append(f"{each.label}: {each.found.why}")
-    if len({(each.work, each.slo) for each in results}) > 1:
-        said.append("These results are not of the same work and targets.")
+    if differing := _differing(results):
+        said.append(f"These results are not of the same {' and '.join(differing)}.")
     return [f'<p class="warning">{_text(each)}</p>' for each in said]
+
+
+def _differing(results: Sequence[Result]) -> list[str]:
+    """What must be alike for results to be compared, and is not."""
+    endpoints = {each.endpoint for each in results if each.endpoint}  # older files do not say it
+    windows = [each.shown.window_s for each in results]
+    unlike = {
+        "work": len({each.work for each in results}) > 1,
+        "endpoint": len(endpoints) > 1,
+        "arrivals": len({each.arrivals for each in results}) > 1,
+        "targets": len({(each.slo, each.attainment) for each in results}) > 1,
+        f"counted time ({min(windows):.0f} to {max(windows):.0f} s)": max(windows) > _MOST_LONGER * min(windows),
+    }
+    return [what for what, is_so in unlike.items() if is_so]
 
 
 def _tiles(result: Result) -> str:
@@ -191,16 +206,25 @@ def _charts(results: Sequence[Result]) -> str:
         plots += _over_time(results[0])
     else:
         shown = [(each.label, each.shown) for each in results]
-    for name, words in (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2e", "Whole answer")):
+    requests = "share of all requests"
+    every = (
+        ("ttft", "TTFT", requests), ("tpot", "TPOT", requests), ("itl", "ITL", "share of all gaps"),
+        ("e2e", "Whole answer", requests),
+    )  # fmt: skip
+    for name, words, of in every:
         lines = [
-            Line(label, list(zip(run.cdfs[name], CDF_SHARES, strict=False)), colour=at)
-            for at, (label, run) in enumerate(shown)
-            if run.cdfs.get(name)
+            Line(label, _cumulated(run, name), colour=at) for at, (label, run) in enumerate(shown) if run.cdfs.get(name)
         ]
         target = {"ttft": results[0].slo.ttft_ms, "tpot": results[0].slo.tpot_ms, "itl": results[0].slo.gap_ms}
         marks = [Mark("target", x=target[name])] if target.get(name) else []
-        plots.append(chart(f"{words}, share of all", "ms", "share", lines, marks, log_x=True, y_most=1.0, percent=True))
+        plots.append(chart(f"{words}, {of}", "ms", "share", lines, marks, log_x=True, y_most=1.0, percent=True))
     return f'<section class="charts">{"".join(plots)}</section>'
+
+
+def _cumulated(run: Run, name: str) -> list[tuple[float, float]]:
+    """Requests that were not answered are those that come last, and never do; gaps are of whole answers."""
+    answered = 1.0 if name == "itl" else run.measures.answered / max(1, run.measures.requests)
+    return [(ms, share * answered) for ms, share in zip(run.cdfs[name], CDF_SHARES, strict=False)]
 
 
 def _some(runs: Sequence[Run]) -> list[Run]:
@@ -231,11 +255,11 @@ def _over_time(result: Result) -> list[str]:
     start = run.warm_up_s
     plots = []
     for words, of, target in (("TTFT", _ttft, result.slo.ttft_ms), ("TPOT", _tpot, result.slo.tpot_ms)):
-        points = [(row.due_s - start, of(row)) for row in rows]
+        points = [(row.due_s - start, ms) for row in rows if (ms := of(row))]  # an answer of one chunk has no TPOT
         lines = [
             Line("", _thinned(points), line=False, dots=True, faint=True, colour=0),
             Line("median", _binned(points, 0.5), colour=0),
-            Line("p99", _binned(points, 0.99), colour=1),
+            Line("slowest", _binned(points, 1.0), colour=1),
         ]
         title = f"{words} over time, {_name(run)}"
         plots.append(chart(title, "s", "ms", lines, [Mark("target", y=target)]))
@@ -272,6 +296,8 @@ def _binned(points: list[tuple[float, float]], share: float) -> list[tuple[float
 
 def _how(results: Sequence[Result]) -> str:
     cards = []
+    behind = all(run.after_s for each in results for run in each.runs)
+    kept = "; requests after the counted time keep the load up" if behind else ""
     for each in results:
         client = each.shown.measures.client
         versions = ", ".join(f"{name} {value}" for name, value in each.made.versions.items() if value)
@@ -285,8 +311,8 @@ def _how(results: Sequence[Result]) -> str:
     return (
         '<section class="soft"><h2>How it was measured</h2><p>TTFT counts from the moment the client began to send; '
         "TPOT is the mean over the tokens after the first chunk; ITL is the time between two chunks. A request that "
-        "failed, or was not answered when the run was over, has met nothing. Requests of the warm-up do not count; "
-        f"requests after the counted time keep the load up.</p>{''.join(cards)}</section>"
+        "failed, or was not answered when the run was over, has met nothing, and is in no percentile; plots of shares "
+        f"end below 100% for it. Requests of the warm-up do not count{kept}.</p>{''.join(cards)}</section>"
     )
 
 

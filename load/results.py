@@ -99,6 +99,7 @@ class Result(msgspec.Struct, frozen=True):
     found: Found | None = None
     """Of --find-rate."""
     version: int = VERSION
+    endpoint: str = ""
 
     @property
     def shown(self) -> Run:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -116,7 +117,7 @@ class Sender:
             task = asyncio.create_task(self._session(session, first, session.at))
             kept = judged if session.at < self._load.judged_s else others
             kept.add(task)
-            task.add_done_callback(kept.discard)
+            task.add_done_callback(partial(_forget, kept))
             await asyncio.sleep(0)  # it is sent now
             if not self._ready or self._begin + self._ready[0][0].at > time.monotonic():
                 self._write_one()  # never while another one is due
@@ -208,6 +209,12 @@ class Sender:
                 self._lags.append(time.monotonic() - due)
         finally:
             self._cpu_share = (time.process_time() - cpu) / max(1e-9, time.monotonic() - wall)
+
+
+def _forget(kept: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    """One that broke stays, for whoever gathers them to break, too: its records are missing."""
+    if task.cancelled() or task.exception() is None:
+        kept.discard(task)
 
 
 async def _serve() -> None:

@@ -17,7 +17,7 @@ import pytest
 from openai_double import Double, Told, begin, end, event, over, paced, serving, token, whole
 
 from load.answer import Answer
-from load.conductor import Outcome, conduct
+from load.conductor import Outcome, conduct, cores
 from load.connection import Connections
 from load.endpoint import ServerUnusable, ask_server
 from load.measures import tpot_ms, ttft_ms
@@ -343,6 +343,14 @@ async def test_no_process_is_left_when_the_command_is_interrupted() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
     assert not [command for command in commands if b"load.sender" in command]
+
+
+@pytest.mark.parametrize(("said", "least"), [("max 100000", 0), ("150000 100000", 1), ("5000 100000", 1), ("?", 0)])
+def test_a_containers_limit_counts_as_cores(said: str, least: int, tmp_path: Path) -> None:
+    limit = tmp_path / "cpu.max"
+    limit.write_text(f"{said}\n", encoding="ascii")
+    assert cores(limit) == (least or len(os.sched_getaffinity(0)))
+    assert cores(tmp_path / "none") == len(os.sched_getaffinity(0))
 
 
 async def test_several_servers_are_asked_in_turn_and_told_the_targets() -> None:

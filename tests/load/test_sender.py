@@ -8,10 +8,12 @@ import sys
 from asyncio.subprocess import PIPE
 
 import msgspec
+import pytest
 from openai_double import paced, serving
 
 from load.prompts import Spelling
 from load.records import Asking, Begin, Load, Progress, Share, Told, pack, size_of
+from load.sender import Sender
 from load.sessions import Arrival, Work
 
 DEADLINE_S, UNREAD_S = 60.0, 2.0
@@ -39,3 +41,16 @@ async def test_a_result_that_is_read_late_is_whole() -> None:
         await waiting
     assert len(said.records) == 12
     assert all(record.output_tokens == 400 for record in said.records)
+
+
+async def test_a_request_that_breaks_the_client_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object, **__: object) -> None:
+        raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "half a character")
+
+    load = Load(Work(16, 2), Arrival("constant", 50.0), "s", sending_s=0.1, judged_s=0.1)
+    sender = Sender(Share(Asking("http://127.0.0.1:9", "", "double", False, Spelling()), load, 0, 1))
+    monkeypatch.setattr(sender, "_ask", broken)
+    sender.prepare()
+    with pytest.raises(UnicodeEncodeError, match="half a character"):
+        async with asyncio.timeout(DEADLINE_S):
+            await sender.run(0.0)
