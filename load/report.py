@@ -309,7 +309,7 @@ def _how(results: Sequence[Result]) -> str:
             f"read {_late(client.lag)} late.</p>"
         )
     return (
-        '<section class="soft"><h2>How it was measured</h2><p>TTFT counts from the moment the client began to send; '
+        '<section class="soft"><h2>How it was measured</h2><p>TTFT counts from the moment a request was due; '
         "TPOT is the mean over the tokens after the first chunk; ITL is the time between two chunks. A request that "
         "failed, or was not answered when the run was over, has met nothing, and is in no percentile; plots of shares "
         f"end below 100% for it. Requests of the warm-up do not count{kept}.</p>{''.join(cards)}</section>"

@@ -170,23 +170,3 @@ async def test_a_rate_that_sessions_did_not_reach_does_not_hold(loads: list[Load
     assert bench.found.holds == 0
     assert "at 8 requests/s only" in bench.found.why
     assert bench.runs[0].offered == bench.runs[0].measures.offered_per_s < 4
-
-
-async def test_a_client_that_sends_late_says_nothing_of_a_rate(
-    loads: list[Load], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def late(asking: Asking, load: Load, *more: object) -> Outcome:
-        records = records_of(load.arrival.rate, 24, 70.0, "s")
-        for record in records:
-            record.sent_s, record.first_s, record.last_s = (
-                each + 0.05 for each in (record.sent_s, record.first_s, record.last_s)
-            )
-        return Outcome(records, [0.1], [0.0])
-
-    monkeypatch.setattr(experiment, "conduct", late)
-    bench = Experiment(BenchConfig(find_rate=True, rate="4", lengths="512:64"))
-    await bench.run()
-    assert bench.found is not None
-    assert bench.runs[0].measures.attainment == 1
-    assert bench.found.holds == 0
-    assert "the client was too slow" in bench.found.why

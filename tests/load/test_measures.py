@@ -45,6 +45,8 @@ def request(due_s: float, ttft_ms: float = 100.0, gap_ms: float = 10.0, tokens: 
     [
         (request(0), SLO, True),
         (request(0, ttft_ms=200.1), SLO, False),
+        (request(0, ttft_ms=210.0, sent_s=0.06), SLO, False),  # it was sent late
+        (request(0, ttft_ms=210.0, sent_s=0.06, turn=1), SLO, True),
         (request(0, gap_ms=15.1), SLO, False),
         (request(0, gap_ms=15.1, tokens=1), SLO, True),
         (request(0, failure="early end"), SLO, False),
