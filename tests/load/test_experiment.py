@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,6 +150,24 @@ async def test_a_search_ends_with_the_probe_that_cannot_be_and_keeps_the_others(
     assert [run.rate for run in bench.runs] == [4, 8, 16]
     assert (bench.found.holds, bench.found.breaks) == (16, None)
     assert bench.found.why == "at 32 requests/s a process has ended"
+
+
+async def test_a_search_that_is_interrupted_tells_what_it_knows(
+    loads: list[Load], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = experiment.conduct
+
+    async def interrupted(asking: Asking, load: Load, *more: object) -> Outcome:
+        if len(loads) == 2:
+            raise asyncio.CancelledError
+        return await whole(asking, load, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(experiment, "conduct", interrupted)
+    bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4"))
+    with pytest.raises(asyncio.CancelledError):
+        await bench.run()
+    assert bench.found is not None
+    assert (bench.found.holds, bench.found.why) == (8, "the search was interrupted")
 
 
 async def test_a_handful_of_requests_does_not_say_what_holds(loads: list[Load]) -> None:
