@@ -39,7 +39,7 @@ from kvrelay.embedded import embedded_model
 from kvrelay.machine import environ
 from load.arrivals import arrivals
 from load.config import BenchConfig
-from load.experiment import Experiment
+from load.experiment import Experiment, usual_s
 from load.measures import percentile
 from load.results import Run
 from load.sessions import Work, sessions
@@ -75,13 +75,10 @@ class Compared:
 def streams_like(config: BenchConfig, rate: float, number: int) -> list[Stream]:
     """What the client asks in its run of this number (load/experiment.py), as the simulator has it."""
     every = sessions(config.work, config.arrival(rate), f"{config.seed} {number}")
-    sending_s = config.warm_up_s + config.duration_s + min(10.0, _longest_s(config))
+    some = list(itertools.islice(sessions(config.work, config.arrival(1.0), "0"), 1_000))
+    sending_s = config.warm_up_s + config.duration_s + usual_s(some, config.slo)[0]
     asked = itertools.takewhile(lambda session: session.at < sending_s, every)
     return [Stream(each.at * 1e3, each.turns[0].prompt, each.turns[0].output) for each in asked]
-
-
-def _longest_s(config: BenchConfig) -> float:
-    return (config.slo.ttft_ms + config.slo.tpot_ms * config.work.output) / 1e3
 
 
 def streams_about(run: Run, work: Work, after_s: float, seed: str) -> list[Stream]:

@@ -6,13 +6,15 @@ Owns the progress bar, the table, the names of the files, and what the result te
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +29,7 @@ from kvrelay.settings import build
 from load.config import BenchConfig
 from load.experiment import Experiment, Told
 from load.measures import server_failures
-from load.report import cells_of, write_report
+from load.report import cells_of, warnings_of, write_report
 from load.results import Made, Result, read_result, write_result
 from wire.config_checks import is_loopback
 from wire.errors import ConfigError
@@ -36,7 +38,7 @@ __all__ = ["result_of", "run"]
 
 _COLUMNS = (
     "rate", "per GPU", "answered/s", "met", "goodput/GPU", "TTFT p50 p99", "TPOT p50 p99", "ITL p50 p99", "E2E p50 p99",
-    "tokens/s", "failed",
+    "tokens/s", "cached", "failed",
 )  # fmt: skip
 _SMI = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _SMI_DEADLINE_S = 20.0
@@ -53,12 +55,22 @@ def run(values: dict[str, Any], console: Console) -> int:
     path = Path(config.output)
     if path.suffix != ".json":
         raise ConfigError(f"output {config.output!r} must end with .json; the report beside it ends with .html")
-    result = asyncio.run(_measured(config, console))
-    write_result(result, path)
-    write_report([result], path.with_suffix(".html"))
-    _show([result], console)
-    console.print(f"[dim]{path} and {path.with_suffix('.html')} are written[/]")
-    return int(any(server_failures(each.measures) for each in result.runs))
+    if not config.seed:
+        config = dataclasses.replace(config, seed=time.time_ns() // 1_000_000)  # no server has seen its prompts
+    columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+    bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+    experiment, began = Experiment(config, _teller(bar)), datetime.datetime.now(datetime.UTC)
+    try:
+        with bar:
+            asyncio.run(experiment.run())
+    finally:  # what was measured is kept, whatever ended the rest
+        if experiment.runs:
+            result = result_of(config, experiment, began)
+            write_result(result, path)
+            write_report([result], path.with_suffix(".html"))
+            _show([result], console)
+            console.print(f"[dim]{path} and {path.with_suffix('.html')} are written[/]")
+    return int(any(server_failures(each.measures) for each in experiment.runs))
 
 
 def _compare(files: Sequence[Path], values: Mapping[str, object], console: Console) -> int:
@@ -75,25 +87,21 @@ def _compare(files: Sequence[Path], values: Mapping[str, object], console: Conso
     return 0
 
 
-async def _measured(config: BenchConfig, console: Console) -> Result:
-    began = datetime.datetime.now(datetime.UTC)
-    columns: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
+def _teller(bar: Progress) -> Callable[[Told], None]:
+    """Shows how far each run is, in a line of its own."""
+    tasks: dict[str, TaskID] = {}
 
-        def told(said: Told) -> None:
-            if said.name not in tasks:
-                tasks[said.name] = bar.add_task(said.name, total=said.total_s or said.requests, said="")
-            of = said.progress
-            failed = f", [red]{of.failed} failed[/]" if of.failed else ""
-            text = f"{of.done} of {of.sent} answered{failed}"
-            task = bar.tasks[bar.task_ids.index(tasks[said.name])]
-            done = min(task.elapsed or 0.0, said.total_s) if said.total_s else float(of.done)
-            bar.update(tasks[said.name], completed=done, said=text)
+    def told(said: Told) -> None:
+        if said.name not in tasks:
+            tasks[said.name] = bar.add_task(said.name, total=said.total_s or said.requests, said="")
+        of = said.progress
+        failed = f", [red]{of.failed} failed[/]" if of.failed else ""
+        text = f"{of.done} of {of.sent} answered{failed}"
+        task = bar.tasks[bar.task_ids.index(tasks[said.name])]
+        done = min(task.elapsed or 0.0, said.total_s) if said.total_s else float(of.done)
+        bar.update(tasks[said.name], completed=done, said=text)
 
-        experiment = Experiment(config, told)
-        await experiment.run()
-    return result_of(config, experiment, began)
+    return told
 
 
 def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datetime) -> Result:
@@ -112,9 +120,10 @@ def result_of(config: BenchConfig, experiment: Experiment, began: datetime.datet
         work=config.work,
         slo=config.slo,
         attainment=config.attainment,
-        made=Made(_command(), began.isoformat(timespec="seconds"), _machine(), _versions(server.version)),
+        made=Made(_command(), began.isoformat(timespec="seconds"), _machine(), _versions(server.version), config.seed),
         runs=experiment.runs,
         found=experiment.found,
+        endpoint=config.endpoint,
     )
 
 
@@ -171,10 +180,9 @@ def _show(results: Sequence[Result], console: Console) -> None:
             table.add_row(*([each.label, *cells] if several else cells))
     console.print(table)
     for each in results:
+        for warning in warnings_of(each):
+            console.print(Text(warning, style="red"))
         for measured in each.runs:
-            why = measured.measures.client.bottleneck
-            if why:
-                console.print(Text(f"{each.label}: the client was too slow: {why}", style="red"))
             for example in measured.measures.examples:
                 console.print(Text(f"{each.label}: {example}", style="red"))
         if each.found is not None:
@@ -192,9 +200,9 @@ def _found(result: Result) -> Text:
     assert found is not None
     if not found.holds:
         return Text(f"{result.label}: no rate held{f' ({found.why})' if found.why else ''}", style="red")
-    broke = f"; {found.breaks:.4g} did not" if found.breaks is not None else ""
+    broke = f"; {found.breaks:.3g} did not" if found.breaks is not None else ""
     said = f" ({found.why})" if found.why else ""
     return Text(
-        f"{result.label}: {found.holds:.4g} requests/s held, {found.holds / result.gpus:.4g} per GPU, at "
+        f"{result.label}: {found.holds:.3g} requests/s held, {found.holds / result.gpus:.3g} per GPU, at "
         f"{result.attainment:.0%} attainment{broke}{said}"
     )

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import msgspec
 
+from load.measures import percentile
 from load.records import Asking, Begin, Load, Progress, Record, Share, Told, pack, size_of
 from wire.errors import DeadlineExceeded, KvrelayError
 
-__all__ = ["Outcome", "conduct", "processes_for"]
+__all__ = ["Outcome", "conduct", "cores", "processes_for"]
 
 _START_S, _READY_S, _SPARE_S = 0.3, 120.0, 60.0
 """From the last process's being ready to the begin; how long that may take; beyond the last deadline of a request."""
 _MOST_PROCESSES = 16
+_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,22 @@ class Outcome:
     cpu_shares: list[float]
     """Of a core, for each process."""
     lags_s: list[float]
-    """By how much their timers were late."""
+    """By how much timers were late, of the process whose were latest."""
 
 
 def processes_for(wanted: int, clients: int) -> int:
     """As many as were asked for, or half of the cores; never more than clients."""
-    count = wanted or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
+    count = wanted or max(1, min(_MOST_PROCESSES, cores() // 2))
     return min(count, clients) if clients else count
+
+
+def cores(limit: Path = _LIMIT) -> int:
+    """That we may run on, by our affinity and by the file in which a container's limit stands."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = limit.read_text(encoding="ascii").split()
+        return max(1, min(count, int(quota) // int(period)))
+    return count
 
 
 async def conduct(
@@ -75,7 +86,7 @@ async def conduct(
             every = [(each.sent, each.done, each.failed, each.tokens) for each in states]
             told(Progress(*map(sum, zip(*every, strict=True))))
 
-        last_s = load.sending_s + min(load.drain_s, asking.deadline_s * load.work.turns) + _SPARE_S
+        last_s = load.sending_s + asking.deadline_s + _SPARE_S  # nothing is sent after sending_s
         async with asyncio.timeout(last_s if last_s != float("inf") else None):
             ends = await asyncio.gather(*(_until_told(child, at, heard) for at, child in enumerate(children)))
     except TimeoutError as why:
@@ -83,7 +94,7 @@ async def conduct(
     finally:
         await asyncio.gather(*map(_end, children))
     records = sorted((record for end in ends for record in end.records), key=lambda record: record.due_s)
-    lags = [lag for end in ends for lag in end.lags_s]
+    lags = max((end.lags_s for end in ends), key=lambda each: percentile(each or [0.0], 0.99))
     return Outcome(records, [end.cpu_share for end in ends], lags)
 
 

@@ -57,8 +57,9 @@ class BenchConfig:
     """End after so many sessions, instead of --duration-s."""
     duration_s: float = 60.0
     """Seconds that count, of each rate."""
-    warm_up_s: float = 5.0
-    """Seconds before them that do not."""
+    warm_up_s: float = -1.0
+    """Seconds before them that do not. Below 0: as long as an answer may take that meets its targets, with --turns all
+    answers of a session, and 5 at least; 5 with --requests."""
     find_rate: bool = False
     """Find the highest rate at which --attainment of the requests meet their targets, by several runs."""
     attainment: float = 0.9
@@ -92,7 +93,8 @@ class BenchConfig:
     vocab_size: int = 32_000
     """Token ids of prompts are below this."""
     seed: int = 0
-    """Another seed makes other prompts and arrivals."""
+    """Another seed makes other prompts and arrivals; 0: kvrelay bench takes one by the clock, so that no server has its
+    prompts cached. The result has it."""
 
     def __post_init__(self) -> None:
         for url in self.base_urls:
@@ -107,13 +109,13 @@ class BenchConfig:
             "think_s",
             "concurrency",
             "requests",
-            "warm_up_s",
             "ttft_ms",
             "tpot_ms",
             "gap_ms",
             "processes",
         ):
             require(_finite(getattr(self, name)) >= 0, f"{name} must not be negative, got {getattr(self, name):g}")
+        require(math.isfinite(self.warm_up_s), f"warm_up_s must be a number of seconds, got {self.warm_up_s:g}")
         require(0 < self.attainment <= 1, f"attainment is a share above 0 and up to 1, got {self.attainment:g}")
         require(self.vocab_size > FIRST_TOKEN, f"vocab_size must be above {FIRST_TOKEN}, got {self.vocab_size}")
         _ = self.fixed, self.rates

@@ -7,6 +7,7 @@ late would be measured as the server's.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections.abc import Mapping
@@ -19,6 +20,11 @@ from load.answer import Answer
 from load.records import Failure
 
 __all__ = ["Connections"]
+
+_OURS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+"""What the client has too few of: files, ports."""
+_STALE_S = 0.05
+"""Within this a request tells that its idle connection was closed already; a round trip."""
 
 
 class _Connection(asyncio.Protocol):
@@ -92,15 +98,17 @@ class Connections:
         try:
             while True:
                 connection, fresh = await self._take()
+                began = time.monotonic()
                 try:
                     whole = await connection.ask(request, answer)
                 finally:
                     self._give_back(connection)
-                # A server may close an idle connection just as it is used again: nothing was asked then.
-                if whole or connection.heard or fresh:
+                # A server may close an idle connection just as it is used again: nothing was asked then. One that dies
+                # later dies with a request, which has failed.
+                if whole or connection.heard or fresh or time.monotonic() - began > _STALE_S:
                     break
         except OSError as why:
-            answer.fail(Failure.CONNECT, f"{type(why).__name__}: {why}")
+            answer.fail(Failure.CLIENT if why.errno in _OURS else Failure.CONNECT, f"{type(why).__name__}: {why}")
             return
         if not whole and not connection.heard:
             answer.fail(Failure.CONNECT, "the connection was closed without an answer")

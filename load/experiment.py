@@ -6,22 +6,30 @@ go on to come, so that the last ones that count are served under load, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from load.conductor import Outcome, conduct, processes_for
 from load.config import BenchConfig
 from load.endpoint import Server, ServerUnusable, ask_server
-from load.measures import Window, client_of, measured
+from load.measures import Slo, Window, client_of, measured, percentile
 from load.records import Asking, Load, Progress
 from load.results import Run, cdfs_of, row_of
 from load.search import Found, RateSearch
-from load.sessions import sessions
+from load.sessions import Arrival, Session, sessions
 from wire.errors import KvrelayError
 
-__all__ = ["Experiment", "Told"]
+__all__ = ["Experiment", "Told", "usual_s"]
 
-_MOST_AFTER_S, _SPARE_S = 10.0, 2.0
+_SPARE_S, _LEAST_WARM_UP_S = 2.0, 5.0
+_SOME, _USUAL = 1_000, 0.9
+"""Sessions by which it is told how long they take; the share of them that takes no longer."""
+_FEWEST = 20
+"""Requests that can say whether nine of ten meet their targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,14 @@ class Told:
     progress: Progress
 
 
+def usual_s(asked: Sequence[Session], slo: Slo) -> tuple[float, float]:
+    """How long an answer takes that just meets its targets, and all of a session: nine of ten take no longer."""
+    each = [[slo.ttft_ms / 1e3 + slo.tpot_ms / 1e3 * turn.output for turn in session.turns] for session in asked]
+    thinking = [sum(turn.think_s for turn in session.turns) for session in asked]
+    whole = [sum(answers) + think_s for answers, think_s in zip(each, thinking, strict=True)]
+    return percentile([answer_s for answers in each for answer_s in answers], _USUAL), percentile(whole, _USUAL)
+
+
 class Experiment:
     """Of one server. `told` hears how far it is."""
 
@@ -42,6 +58,7 @@ class Experiment:
         self.server: Server | None = None
         self.runs: list[Run] = []
         self.found: Found | None = None
+        self._answer_s, self._warm_up_s, self._trace_requests = 0.0, 0.0, 0
 
     async def run(self) -> None:
         """All of it. Raises ConfigError, ServerUnusable, KvrelayError."""
@@ -55,7 +72,12 @@ class Experiment:
     async def meet(self) -> None:
         """Ask the server what it is. Raises ConfigError, ServerUnusable."""
         config = self._config
-        next(sessions(config.work, config.arrival(1.0), "0"), None)  # a file that is none is told now
+        # A file that is none is told now.
+        asked = list(itertools.islice(sessions(config.work, config.arrival(1.0), "0"), None if config.trace else _SOME))
+        self._trace_requests = len(asked)
+        self._answer_s, session_s = usual_s(asked, config.slo)
+        default_s = _LEAST_WARM_UP_S if config.requests else max(_LEAST_WARM_UP_S, session_s)
+        self._warm_up_s = config.warm_up_s if config.warm_up_s >= 0 else default_s
         text = config.endpoint == "chat"
         servers = [await ask_server(url, config.api_key, config.model, chat=text) for url in config.base_urls]
         models = {server.model for server in servers}
@@ -68,18 +90,44 @@ class Experiment:
         search = RateSearch(
             config.rates[0] if config.rates else float(config.gpus), config.attainment, config.precision
         )
-        while (rate := search.next()) is not None:
+        try:
+            while (rate := search.next()) is not None:
+                if why := await self._searched(search, rate):
+                    why = f"at {rate:.3g} requests/s {why}"
+                    if not self.runs:
+                        raise KvrelayError(why)
+                    search.stop(why)
+        except asyncio.CancelledError:
+            search.stop("the search was interrupted")
+            raise
+        finally:
+            self.found = search.found()
+
+    async def _searched(self, search: RateSearch, rate: float) -> str:
+        """One probe of a search, which is told of it; or why nothing can be said of this rate."""
+        config = self._config
+        if (count := rate * config.duration_s) < _FEWEST:
+            return f"{count:.2g} requests come in {config.duration_s:g} s, too few; take a longer --duration-s"
+        try:
             run = await self.probe(rate)
-            search.tell(run.measures.attainment)
-            if run.measures.client.bottleneck and run.measures.attainment < config.attainment:
-                search.stop(f"at {rate:g} requests/s the client was too slow: {run.measures.client.bottleneck}")
-        self.found = search.found()
+        except KvrelayError as why:
+            if not self.runs:
+                raise
+            return str(why)
+        client, attainment = run.measures.client, run.measures.attainment
+        # Who is slow has seen no answer too early: what holds all the same does.
+        if client.bottleneck and attainment < config.attainment:
+            return f"the client was too slow: {client.bottleneck}"
+        if run.short and config.turns > 1:
+            return f"only {run.offered:.3g} came: sessions take longer than the warm-up; take a longer --warm-up-s"
+        search.tell(attainment)
+        return ""
 
     async def probe(self, rate: float) -> Run:
         """One rate, by those who have met the server; 0: no open loop. Raises KvrelayError."""
         config, server = self._config, self.server
         assert server is not None
-        load, window = self._load(rate)
+        load, window, after_s = self._load(rate)
         asking = Asking(
             config.base_urls[0], config.api_key, server.model, config.endpoint == "chat", server.spelling,
             config.vocab_size, config.ignore_eos, config.usage_per_chunk, config.deadline_s, list(config.base_urls[1:]),
@@ -98,36 +146,58 @@ class Experiment:
         outcome = await conduct(asking, load, processes, told)
         if not outcome.records:
             raise KvrelayError(f"at {name} no request was sent; take a longer --duration-s")
-        run = self._run(rate, outcome, window)
+        run = self._run(rate, outcome, window, after_s)
         self.runs.append(run)
         return run
 
-    def _load(self, rate: float) -> tuple[Load, Window]:
-        """Each run has prompts of its own: no cache knows them from the one before."""
+    def _load(self, rate: float) -> tuple[Load, Window, float]:
+        """And for how long requests go on to come behind the window. Each run has prompts of its own: no cache knows
+        them from the one before."""
         config = self._config
         seed = f"{config.seed} {len(self.runs)}"
-        drawn, slo = config.arrival(rate), config.slo
-        longest_s = (slo.ttft_ms + slo.tpot_ms * config.work.output) / 1e3
+        drawn, slo, start_s = config.arrival(rate), config.slo, self._warm_up_s
         if config.requests:
             return (
                 Load(config.work, drawn, seed, config.concurrency, config.requests),
-                Window(config.warm_up_s, float("inf")),
+                Window(start_s, float("inf")),
+                0.0,
             )
-        window = Window(config.warm_up_s, config.warm_up_s + config.duration_s)
-        after_s = 0.0 if config.concurrency else min(_MOST_AFTER_S, longest_s)
-        # Who is not answered by then has missed its targets; a search does not wait to see by how much.
-        drain_s = longest_s + _SPARE_S if config.find_rate else config.deadline_s
+        window, after_s = Window(start_s, start_s + config.duration_s), self._answer_s
+        if config.concurrency:
+            after_s = 0.0
+        elif config.trace and (ends := self._ends(drawn, seed, window)) is not None:
+            window, after_s = ends, 0.0
         sending_s = window.end_s + after_s
-        return Load(config.work, drawn, seed, config.concurrency, 0, sending_s, window.end_s, drain_s), window
+        load = Load(config.work, drawn, seed, config.concurrency, 0, sending_s, window.end_s, config.deadline_s)
+        if config.find_rate:
+            # Who is not answered by then has missed its targets; a search does not wait to see by how much.
+            first_s, token_s = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
+            load = msgspec.structs.replace(load, drain_s=_SPARE_S, first_s=first_s, token_s=token_s)
+        return load, window, after_s
 
-    def _run(self, rate: float, outcome: Outcome, window: Window) -> Run:
+    def _ends(self, drawn: Arrival, seed: str, window: Window) -> Window | None:
+        """The window of a trace that ends before its time. Raises KvrelayError if too few of its requests count."""
+        dues = [session.at for session in sessions(self._config.work, drawn, seed)]
+        if (last := max(dues)) >= window.end_s:
+            return None
+        counting = sum(due >= window.start_s for due in dues)
+        if counting < _FEWEST:
+            raise KvrelayError(
+                f"the {len(dues)} requests of the trace take {last:.3g} s, and {counting} come after the warm-up of "
+                f"{window.start_s:.3g} s; take a lower --rate, a longer trace or a shorter --warm-up-s"
+            )
+        return _until(window, last)
+
+    def _run(self, rate: float, outcome: Outcome, window: Window, after_s: float) -> Run:
         config, records = self._config, outcome.records
-        last = max(max(record.due_s, record.last_s if config.requests else 0.0) for record in records)
-        if config.requests or (config.arrivals == "trace" and last < window.end_s):
-            window = Window(window.start_s, max(last, window.start_s) + 1e-6)  # all of them came before its end
+        if config.requests or (config.concurrency and len(records) == self._trace_requests and config.trace):
+            window = _until(window, max(max(each.due_s, each.last_s if config.requests else 0.0) for each in records))
         judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
         if not judged:
-            raise KvrelayError(f"no request came after the warm-up of {config.warm_up_s:g} s; ask for more, or longer")
+            raise KvrelayError(
+                f"no request came after the warm-up of {window.start_s:.3g} s; ask for more, or longer, or take a "
+                "shorter --warm-up-s"
+            )
         client = client_of(judged, outcome.cpu_shares, outcome.lags_s, open_loop=not config.concurrency)
         return Run(
             rate,
@@ -137,4 +207,10 @@ class Experiment:
             measured(records, window, config.slo, config.gpus, client),
             cdfs_of(judged),
             [row_of(record, config.slo) for record in judged],
+            after_s,
         )
+
+
+def _until(window: Window, last_s: float) -> Window:
+    """A window whose last request is this one."""
+    return Window(window.start_s, max(last_s, window.start_s) + 1e-6)

@@ -1,8 +1,8 @@
 """What a run shows: percentiles, rates, who met its targets, and whether the client was fast enough to say so. Pure.
 
-A request counts if it was due within the window. TTFT counts from the moment the client began to send, TPOT is the mean
-over all tokens after those of the first chunk, ITL the time between two chunks. A request that failed, or that was not
-answered when the run was over, has met nothing.
+A request counts if it was due within the window. TTFT counts from the moment at which it was due (of a later turn: at
+which the client began to send), TPOT is the mean over all tokens after those of the first chunk, ITL the time between
+two chunks. A request that failed, or that was not answered when the run was over, has met nothing.
 """
 
 from __future__ import annotations
@@ -132,13 +132,19 @@ def _at(ordered: Sequence[float], share: float) -> float:
 
 
 def ttft_ms(record: Record) -> float:
-    """From its being sent to its first token."""
-    return (record.first_s - record.sent_s) * 1e3
+    """To its first token."""
+    return (record.first_s - _began_s(record)) * 1e3
 
 
 def e2e_ms(record: Record) -> float:
-    """From its being sent to its last token."""
-    return (record.last_s - record.sent_s) * 1e3
+    """To its last token."""
+    return (record.last_s - _began_s(record)) * 1e3
+
+
+def _began_s(record: Record) -> float:
+    """What a client sends late has waited for it: else a stall would hide the queue that it makes. A later turn was
+    written when it was due."""
+    return record.sent_s if record.turn else record.due_s
 
 
 def tpot_ms(record: Record) -> float | None:
@@ -210,13 +216,17 @@ def client_of(
     records: Iterable[Record], cpu_shares: Sequence[float], lags_s: Iterable[float], *, open_loop: bool
 ) -> Client:
     """What the client can say of itself."""
+    records = list(records)
+    own = [record for record in records if record.failure == Failure.CLIENT]
     late = (
         Percentiles.of((record.sent_s - record.due_s) * 1e3 for record in records) if open_loop else Percentiles.of(())
     )
     lag, busiest = Percentiles.of(each * 1e3 for each in lags_s), max(cpu_shares, default=0.0)
     more = "; take more --processes, or another machine"
     why = ""
-    if late.p99 > LATE_MS:
+    if own:
+        why = f"{len(own)} of its requests could not be sent ({own[0].why}){more}"
+    elif late.p99 > LATE_MS:
         why = f"a hundredth of the requests was sent more than {late.p99:.0f} ms late{more}"
     elif lag.p99 > LATE_MS:
         why = f"answers were read up to {lag.p99:.0f} ms late (p99){more}"

@@ -19,7 +19,7 @@ _SIZE_BYTES = 4
 
 
 class Failure(StrEnum):
-    """Why a request has no good answer. The last one is nobody's fault: the run was over."""
+    """Why a request has no good answer. CUT is nobody's fault: the run was over. CLIENT is the client's own."""
 
     CONNECT = "no connection"
     STATUS = "HTTP status"
@@ -29,7 +29,9 @@ class Failure(StrEnum):
     SHORT = "fewer tokens than asked"
     MALFORMED = "malformed"
     DEADLINE = "deadline"
+    UNSENT = "a turn before it failed"
     CUT = "cut at the end"
+    CLIENT = "the client's own"
 
 
 class Asking(msgspec.Struct, frozen=True):
@@ -54,7 +56,8 @@ class Load(msgspec.Struct, frozen=True):
     """How much is asked, by all processes together: an open loop, or a closed one of `clients`.
 
     It ends after `sending_s`, or with `requests` sessions. Sessions that begin within `judged_s` are waited for, the
-    others not; `drain_s` after `sending_s` all are cut.
+    others not. A request is cut `drain_s` after `sending_s`, but never before `drain_s` after the time that it has:
+    `first_s`, and `token_s` for each token that it asks for.
     """
 
     work: Work
@@ -65,6 +68,8 @@ class Load(msgspec.Struct, frozen=True):
     sending_s: float = float("inf")
     judged_s: float = float("inf")
     drain_s: float = float("inf")
+    first_s: float = 0.0
+    token_s: float = 0.0
 
 
 class Share(msgspec.Struct, frozen=True):

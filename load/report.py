@@ -15,13 +15,16 @@ from load.results import CDF_SHARES, Result, Row, Run
 from load.svg import Line, Mark, chart
 from wire.errors import ConfigError
 
-__all__ = ["COLUMNS", "cells_of", "page", "write_report"]
+__all__ = ["COLUMNS", "cells_of", "page", "warnings_of", "write_report"]
 
+_MOST_CACHED = 0.05
+"""Of prompts that share nothing but a template."""
+_MOST_LONGER = 1.2
 _MOST_DOTS, _BINS, _MOST_LINES = 1_200, 60, 8
 _STYLE = Path(__file__).with_name("report.css")
 COLUMNS = (
     "rate", "per GPU", "answered/s", "met", "goodput/GPU", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99",
-    "E2E p50", "p99", "tokens/s", "failed",
+    "E2E p50", "p99", "tokens/s", "cached", "failed",
 )  # fmt: skip
 """Of the table of runs; milliseconds, and requests a second."""
 
@@ -35,7 +38,7 @@ def cells_of(result: Result, run: Run) -> list[str]:
     per_gpu = f"{run.offered / result.gpus:.4g}"
     return [
         rate, per_gpu, f"{of.achieved_per_s:.4g}", _share(of.attainment), f"{of.goodput_per_s_per_gpu:.3g}", *spread,
-        f"{of.output_tokens_per_s:,.0f}", f"{failed:,}" if failed else "0",
+        f"{of.output_tokens_per_s:,.0f}", _share(of.cached), f"{failed:,}" if failed else "0",
     ]  # fmt: skip
 
 
@@ -86,22 +89,50 @@ def _targets(result: Result) -> str:
     return f"TTFT {slo.ttft_ms:g} ms, TPOT {slo.tpot_ms:g} ms{gap}; met by {result.attainment:.0%} of the requests"
 
 
+def warnings_of(result: Result) -> list[str]:
+    """What is to be said of its runs before anybody reads their figures."""
+    said = []
+    of = result.work
+    shares = bool(of.trace or of.sharegpt or of.turns > 1)
+    for run in result.runs:
+        name, client = f"{result.label}, {_name(run)}", run.measures.client
+        if client.bottleneck:
+            said.append(f"{name}: the client was too slow, so these figures are not the server's: {client.bottleneck}")
+        if run.short:
+            said.append(f"{name}: {run.rate:.4g} were wanted, and fewer came")
+        if not shares and run.measures.cached > _MOST_CACHED:
+            said.append(
+                f"{name}: the server had {run.measures.cached:.0%} of the prompts cached, which share nothing; take "
+                "another --seed"
+            )
+    if not all(run.measures.usage for run in result.runs):
+        said.append(f"{result.label}: answers without usage; their tokens are counted by chunks")
+    return said
+
+
 def _warnings(results: Sequence[Result]) -> list[str]:
     said = []
     for each in results:
-        slow = [run for run in each.runs if run.measures.client.bottleneck]
-        said += [
-            f"{each.label}, {_name(run)}: the client was too slow, so these figures are not the server's: "
-            f"{run.measures.client.bottleneck}"
-            for run in slow
-        ]
+        said += warnings_of(each)
         if each.found is not None and each.found.why:
             said.append(f"{each.label}: {each.found.why}")
-        if not all(run.measures.usage for run in each.runs):
-            said.append(f"{each.label}: answers without usage; their tokens are counted by chunks")
-    if len({(each.work, each.slo) for each in results}) > 1:
-        said.append("These results are not of the same work and targets.")
+    if differing := _differing(results):
+        said.append(f"These results are not of the same {' and '.join(differing)}.")
     return [f'<p class="warning">{_text(each)}</p>' for each in said]
+
+
+def _differing(results: Sequence[Result]) -> list[str]:
+    """What must be alike for results to be compared, and is not."""
+    endpoints = {each.endpoint for each in results if each.endpoint}  # older files do not say it
+    windows = [each.shown.window_s for each in results]
+    unlike = {
+        "work": len({each.work for each in results}) > 1,
+        "endpoint": len(endpoints) > 1,
+        "arrivals": len({each.arrivals for each in results}) > 1,
+        "targets": len({(each.slo, each.attainment) for each in results}) > 1,
+        f"counted time ({min(windows):.0f} to {max(windows):.0f} s)": max(windows) > _MOST_LONGER * min(windows),
+    }
+    return [what for what, is_so in unlike.items() if is_so]
 
 
 def _tiles(result: Result) -> str:
@@ -175,16 +206,25 @@ def _charts(results: Sequence[Result]) -> str:
         plots += _over_time(results[0])
     else:
         shown = [(each.label, each.shown) for each in results]
-    for name, words in (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2e", "Whole answer")):
+    requests = "share of all requests"
+    every = (
+        ("ttft", "TTFT", requests), ("tpot", "TPOT", requests), ("itl", "ITL", "share of all gaps"),
+        ("e2e", "Whole answer", requests),
+    )  # fmt: skip
+    for name, words, of in every:
         lines = [
-            Line(label, list(zip(run.cdfs[name], CDF_SHARES, strict=False)), colour=at)
-            for at, (label, run) in enumerate(shown)
-            if run.cdfs.get(name)
+            Line(label, _cumulated(run, name), colour=at) for at, (label, run) in enumerate(shown) if run.cdfs.get(name)
         ]
         target = {"ttft": results[0].slo.ttft_ms, "tpot": results[0].slo.tpot_ms, "itl": results[0].slo.gap_ms}
         marks = [Mark("target", x=target[name])] if target.get(name) else []
-        plots.append(chart(f"{words}, share of all", "ms", "share", lines, marks, log_x=True, y_most=1.0, percent=True))
+        plots.append(chart(f"{words}, {of}", "ms", "share", lines, marks, log_x=True, y_most=1.0, percent=True))
     return f'<section class="charts">{"".join(plots)}</section>'
+
+
+def _cumulated(run: Run, name: str) -> list[tuple[float, float]]:
+    """Requests that were not answered are those that come last, and never do; gaps are of whole answers."""
+    answered = 1.0 if name == "itl" else run.measures.answered / max(1, run.measures.requests)
+    return [(ms, share * answered) for ms, share in zip(run.cdfs[name], CDF_SHARES, strict=False)]
 
 
 def _some(runs: Sequence[Run]) -> list[Run]:
@@ -215,11 +255,11 @@ def _over_time(result: Result) -> list[str]:
     start = run.warm_up_s
     plots = []
     for words, of, target in (("TTFT", _ttft, result.slo.ttft_ms), ("TPOT", _tpot, result.slo.tpot_ms)):
-        points = [(row.due_s - start, of(row)) for row in rows]
+        points = [(row.due_s - start, ms) for row in rows if (ms := of(row))]  # an answer of one chunk has no TPOT
         lines = [
             Line("", _thinned(points), line=False, dots=True, faint=True, colour=0),
             Line("median", _binned(points, 0.5), colour=0),
-            Line("p99", _binned(points, 0.99), colour=1),
+            Line("slowest", _binned(points, 1.0), colour=1),
         ]
         title = f"{words} over time, {_name(run)}"
         plots.append(chart(title, "s", "ms", lines, [Mark("target", y=target)]))
@@ -256,6 +296,8 @@ def _binned(points: list[tuple[float, float]], share: float) -> list[tuple[float
 
 def _how(results: Sequence[Result]) -> str:
     cards = []
+    behind = all(run.after_s for each in results for run in each.runs)
+    kept = "; requests after the counted time keep the load up" if behind else ""
     for each in results:
         client = each.shown.measures.client
         versions = ", ".join(f"{name} {value}" for name, value in each.made.versions.items() if value)
@@ -267,10 +309,10 @@ def _how(results: Sequence[Result]) -> str:
             f"read {_late(client.lag)} late.</p>"
         )
     return (
-        '<section class="soft"><h2>How it was measured</h2><p>TTFT counts from the moment the client began to send; '
+        '<section class="soft"><h2>How it was measured</h2><p>TTFT counts from the moment a request was due; '
         "TPOT is the mean over the tokens after the first chunk; ITL is the time between two chunks. A request that "
-        "failed, or was not answered when the run was over, has met nothing. Requests of the warm-up do not count; "
-        f"requests after the counted time keep the load up.</p>{''.join(cards)}</section>"
+        "failed, or was not answered when the run was over, has met nothing, and is in no percentile; plots of shares "
+        f"end below 100% for it. Requests of the warm-up do not count{kept}.</p>{''.join(cards)}</section>"
     )
 
 

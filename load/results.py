@@ -18,6 +18,7 @@ from wire.frames import MALFORMED
 __all__ = ["CDF_SHARES", "Made", "Result", "Row", "Run", "cdfs_of", "read_result", "row_of", "write_result"]
 
 VERSION = 1
+_MOST_SHORT = 0.1
 CDF_SHARES = (*(at / 100 for at in range(100)), 0.995, 0.999, 1.0)
 
 
@@ -50,11 +51,19 @@ class Run(msgspec.Struct, frozen=True):
     cdfs: dict[str, list[float]]
     """Milliseconds at CDF_SHARES: of ttft, tpot, itl and e2e."""
     rows: list[Row]
+    after_s: float = 0.0
+    """Seconds after the window in which requests went on to come."""
+
+    @property
+    def short(self) -> bool:
+        """Whether fewer requests came than were wanted, by more than chance: later turns of sessions did not, yet."""
+        wanted = self.rate * self.window_s
+        return wanted - self.measures.requests > max(_MOST_SHORT * wanted, 3 * math.sqrt(wanted))
 
     @property
     def offered(self) -> float:
-        """Requests a second that came, or were to come."""
-        return self.rate or self.measures.offered_per_s
+        """Requests a second that were wanted; those that came, if they were fewer or none were wanted."""
+        return self.measures.offered_per_s if self.short else self.rate or self.measures.offered_per_s
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -67,6 +76,7 @@ class Made(msgspec.Struct, frozen=True):
     """The machine of the client."""
     versions: dict[str, str]
     """Of the client; `server` is what the server says of itself."""
+    seed: int = 0
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -89,6 +99,7 @@ class Result(msgspec.Struct, frozen=True):
     found: Found | None = None
     """Of --find-rate."""
     version: int = VERSION
+    endpoint: str = ""
 
     @property
     def shown(self) -> Run:

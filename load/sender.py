@@ -13,10 +13,12 @@ import contextlib
 import gc
 import itertools
 import os
+import resource
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -46,7 +48,7 @@ class Sender:
         self._left = self._own()
         self._records: list[Record] = []
         self._sent = self._done = self._failed = self._tokens = 0
-        self._begin = self._cpu_began = 0.0
+        self._begin = self._cpu_share = 0.0
         self._lags: list[float] = []
         stream_options: dict[str, Any] = {"include_usage": True}
         if asking.usage_per_chunk:
@@ -61,6 +63,8 @@ class Sender:
         if load.requests:
             every = itertools.islice(every, load.requests)
         mine = itertools.islice(every, self._share.index, None, self._share.of)
+        if load.clients:
+            return mine  # a closed loop knows no times but its own
         return itertools.takewhile(lambda session: session.at < load.sending_s, mine)
 
     @property
@@ -94,14 +98,13 @@ class Sender:
         """Send all of it, from `begin` on (monotonic seconds)."""
         self._begin = begin
         await asyncio.sleep(max(0.0, begin - time.monotonic()))
-        wall, cpu = time.monotonic(), time.process_time()
         watch = asyncio.create_task(self._watch())
         await (self._closed() if self._load.clients else self._open())
-        cpu_share = (time.process_time() - cpu) / max(1e-9, time.monotonic() - wall)
         watch.cancel()
+        await asyncio.wait({watch})
         for connections in self._servers:
             connections.close()
-        return Told(self._records, cpu_share, self._lags)
+        return Told(self._records, self._cpu_share, self._lags)
 
     async def _open(self) -> None:
         """Each at its time."""
@@ -114,7 +117,7 @@ class Sender:
             task = asyncio.create_task(self._session(session, first, session.at))
             kept = judged if session.at < self._load.judged_s else others
             kept.add(task)
-            task.add_done_callback(kept.discard)
+            task.add_done_callback(partial(_forget, kept))
             await asyncio.sleep(0)  # it is sent now
             if not self._ready or self._begin + self._ready[0][0].at > time.monotonic():
                 self._write_one()  # never while another one is due
@@ -145,41 +148,73 @@ class Sender:
                 await asyncio.sleep(turn.think_s)
             request = self._body(turn, said) if number else first
             record = Record(session.number, number, due, 0.0, asked_tokens=turn.output)
-            answer = Answer(keep=number + 1 < len(session.turns))
+            more = number + 1 < len(session.turns)
+            answer = Answer(keep=more)
             await self._ask(request, record, answer)
             if record.failure:
+                self._unsent(session, number + 1)
                 return
-            said += [
-                {"role": "user", "content": self._prompts.text(turn)},
-                {"role": "assistant", "content": answer.text},
-            ]
+            if more:
+                said += [
+                    {"role": "user", "content": self._prompts.text(turn)},
+                    {"role": "assistant", "content": answer.text},
+                ]
+
+    def _unsent(self, session: Session, begin: int) -> None:
+        """Turns from number `begin` on, behind one that failed: they have failed, too, when they would have come."""
+        due = time.monotonic() - self._begin
+        for number in range(begin, len(session.turns)):
+            due += session.turns[number].think_s
+            if due > self._load.sending_s:
+                return
+            record = Record(session.number, number, due, due, asked_tokens=session.turns[number].output)
+            record.failure, record.why = str(Failure.UNSENT), f"turn {number + 1} of {len(session.turns)} was not sent"
+            self._sent += 1
+            self._over(record)
 
     async def _ask(self, request: bytes, record: Record, answer: Answer) -> None:
         self._sent += 1
         sent = time.monotonic()
         record.sent_s = sent - self._begin
-        cut = self._begin + self._load.sending_s + self._load.drain_s - sent
+        load = self._load
+        has_s = load.first_s + load.token_s * record.asked_tokens
+        cut = max(self._begin + load.sending_s - sent, has_s) + load.drain_s
         try:
             async with asyncio.timeout(max(0.0, min(self._asking.deadline_s, cut))):
                 server = self._servers[record.session % len(self._servers)]
                 await server.ask(request, answer, record.asked_tokens, exact=self._asking.ignore_eos)
         except TimeoutError:
             if cut < self._asking.deadline_s:
-                answer.fail(Failure.CUT, f"not answered {self._load.drain_s:g} s after the last request")
+                answer.fail(Failure.CUT, f"not answered {cut:.3g} s after it was sent, when the run was over")
             else:
                 answer.fail(Failure.DEADLINE, f"not answered within {self._asking.deadline_s:g} s")
         answer.into(record, self._begin)
+        self._over(record)
+
+    def _over(self, record: Record) -> None:
         self._records.append(record)
         self._done += 1
         self._failed += bool(record.failure) and record.failure != Failure.CUT
         self._tokens += record.output_tokens
 
     async def _watch(self) -> None:
-        """By how much timers are late: so late is what is read."""
-        while True:
-            due = time.monotonic() + _TICK_S
-            await asyncio.sleep(_TICK_S)
-            self._lags.append(time.monotonic() - due)
+        """By how much timers are late: so late is what is read. A tick that was slept through is one that was late.
+
+        It ends with the sending: what is left to do then would only make the client look better."""
+        wall, cpu = time.monotonic(), time.process_time()
+        due, ends = wall, self._begin + self._load.sending_s
+        try:
+            while (due := due + _TICK_S) < ends:
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                self._lags.append(time.monotonic() - due)
+        finally:
+            self._cpu_share = (time.process_time() - cpu) / max(1e-9, time.monotonic() - wall)
+
+
+def _forget(kept: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    """One that broke stays, for whoever gathers them to break, too: its records are missing."""
+    if task.cancelled() or task.exception() is None:
+        kept.discard(task)
 
 
 async def _serve() -> None:
@@ -188,6 +223,8 @@ async def _serve() -> None:
     async def hear() -> bytes:
         return await reader.readexactly(size_of(await reader.readexactly(4)))
 
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1,024 are usual, and each answer is a connection
     sender = Sender(msgspec.msgpack.decode(await hear(), type=Share))
     sender.prepare()
     stdout.write(pack(sender.progress))
@@ -202,6 +239,7 @@ async def _serve() -> None:
         if gone.done():
             return
         stdout.write(pack(sender.progress))
+    stdout.transport.set_write_buffer_limits(0)  # or drain() returns with 64 KiB left, which end with the process
     stdout.write(pack(await running))
     await stdout.drain()
     stdout.close()

@@ -26,6 +26,7 @@ __all__ = ["CHARS_PER_TOKEN", "LENGTHS", "Arrival", "Lengths", "Session", "Turn"
 CHARS_PER_TOKEN = 4
 """Of English text; how long the answers of a ShareGPT file are is reckoned with it."""
 _MOST_TURNS = 1 << 10
+_Conversation = list[tuple[str, str]]
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -102,14 +103,20 @@ def sessions(work: Work, arrival: Arrival, seed: str) -> Iterator[Session]:
     if work.trace:
         yield from _of_trace(work, arrival, times)
         return
-    asked = _of_sharegpt(work, rng) if work.sharegpt else _made_up(work, rng)
+    turns: float = work.turns
+    if work.sharegpt:
+        found = _conversations(Path(work.sharegpt))
+        asked = _of_sharegpt(found, work, rng)
+        turns = sum(min(len(said), work.turns) for said in found) / len(found)
+    else:
+        asked = _made_up(work, rng)
     begins = (
-        arrivals(arrival.kind, arrival.rate / work.turns, arrival.variation, times)
+        arrivals(arrival.kind, arrival.rate / turns, arrival.variation, times)
         if arrival.rate
         else itertools.repeat(0.0)
     )
-    for number, (at, turns) in enumerate(zip(begins, asked, strict=False)):
-        yield Session(number, at, turns)
+    for number, (at, said) in enumerate(zip(begins, asked, strict=False)):
+        yield Session(number, at, said)
 
 
 def _made_up(work: Work, rng: random.Random) -> Iterator[list[Turn]]:
@@ -162,9 +169,8 @@ def _traced(asked: Asked, number: int) -> Turn:
     return Turn(asked.output, [*pieces, (tail, rest)] if rest else pieces)
 
 
-def _of_sharegpt(work: Work, rng: random.Random) -> Iterator[list[Turn]]:
+def _of_sharegpt(found: list[_Conversation], work: Work, rng: random.Random) -> Iterator[list[Turn]]:
     """Conversations in random order, again and again; of each the first turns of its human."""
-    found = _conversations(Path(work.sharegpt))
     while True:
         for said in rng.sample(found, len(found)):
             yield [
@@ -173,7 +179,7 @@ def _of_sharegpt(work: Work, rng: random.Random) -> Iterator[list[Turn]]:
             ]
 
 
-def _conversations(path: Path) -> list[list[tuple[str, str]]]:
+def _conversations(path: Path) -> list[_Conversation]:
     """Questions and their answers. Raises ConfigError."""
     try:
         found = [_exchanges(each["conversations"]) for each in json.loads(path.read_text(encoding="utf-8"))]
@@ -184,11 +190,16 @@ def _conversations(path: Path) -> list[list[tuple[str, str]]]:
     return [each for each in found if each]
 
 
-def _exchanges(said: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _exchanges(said: list[dict[str, Any]]) -> _Conversation:
     human, model = ("human", "user"), ("gpt", "assistant")
     pairs = itertools.pairwise(said)
     return [
-        (str(a["value"]), str(b["value"]))
+        (_sendable(str(a["value"])), str(b["value"]))
         for a, b in pairs
         if a["from"] in human and b["from"] in model and a["value"] and b["value"]
     ]
+
+
+def _sendable(text: str) -> str:
+    """Half of a surrogate pair, which JSON may have, is no UTF-8."""
+    return text.encode(errors="replace").decode()

@@ -75,6 +75,27 @@ def test_rates_become_a_result_and_a_page(
     assert "double" in capfd.readouterr().out
 
 
+def test_what_was_measured_before_a_failure_is_written(server: Double, tmp_path: Path) -> None:
+    """The second rate's first request would come after 10 s."""
+    path = tmp_path / "part.json"
+    flags = ("--rate", "20,0.1,20", "--arrivals", "constant", "--output", str(path))
+    assert run(["bench", "--url", server.url, *SHORT, *flags]) == 1
+    result = read_result(path)
+    assert [one.rate for one in result.runs] == [20.0]
+    assert path.with_suffix(".html").exists()
+
+
+def test_each_command_has_prompts_of_its_own_unless_told(server: Double, tmp_path: Path) -> None:
+    path, seeds = tmp_path / "seed.json", []
+    flags = ("--concurrency", "1", "--requests", "2", "--warm-up-s", "0", "--output", str(path))
+    for more in ([], [], ["--seed", "7"], ["--seed", "7"]):
+        assert run(["bench", "--url", server.url, *SHORT, *flags, *more]) == 0
+        seeds.append(read_result(path).made.seed)
+    assert len(set(seeds)) == 3
+    assert seeds[2:] == [7, 7]
+    assert len({tuple(told.body["prompt"]) for told in server.told}) == 6
+
+
 def test_a_closed_loop_by_requests(server: Double, tmp_path: Path) -> None:
     path = tmp_path / "closed.json"
     flags = ("--concurrency", "2", "--requests", "6", "--endpoint", "chat", "--turns", "2", "--think-s", "0")

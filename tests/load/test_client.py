@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import json
 import os
+import resource
+import signal
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai_double import Double, Told, begin, end, event, over, paced, serving, token, whole
 
-from load.conductor import Outcome, conduct
+from load.answer import Answer
+from load.conductor import Outcome, conduct, cores
+from load.connection import Connections
 from load.endpoint import ServerUnusable, ask_server
 from load.measures import tpot_ms, ttft_ms
 from load.prompts import Spelling
@@ -150,6 +157,81 @@ async def test_a_connection_that_was_closed_while_idle_is_no_failure() -> None:
     assert double.connections == 4
 
 
+async def test_a_connection_that_dies_under_a_request_is_a_failure() -> None:
+    """The second request is not asked again in secret: it was with the server for a while."""
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        if len(double.told) == 1:
+            await paced(0, 0)(double, told, writer)
+            return
+        await asyncio.sleep(0.3)
+        writer.close()
+
+    async with serving(say) as double:
+        outcome = await put(asking(double), closed(2))
+    assert [record.failure for record in outcome.records] == ["", Failure.CONNECT]
+    assert (len(double.told), double.connections) == (2, 1)
+
+
+async def test_there_is_a_file_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual limit is a soft one."""
+    spawn, usual = asyncio.create_subprocess_exec, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def with_few(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, usual[1]))
+        try:
+            return await spawn(*command, **more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", with_few)
+    async with serving(paced(1.0, 0)) as double:
+        outcome = await put(asking(double), closed(160, clients=160, output=1))
+    assert [record.failure for record in outcome.records] == [""] * 160
+
+
+@pytest.mark.parametrize(
+    ("number", "failure"),
+    [(errno.EMFILE, Failure.CLIENT), (errno.EADDRNOTAVAIL, Failure.CLIENT), (errno.ECONNREFUSED, Failure.CONNECT)],
+)
+async def test_what_the_client_has_too_few_of_is_its_own(
+    number: int, failure: Failure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
+    answer = Answer()
+    await Connections("http://127.0.0.1:1", "", False, {}).ask(b"{}", answer, 1, exact=True)
+    assert answer.failure == failure
+
+
+async def test_a_pause_of_the_client_is_as_long_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1.5 s, stopped for 0.6: two fifths of the ticks were late."""
+    load = Load(Work(16, 2), Arrival("constant", 10.0), "s", sending_s=1.5, judged_s=1.5)
+    stopped: list[int] = []
+    spawn = asyncio.create_subprocess_exec
+
+    async def known(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        child = await spawn(*command, **more)
+        stopped.append(child.pid)
+        return child
+
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        if len(double.told) == 2:
+            os.kill(stopped[0], signal.SIGSTOP)
+            await asyncio.sleep(0.6)
+            os.kill(stopped[0], signal.SIGCONT)
+        await paced(0, 0)(double, told, writer)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", known)
+    async with serving(say) as double:
+        outcome = await put(asking(double), load, processes=2)
+    assert 40 < len(outcome.lags_s) < 80  # of one process, each 20 ms
+    assert max(outcome.lags_s) > 0.5
+    assert sum(lag > 0.1 for lag in outcome.lags_s) > 20
+
+
 async def test_connections_are_kept() -> None:
     async with serving(paced(0, 0)) as double:
         await put(asking(double), closed(12, clients=2))
@@ -177,6 +259,18 @@ async def test_turns_hold_what_was_really_answered() -> None:
     assert double.told[0].path == "/v1/chat/completions"
 
 
+async def test_turns_that_a_failure_has_left_unsent_have_failed_too() -> None:
+    async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
+        await (paced(0, 0)(double, told, writer) if len(double.told) == 1 else said("no end", told, writer))
+
+    async with serving(say) as double:
+        outcome = await put(asking(double, chat=True), closed(1, turns=4, think_s=0.01))
+    assert len(double.told) == 2
+    found = sorted((record.turn, record.failure) for record in outcome.records)
+    assert found == [(0, ""), (1, Failure.EARLY_END), (2, Failure.UNSENT), (3, Failure.UNSENT)]
+    assert "turn 4 of 4 was not sent" in {record.why for record in outcome.records}
+
+
 async def test_who_is_not_answered_when_the_run_is_over_is_cut() -> None:
     async def say(double: Double, told: Told, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(60)
@@ -185,6 +279,33 @@ async def test_who_is_not_answered_when_the_run_is_over_is_cut() -> None:
     async with serving(say) as double:
         outcome = await put(asking(double), load)
     assert [record.failure for record in outcome.records] == [Failure.CUT] * 5
+
+
+async def test_who_may_still_meet_the_targets_is_not_cut() -> None:
+    """Answers take 600 ms, of 2 s that they have; the run is over before."""
+    load = Load(
+        Work(16, 4),
+        Arrival("constant", 10.0),
+        "s",
+        sending_s=0.55,
+        judged_s=0.55,
+        drain_s=0.0,
+        first_s=1.0,
+        token_s=0.25,
+    )
+    async with serving(paced(0.6, 0)) as double:
+        outcome = await put(asking(double), load)
+    assert [record.failure for record in outcome.records] == [""] * 5
+
+
+async def test_a_closed_loop_does_not_go_by_the_times_of_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": at * 60_000, "input_length": 16, "output_length": 2, "hash_ids": [at]} for at in range(6)]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    load = Load(Work(trace=str(path)), Arrival(), "s", clients=2, sending_s=30.0)
+    async with serving(paced(0, 0)) as double:
+        outcome = await put(asking(double), load)
+    assert [record.failure for record in outcome.records] == [""] * 6
 
 
 async def test_those_that_only_keep_the_load_up_are_not_waited_for() -> None:
@@ -222,6 +343,14 @@ async def test_no_process_is_left_when_the_command_is_interrupted() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
     assert not [command for command in commands if b"load.sender" in command]
+
+
+@pytest.mark.parametrize(("said", "least"), [("max 100000", 0), ("150000 100000", 1), ("5000 100000", 1), ("?", 0)])
+def test_a_containers_limit_counts_as_cores(said: str, least: int, tmp_path: Path) -> None:
+    limit = tmp_path / "cpu.max"
+    limit.write_text(f"{said}\n", encoding="ascii")
+    assert cores(limit) == (least or len(os.sched_getaffinity(0)))
+    assert cores(tmp_path / "none") == len(os.sched_getaffinity(0))
 
 
 async def test_several_servers_are_asked_in_turn_and_told_the_targets() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from simulated_server import records_of
@@ -50,7 +52,7 @@ async def test_a_search_probes_each_rate_in_a_window_of_its_own(loads: list[Load
     for load in loads:
         assert load.judged_s == 65
         assert load.sending_s == pytest.approx(65 + 1.16)
-        assert load.drain_s == pytest.approx(1.16 + 2)
+        assert (load.first_s, load.token_s, load.drain_s) == (0.2, 0.015, 2)
     assert all(5 <= row.due_s < 65 for run in bench.runs for row in run.rows)
     assert told[0].name == "2 requests/s"
 
@@ -60,7 +62,7 @@ async def test_rates_are_run_one_after_the_other(loads: list[Load]) -> None:
     await bench.run()
     assert [run.rate for run in bench.runs] == [4.0, 8.0]
     assert [(run.warm_up_s, run.window_s) for run in bench.runs] == [(2, 10), (2, 10)]
-    assert loads[0].drain_s == 600
+    assert (loads[0].drain_s, loads[0].first_s, loads[0].token_s) == (600, 0, 0)
 
 
 async def test_a_number_of_requests_ends_with_its_last_answer(loads: list[Load]) -> None:
@@ -92,3 +94,98 @@ async def test_a_client_that_is_too_slow_ends_the_search(loads: list[Load], monk
     assert bench.found is not None
     assert len(bench.runs) == 1
     assert "the client was too slow" in bench.found.why
+
+
+@pytest.mark.parametrize(
+    ("asked", "warm_up_s", "after_s"),
+    [
+        ({"lengths": "reasoning", "rate": "4"}, 82.42, 82.42),
+        ({"lengths": "512:64", "rate": "4"}, 5.0, 4.2),  # 1 s, and 50 ms each
+        ({"lengths": "512:64", "rate": "4", "warm_up_s": 0.5}, 0.5, 4.2),
+        ({"lengths": "reasoning", "concurrency": 4}, 82.42, 0.0),
+        ({"lengths": "512:64", "rate": "4", "turns": 3, "endpoint": "chat", "think_s": 0.0}, 12.6, 4.2),
+    ],
+)
+async def test_the_load_is_all_there_before_it_counts_and_as_long_as_it_counts(
+    loads: list[Load], asked: dict[str, object], warm_up_s: float, after_s: float
+) -> None:
+    bench = Experiment(BenchConfig(**asked))  # type: ignore[arg-type]
+    try:
+        await bench.run()
+    except KvrelayError:
+        assert warm_up_s > 20  # beyond what this server has
+    assert loads[0].judged_s == pytest.approx(warm_up_s + 60)
+    assert loads[0].sending_s == pytest.approx(warm_up_s + 60 + after_s)
+
+
+async def test_a_trace_that_ends_early_ends_the_window(loads: list[Load], repository: Path) -> None:
+    """200 requests."""
+    path = repository / "benchmarks" / "traces" / "mooncake_conversation_sample.jsonl"
+    config = BenchConfig(trace=str(path), rate="20,200", warm_up_s=5)
+    bench = Experiment(config)
+    with pytest.raises(KvrelayError, match=r"the 200 requests of the trace take .* 0 come after the warm-up of 5 s"):
+        await bench.run()
+    (run,) = bench.runs
+    assert 4 < run.window_s < 7
+    assert run.after_s == 0
+    assert run.offered == 20
+    assert run.measures.offered_per_s == pytest.approx(20, rel=0.3)
+    assert loads[0].judged_s == pytest.approx(5 + run.window_s)
+
+
+async def test_a_search_ends_with_the_probe_that_cannot_be_and_keeps_the_others(
+    loads: list[Load], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = experiment.conduct
+
+    async def broken(asking: Asking, load: Load, *more: object) -> Outcome:
+        if len(loads) == 3:
+            raise KvrelayError("a process has ended")
+        return await whole(asking, load, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(experiment, "conduct", broken)
+    bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4", ttft_ms=200, tpot_ms=15))
+    await bench.run()
+    assert bench.found is not None
+    assert [run.rate for run in bench.runs] == [4, 8, 16]
+    assert (bench.found.holds, bench.found.breaks) == (16, None)
+    assert bench.found.why == "at 32 requests/s a process has ended"
+
+
+async def test_a_search_that_is_interrupted_tells_what_it_knows(
+    loads: list[Load], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = experiment.conduct
+
+    async def interrupted(asking: Asking, load: Load, *more: object) -> Outcome:
+        if len(loads) == 2:
+            raise asyncio.CancelledError
+        return await whole(asking, load, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(experiment, "conduct", interrupted)
+    bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4"))
+    with pytest.raises(asyncio.CancelledError):
+        await bench.run()
+    assert bench.found is not None
+    assert (bench.found.holds, bench.found.why) == (8, "the search was interrupted")
+
+
+async def test_a_handful_of_requests_does_not_say_what_holds(loads: list[Load]) -> None:
+    bench = Experiment(BenchConfig(lengths="512:64", find_rate=True, rate="4", ttft_ms=0.001))
+    await bench.run()
+    assert bench.found is not None
+    assert [run.rate for run in bench.runs] == [4, 2, 1, 0.5]
+    assert "at 0.25 requests/s 15 requests come in 60 s, too few" in bench.found.why
+    with pytest.raises(KvrelayError, match=r"at 0\.1 requests/s 6 requests come"):
+        await Experiment(BenchConfig(find_rate=True, rate="0.1")).run()
+
+
+async def test_a_rate_that_sessions_did_not_reach_does_not_hold(loads: list[Load]) -> None:
+    """The server's records end after 20 s of the 65."""
+    asked = {"turns": 3, "endpoint": "chat", "lengths": "512:64", "ttft_ms": 200.0, "tpot_ms": 15.0}
+    bench = Experiment(BenchConfig(find_rate=True, rate="8", **asked))  # type: ignore[arg-type]
+    await bench.run()
+    assert bench.found is not None
+    assert bench.found.holds == 0
+    assert "at 8 requests/s only" in bench.found.why
+    assert bench.runs[0].offered == bench.runs[0].measures.offered_per_s < 4

@@ -45,6 +45,8 @@ def request(due_s: float, ttft_ms: float = 100.0, gap_ms: float = 10.0, tokens: 
     [
         (request(0), SLO, True),
         (request(0, ttft_ms=200.1), SLO, False),
+        (request(0, ttft_ms=210.0, sent_s=0.06), SLO, False),  # it was sent late
+        (request(0, ttft_ms=210.0, sent_s=0.06, turn=1), SLO, True),
         (request(0, gap_ms=15.1), SLO, False),
         (request(0, gap_ms=15.1, tokens=1), SLO, True),
         (request(0, failure="early end"), SLO, False),
@@ -93,6 +95,12 @@ def test_a_client_that_was_too_slow_says_so() -> None:
     assert client_of(late, [0.1], [0.0], open_loop=False).bottleneck == ""
     assert "read up to 30 ms late" in client_of([], [0.1], [0.03], open_loop=False).bottleneck
     assert "97% of its core" in client_of([], [0.2, 0.97], [0.0], open_loop=False).bottleneck
+
+
+def test_requests_that_a_client_could_not_send_are_its_own() -> None:
+    own = request(0, failure=Failure.CLIENT, why="Too many open files")
+    said = client_of([own, request(0)], [0.1], [0.0], open_loop=False).bottleneck
+    assert said.startswith("1 of its requests could not be sent (Too many open files)")
 
 
 def test_percentiles() -> None:

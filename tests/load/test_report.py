@@ -5,13 +5,16 @@ from __future__ import annotations
 import html.parser
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from simulated_server import PREFILL_S, STEP_S, WORK, result_of, run_of
 
-from load.report import page, write_report
+from load.measures import Slo
+from load.report import _cumulated, page, warnings_of, write_report
 from load.results import Result
+from load.sessions import Work
 from load.svg import Line, Mark, chart
 from wire.errors import ConfigError
 
@@ -91,9 +94,34 @@ def test_several_results_are_compared(ours: Result, theirs: Result) -> None:
     assert "<colocated>" not in text
     assert reader.count["svg"] == 5
     assert reader.count["table"] == 3
-    assert "not of the same work" not in text
-    other = msgspec.structs.replace(theirs, attainment=0.9, slo=msgspec.structs.replace(theirs.slo, ttft_ms=100.0))
-    assert "not of the same work and targets" in page([ours, other])
+    assert "not of the same" not in text
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"attainment": 0.95}, "targets"),
+        ({"slo": Slo(100.0, 15.0)}, "targets"),
+        ({"arrivals": "constant arrivals, open loop", "work": Work(512, 63)}, "work and arrivals"),
+        ({"endpoint": "chat"}, "endpoint"),
+    ],
+)
+def test_what_is_not_alike_is_told(ours: Result, theirs: Result, other: dict[str, Any], words: str) -> None:
+    one = msgspec.structs.replace(ours, endpoint="completions")
+    assert f"not of the same {words}." in page([one, msgspec.structs.replace(theirs, **other)])
+    shorter = [msgspec.structs.replace(run, window_s=20.0) for run in theirs.runs]
+    assert "counted time (20 to 40 s)" in page([ours, msgspec.structs.replace(theirs, runs=shorter)])
+
+
+def test_requests_that_failed_are_left_out_of_no_plot(ours: Result) -> None:
+    run = ours.runs[0]
+    of = msgspec.structs.replace(run.measures, answered=run.measures.requests // 2)
+    failing = msgspec.structs.replace(run, measures=of)
+    assert _cumulated(failing, "ttft")[-1][1] == pytest.approx(0.5, abs=0.01)
+    assert _cumulated(failing, "itl")[-1][1] == 1.0
+    assert "keep the load up" not in page([ours])
+    behind = msgspec.structs.replace(ours, runs=[msgspec.structs.replace(failing, after_s=4.0)])
+    assert "keep the load up" in page([behind])
 
 
 def test_a_client_that_was_too_slow_is_told_first(ours: Result) -> None:
@@ -102,6 +130,18 @@ def test_a_client_that_was_too_slow_is_told_first(ours: Result) -> None:
     runs = [msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, client=slow))]
     text = page([msgspec.structs.replace(ours, runs=runs)])
     assert text.index("the client was too slow") < text.index("highest rate per GPU")
+
+
+def test_what_makes_figures_doubtful_is_told_first(ours: Result) -> None:
+    run = ours.runs[0]
+    assert warnings_of(ours) == []
+    cached = msgspec.structs.replace(run, measures=msgspec.structs.replace(run.measures, cached=0.4))
+    few = msgspec.structs.replace(run, rate=2 * run.rate)
+    first, second = warnings_of(msgspec.structs.replace(ours, runs=[cached, few]))
+    assert "40% of the prompts cached, which share nothing; take another --seed" in first
+    assert f"{few.rate:g} were wanted, and fewer came" in second
+    traced = msgspec.structs.replace(ours, runs=[cached], work=msgspec.structs.replace(ours.work, trace="t"))
+    assert warnings_of(traced) == []
 
 
 def test_a_run_without_any_answer_is_a_page_too(ours: Result) -> None:

@@ -118,6 +118,16 @@ def test_conversations_are_asked_as_they_were(tmp_path: Path) -> None:
     assert [(turn.text, turn.output) for turn in asked.turns] == [("one", 10), ("two", 20)]
 
 
+def test_a_rate_counts_the_turns_that_conversations_have(tmp_path: Path) -> None:
+    """Two have one, one has two, of the five that were allowed; half of a character is sent as a question mark."""
+    path = tmp_path / "sharegpt.json"
+    pair = [{"from": "human", "value": "caf\ud83d"}, {"from": "gpt", "value": "yes"}]
+    path.write_text(json.dumps([{"conversations": pair * times} for times in (1, 2, 1)]), encoding="utf-8")
+    asked = take(Work(sharegpt=str(path), turns=5), Arrival("constant", 8.0), count=30)
+    assert sum(len(each.turns) for each in asked) / asked[-1].at == pytest.approx(8.0)
+    assert asked[0].turns[0].text == "caf?"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"timestamp": 1}', '[{"conversations": [{"from": "gpt"}]}]'])
 def test_files_of_another_kind_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
