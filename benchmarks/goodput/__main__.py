@@ -31,6 +31,7 @@ from benchmarks.goodput.drawing import drawn, read_folders, tables
 from benchmarks.goodput.measuring import OutOfTime, Place, judged
 from benchmarks.goodput.nodes import Nodes, cluster, servers
 from benchmarks.goodput.works import WORKS, Arm, Work, parse_work
+from wire.errors import ConfigError
 
 _MODEL = Path(__file__).parents[1] / "models" / "llama-3.1-8b.json"
 _LAST_TOKENS = 1_000
@@ -190,11 +191,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 3 if there was not time enough."""
+    """0; 3 if there was not time enough; 2 if files cannot be gone on with, or compared."""
     asked = _arguments(argv)
-    if not asked.draw:
-        return asyncio.run(_course(asked))
-    found = read_folders(asked.draw)
+    try:
+        if not asked.draw:
+            return asyncio.run(_course(asked))
+        found = read_folders(asked.draw)
+    except ConfigError as why:
+        print(why, file=sys.stderr)
+        return 2
     print(tables(found))
     if asked.svg is not None:
         asked.svg.write_text(drawn(found), encoding="utf-8")

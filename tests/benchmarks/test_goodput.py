@@ -179,6 +179,7 @@ def test_results_of_something_else_are_refused(
     write_result(result, other / "chat-relay.json")
     with pytest.raises(ConfigError, match=f"{'flags' if name == 'made' else name} "):
         read_folders([folder, other])
+    assert main(["--draw", str(folder), str(other)]) == 2
 
 
 @pytest.fixture
@@ -221,6 +222,10 @@ def course(out: Path, *words: str, until: float = 1e18) -> _Course:
     asked = _arguments(["--out", str(out), "--work", TINY, *words])
     asked.work = [dataclasses.replace(work, smooth=True) for work in asked.work]
     return _Course(asked, NODES, until)
+
+
+def place(out: Path) -> Place:
+    return Place(parse_work(TINY), Arm.RELAY, NODES, out, 1e18, 32_000)
 
 
 async def test_arms_are_searched_by_a_probe_of_each_in_turn(tmp_path: Path, probes: list[tuple[str, float]]) -> None:
@@ -278,6 +283,9 @@ async def test_what_is_there_is_gone_on_with_if_it_is_of_the_same(
 ) -> None:
     await course(tmp_path, "--rates=5,6").run()
     assert [rate for arm, rate in probes if arm == "relay"] == [5, 6]
+    relay = place(tmp_path)
+    assert relay.beside((0.6, 1.0, 1.25)) == [3.6, 7.5]  # of 6, which was probed
+    assert relay.wanted(smooth=False) == 6.9
     path = tmp_path / "tiny-relay.json"
     write_result(msgspec.structs.replace(read_result(path), model="another"), path)
     with pytest.raises(ConfigError, match="model is another in one"):
