@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     print("| nodes | events/s | us of CPU a request | MiB in all | prefill choice | decode choice |")
     print("|---|---|---|---|---|---|")
-    for nodes in arguments.nodes:
+    for nodes in sorted(arguments.nodes):  # what memory is told is the most that the process ever had
         source, place = choices(nodes)
         half = nodes // 2
         streams = streams_of(SCALE, arguments.requests, half, 0)

@@ -53,6 +53,7 @@ __all__ = ["Compared", "compared", "main", "of_results", "streams_about", "strea
 
 _SHARES = (0.5, 0.9, 0.99)
 _SPLIT = re.compile(r"(\d+)P(\d+)D")
+_COLOCATED = re.compile(r"(\d+) ")
 _WARM_UP_S, _IDLE_S, _IDLE_RATE, _IDLE_USE = 5.0, 8.0, 5.0, 0.15
 _PROFILE_DEADLINE_S = 600.0
 
@@ -164,8 +165,9 @@ def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compa
     found = []
     for each in read_folders(folders):
         result, speeds = each.result, Speeds(card)
-        match = _SPLIT.fullmatch(result.label)
-        prefill, decode = (int(match[1]), int(match[2])) if match else (0, result.gpus)
+        match, alike = _SPLIT.fullmatch(result.label), _COLOCATED.match(result.label)
+        nodes = int(alike[1]) if alike else result.gpus
+        prefill, decode = (int(match[1]), int(match[2])) if match else (0, nodes)
         targets = None if each.arm == "direct" else Targets(result.slo.ttft_ms, result.slo.tpot_ms)
         policy = "round_robin" if each.arm == "direct" else "cost"
         setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets)

@@ -118,6 +118,7 @@ def main() -> int:
     vocab_size = json.loads(Path(args.model).read_text(encoding="utf-8"))["vocab_size"]
     flags = [f"--model={Path(args.model).resolve()}", "--load-format=dummy", "--no-prefix-cache", *args.flag]
     told: dict[str, dict[str, Any]] = {}
+    failed: list[Record] = []
     print(f"{'':26}" + "".join(f"{name:>{WIDTH}}" for name in Figures.__dataclass_fields__))
     with running(args.command, *flags) as url:
         with urlopen(f"{url}/v1/models", timeout=10) as answer:
@@ -129,11 +130,13 @@ def main() -> int:
             name = " + ".join(map(str, loads))
             told[name] = asdict(Figures.of(seen[0].records))
             print(f"{name:26}" + "".join(f"{value:{WIDTH}.2f}" for value in told[name].values()), flush=True)
-            for failed in [record for one in seen for record in one.records if record.failure][:2]:
-                print(f"  failed: {failed.failure}: {failed.why}", flush=True)
+            wrong = [record for one in seen for record in one.records if record.failure]
+            failed += wrong
+            for record in wrong[:2]:
+                print(f"  failed: {record.failure}: {record.why}", flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(told, indent=2), encoding="utf-8")
-    return 1 if any(figures["failed"] for figures in told.values()) else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import secrets
 import shutil
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import aiohttp
 
 from benchmarks.fuzz import over_http, over_sockets
 from benchmarks.fuzz.stand import Stand, Usage
+from kv_transfer.leases import LeaseId
 
 __all__ = ["TARGETS", "fuzzed"]
 
@@ -64,7 +66,7 @@ async def fuzzed(folder: Path, seconds: float, seed: int, options: argparse.Name
                 try:
                     async with stand.held() as held:
                         wrong += await _round(stand, target, rng, held)
-                        if not (await stand.state())["prefill"]["held_blocks"]:
+                        if not await over_sockets.holds(stand, held):
                             wrong.append("KV that was held for somebody is held no more")
                     wrong += await _gone_on(stand, state)
                 except (aiohttp.ClientError, TimeoutError) as why:
@@ -78,6 +80,7 @@ async def fuzzed(folder: Path, seconds: float, seed: int, options: argparse.Name
         due = [half for half in halves if half.until <= time.monotonic() + MARGIN_S]
         broken += await over_http.still_open(due, MARGIN_S)
         for half in halves:
+            half.ended.cancel()
             half.writer.close()
         broken += await _grown(stand, usage)
         report |= {"seconds": time.monotonic() - began, "closed in time": len(due)}
@@ -85,16 +88,16 @@ async def fuzzed(folder: Path, seconds: float, seed: int, options: argparse.Name
     return report
 
 
-async def _round(stand: Stand, target: str, rng: random.Random, held: str) -> list[str]:
+async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -> list[str]:
     process = next((one for one in stand.processes if target.startswith(one.role)), stand.router)
     key = stand.keys["user" if process is stand.router else "node"]
     match target.rpartition(" ")[2]:
         case "fields":
-            return await over_http.fields(stand, rng, process, held, 48)
+            return await over_http.fields(stand, rng, process, held.request_id, 48)
         case "framing":
             return await over_http.framing(rng, process, 32, key)
         case "legs":
-            return await over_http.leg_streams(stand, rng, process, held, 8)
+            return await over_http.leg_streams(stand, rng, process, held.request_id, 8)
         case "heartbeats":
             return await over_sockets.heartbeats(stand, rng, 60)
         case "pings":
@@ -121,7 +124,7 @@ async def _gone_on(stand: Stand, state: dict[str, Any]) -> list[str]:
     wrong += [f"{name} is {now.get(name)}, and was {was}" for name, was in state.items() if now.get(name) != was]
     wrong += [f"{name} has come: {now[name]}" for name in set(now) - set(state)]
     failed = await _failed_fetches(stand)
-    said = await stand.canary()
+    said = await stand.canary(secrets.token_hex(8))
     if await _failed_fetches(stand) > failed:
         wrong.append("the canary's KV did not arrive: its fetch failed, and the prompt was computed twice")
     if said != stand.expected:

@@ -41,23 +41,24 @@ class Half:
 
     what: str
     until: float
-    reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    ended: asyncio.Task[float]
+    """The monotonic second in which it was closed."""
 
 
-async def exchange(port: int, pieces: Sequence[bytes], *, until: bytes = b"", host: str = "127.0.0.1") -> bytes | None:
-    """Send the pieces, one after the other, and read to the end, or to `until`; None if neither comes in time."""
+async def exchange(port: int, pieces: Sequence[bytes]) -> bytes | None:
+    """Send the pieces, one after the other, and read to the end; None if that does not come in time."""
     said = b""
     try:
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 for piece in pieces:
                     writer.write(piece)
                     await writer.drain()
                     if len(pieces) > 1:
                         await asyncio.sleep(_SLOW_S / len(pieces))
-                while len(said) < _MOST_BYTES and not (until and until in said):
+                while len(said) < _MOST_BYTES:
                     heard = await reader.read(1 << 16)
                     if not heard:
                         break
@@ -65,7 +66,7 @@ async def exchange(port: int, pieces: Sequence[bytes], *, until: bytes = b"", ho
             finally:
                 writer.close()
     except TimeoutError:
-        return said or None
+        return None
     except OSError:
         return said
     return said
@@ -126,28 +127,30 @@ async def half_open(process: Process, key: str, head_s: float, body_s: float) ->
     for what, (data, within_s) in ways.items():
         reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
         writer.write(data)
-        begun.append(Half(f"{process.role}: {what}", time.monotonic() + within_s, reader, writer))
+        ended = asyncio.create_task(_end_of(reader))
+        begun.append(Half(f"{process.role}: {what}", time.monotonic() + within_s, writer, ended))
     return begun
 
 
-async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
-    """Waits for those whose time comes within the margin; names who is open beyond it, and closes all."""
-
-    async def ended(half: Half) -> str:
-        left_s = half.until + margin_s - time.monotonic()
-        try:
-            async with asyncio.timeout(max(0.0, left_s)):
-                while await half.reader.read(1 << 16):
-                    pass
-        except TimeoutError:
-            return f"{half.what} is still open {margin_s:g} s after its deadline"
-        except OSError:
+async def _end_of(reader: asyncio.StreamReader) -> float:
+    with contextlib.suppress(OSError):
+        while await reader.read(1 << 16):
             pass
-        finally:
-            half.writer.close()
-        return ""
+    return time.monotonic()
 
-    return [wrong for wrong in await asyncio.gather(*map(ended, halves)) if wrong]
+
+async def still_open(halves: Sequence[Half], margin_s: float) -> list[str]:
+    """Waits for those whose time comes within the margin; names who was closed later, or is open, and closes all."""
+    wrong = []
+    for half in halves:
+        left_s = half.until + margin_s - time.monotonic()
+        await asyncio.wait([half.ended], timeout=max(0.0, left_s))
+        if not half.ended.done():
+            wrong.append(f"{half.what} is still open {margin_s:g} s after its deadline")
+        elif (late_s := half.ended.result() - half.until) > margin_s:
+            wrong.append(f"{half.what} was closed {late_s:.0f} s after its deadline")
+        half.writer.close()
+    return wrong
 
 
 async def leg_streams(stand: Stand, rng: random.Random, process: Process, held: str, cases: int) -> list[str]:

@@ -18,13 +18,13 @@ from benchmarks.fuzz.mutations import as_msgpack, garbled, mutated, noise
 from benchmarks.fuzz.stand import Stand
 from kv_transfer.control import _keys
 from kv_transfer.leases import LeaseId
-from kv_transfer.messages import End, Follow, Hello, Message, Renew, Welcome, decode, encode
+from kv_transfer.messages import End, Follow, Hello, Message, Renew, Renewed, Welcome, decode, encode
 from kv_transfer.pair_messages import Address, Ask, Leave, Meet, Part
 from wire.heartbeat import Heartbeat, NodeState, _mac, sealed
 from wire.outputs import Load
 from wire.transfer import KvFacts
 
-__all__ = ["control", "events", "every_port", "heartbeats", "pairs", "pings"]
+__all__ = ["control", "events", "every_port", "heartbeats", "holds", "pairs", "pings"]
 
 _CONNECT_S = 2.0
 _HEAR_S = 0.05
@@ -70,7 +70,8 @@ async def every_port(stand: Stand, rng: random.Random, cases: int) -> list[str]:
 
 
 async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
-    """Announcements: of strangers, forged, old, changed. One of a stranger may change nothing."""
+    """Announcements: of strangers, forged, old, changed. Returns what those of strangers have changed."""
+    before = await stand.state()
     decode_node = stand.nodes[1]
     real = Heartbeat(decode_node.url, "decode", "tiny", "f" * 32, Load(), time.time(), NodeState.LEAVING)  # type: ignore[arg-type]
     theirs = msgspec.structs.replace(real, url="http://127.0.0.1:9", state=NodeState.OK)
@@ -95,7 +96,29 @@ async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
     async with _Peer(zmq.PUSH, "127.0.0.1", stand.heartbeat_port) as peer:
         over = msgspec.structs.replace(theirs, state=NodeState.LEAVING, sent_at=time.time() + 5)
         await peer.send(sealed(over, key))
-    return []
+        return await _forged(stand, peer, real, before)
+
+
+async def _forged(stand: Stand, peer: _Peer, real: Heartbeat, before: dict[str, Any]) -> list[str]:
+    """Says once more that a node leaves, without the key, and looks at once: its own next beat, within three seconds,
+    would set that right. A beat of ours behind it, with the key, shows that it was heard."""
+    key, now = stand.keys["node"], time.time()
+    mark = msgspec.structs.replace(real, url="http://127.0.0.1:10", sent_at=now, state=NodeState.OK)
+    for wrong_key in (secrets.token_hex(), ""):
+        await peer.send(sealed(msgspec.structs.replace(real, sent_at=now), wrong_key))
+    await peer.send(sealed(msgspec.structs.replace(real, sent_at=now - 90), key))
+    await peer.send(sealed(mark, key))
+    until = time.monotonic() + _ANSWER_S
+    while mark.url not in (seen := await stand.state()):
+        if time.monotonic() > until:
+            return ["a heartbeat with the key is not heard any more"]
+    await peer.send(sealed(msgspec.structs.replace(mark, state=NodeState.LEAVING, sent_at=now + 0.001), key))
+    urls = [node.url for node in stand.nodes]
+    return [
+        f"strangers' heartbeats have made {seen.get(url)} of {before.get(url)}"
+        for url in urls
+        if seen.get(url) != before.get(url)
+    ]
 
 
 async def pings(stand: Stand, rng: random.Random, cases: int) -> list[str]:
@@ -130,38 +153,50 @@ async def events(stand: Stand, rng: random.Random, cases: int) -> list[str]:
     return wrong
 
 
-async def control(stand: Stand, rng: random.Random, cases: int, held: str) -> list[str]:
+async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -> list[str]:
     """The control channel of the hand-over: without the secret, with another, and with it."""
     wrong = []
     for node in stand.nodes:
         facts = await _kv_of(stand, node.url)
         host, port = facts.address, node.kv_port
-        lease = LeaseId(held, 1)
         messages: list[Message] = [
             Hello("reader-1", facts.fingerprint),
             Renew(1.0, [LeaseId("x", 1)]),
             End(LeaseId("x", 2), 1),
             Follow(LeaseId("x", 1)),
         ]
-        for secret in ("", secrets.token_urlsafe()):
-            async with _Peer(zmq.DEALER, host, port, secret) as peer:
-                for said in (
-                    *messages,
-                    *(End(LeaseId(held, epoch), 1) for epoch in range(1, 200)),
-                    Renew(1.0, [lease]),
-                ):
+        async with contextlib.AsyncExitStack() as stack:
+            strangers = [
+                await stack.enter_async_context(_Peer(zmq.DEALER, host, port, secret))
+                for secret in ("", secrets.token_urlsafe())
+            ]
+            for peer in strangers:
+                for said in (*messages, End(held, 1), Renew(1.0, [held])):
                     await peer.send(encode(said))
-                if await peer.hear(_HEAR_S) is not None:
-                    wrong.append(f"{node.role}: the control channel answers who has not the cluster's secret")
-        async with _Peer(zmq.DEALER, host, port, stand.secret) as peer:
-            for _ in range(cases):
-                changed = as_msgpack(mutated(rng, msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,))))
-                frames = [garbled(rng, changed) if rng.random() < 0.3 else changed]
-                await peer.send(*(frames * rng.choice((1, 1, 1, 1, 3))))
-            await peer.send(encode(End(LeaseId("last", 77), 123_456)))
-            if not await peer.heard_of(b"\xce\x00\x01\xe2\x40"):
-                wrong.append(f"{node.role}: the control channel does not answer any more")
+            async with _Peer(zmq.DEALER, host, port, stand.secret) as peer:
+                for _ in range(cases):
+                    changed = as_msgpack(
+                        mutated(rng, msgspec.to_builtins(rng.choice(messages), builtin_types=(bytes,)))
+                    )
+                    frames = [garbled(rng, changed) if rng.random() < 0.3 else changed]
+                    await peer.send(*(frames * rng.choice((1, 1, 1, 1, 3))))
+                await peer.send(encode(End(LeaseId("last", 77), 123_456)))
+                if not await peer.heard_of(b"\xce\x00\x01\xe2\x40"):
+                    wrong.append(f"{node.role}: the control channel does not answer any more")
+            # It answers one after the other, and these were there first.
+            if any([await peer.hear(_HEAR_S) for peer in strangers]):
+                wrong.append(f"{node.role}: the control channel answers who has not the cluster's secret")
     return wrong
+
+
+async def holds(stand: Stand, lease: LeaseId) -> bool:
+    """Whether the prefill node still holds KV under this lease, as it says on its control channel."""
+    facts = await _kv_of(stand, stand.nodes[0].url)
+    async with _Peer(zmq.DEALER, facts.address, stand.nodes[0].kv_port, stand.secret) as peer:
+        await peer.send(encode(Renew(1.0, [lease])))
+        heard = await peer.hear()
+    said = None if heard is None else decode(heard[-1])
+    return isinstance(said, Renewed) and lease in said.kept
 
 
 async def pairs(stand: Stand, rng: random.Random, cases: int) -> list[str]:

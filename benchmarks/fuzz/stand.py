@@ -25,6 +25,7 @@ import aiohttp
 
 from benchmarks.chaos.model import flags_of
 from benchmarks.local_cluster import family, free_ports
+from kv_transfer.leases import LeaseId
 
 __all__ = ["Port", "Process", "Stand", "Usage"]
 
@@ -160,14 +161,16 @@ class Stand:
         async with self.session.request(url=process.url + path, json=body, headers=headers, **how) as answer:
             return answer.status, await answer.json(content_type=None)
 
-    async def canary(self) -> str:
-        """What the cluster answers to the request whose answer is known."""
+    async def canary(self, salt: str) -> str:
+        """What the cluster answers to the request whose answer is known. With a salt that was not used before no node
+        has its KV: all of it is computed, and handed over."""
         body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body["cache_salt"] = salt
         status, told = await self.ask(self.router, "/v1/completions", "user", body)
         return told["choices"][0]["text"] if status == 200 else f"{status}: {told}"
 
-    async def hold(self) -> str:
-        """Have the prefill node hold KV for somebody; the request's id."""
+    async def hold(self) -> LeaseId:
+        """Have the prefill node hold KV for somebody."""
         name = f"held-{secrets.token_hex(4)}"
         body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body["kv_transfer_params"] = {"do_remote_decode": True}
@@ -176,17 +179,18 @@ class Stand:
             told = await answer.json()
         if "kv_transfer_params" not in told:
             raise RuntimeError(f"the prefill node holds nothing: {told}")
-        return str(told["kv_transfer_params"]["remote_request_id"])
+        ticket = told["kv_transfer_params"]
+        return LeaseId(str(ticket["remote_request_id"]), int(ticket["lease_epoch"]))
 
     @contextlib.asynccontextmanager
-    async def held(self) -> AsyncIterator[str]:
+    async def held(self) -> AsyncIterator[LeaseId]:
         """The same for the length of the block: its lease is renewed, and ends with the block at the latest."""
         held = await self.hold()
 
         async def renew() -> None:
             while True:
                 await asyncio.sleep(LEASE_S / 4)
-                await self.ask(self.nodes[0], "/kv/renew", "node", {"request_ids": [held]})
+                await self.ask(self.nodes[0], "/kv/renew", "node", {"request_ids": [held.request_id]})
 
         renewing = asyncio.create_task(renew())
         try:
@@ -195,7 +199,7 @@ class Stand:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                await self.ask(self.nodes[0], "/kv/release", "node", {"request_ids": [held]})
+                await self.ask(self.nodes[0], "/kv/release", "node", {"request_ids": [held.request_id]})
 
     async def state(self) -> dict[str, Any]:
         """All that nobody without a key may change."""
@@ -272,8 +276,8 @@ class Stand:
             if time.monotonic() > until:
                 raise RuntimeError(f"not up within {START_DEADLINE_S:g} s")
             await asyncio.sleep(0.1)
-        self.expected = await self.canary()
-        again = await self.canary()  # the KV that both nodes have cached gives the same answer
+        self.expected = await self.canary("first")
+        again = await self.canary("first")  # the KV that both nodes have cached gives the same answer
         if again != self.expected:
             raise RuntimeError(f"the canary says {again!r} after {self.expected!r}")
         for process in self.processes:

@@ -6,11 +6,13 @@
     python -m benchmarks.goodput --draw goodput goodput-serve --svg goodput.svg
 
 Starts `kvrelay up`; for each work measures xPyD behind the router (`relay`) and the same nodes as colocated servers
-that the client asks in turn (`direct`): the highest rate at which 90 % of the requests meet their targets, then rates
-around it. At the end all nodes become decode nodes, and the router spreads requests among them as colocated servers
-(`routed`): it goes on with that where it is better than in turn. `--serve` starts as many `kvrelay serve` instead, to
-show that they are no other servers. Each probe is written as it ends, into files that `kvrelay bench --compare` reads,
-too; started again with the same --out it goes on. `--draw` reads such folders and prints tables in Markdown.
+that the client asks in turn (`direct`), a probe of each in turn: the highest rate at which 90 % of the requests meet
+their targets. Then all nodes become decode nodes, and the router spreads requests among them as colocated servers
+(`routed`): it goes on with that where it holds what they do not when asked in turn. What time is left goes into the
+highest rates without gaps, of all three, and then into rates around, for the plot. `--serve` starts as many `kvrelay
+serve` instead, to show that they are no other servers. Each probe is written as it ends, into files that `kvrelay bench
+--compare` reads, too; started again with the same --out it goes on. `--draw` reads such folders and prints tables in
+Markdown; a rate that is not known to 5 % is told as the two between which it lies.
 """
 
 from __future__ import annotations
@@ -26,82 +28,111 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from benchmarks.goodput.drawing import drawn, read_folders, tables
-from benchmarks.goodput.measuring import OutOfTime, Place, met_share
+from benchmarks.goodput.measuring import OutOfTime, Place, judged
 from benchmarks.goodput.nodes import Nodes, cluster, servers
 from benchmarks.goodput.works import WORKS, Arm, Work, parse_work
+from wire.errors import ConfigError
 
 _MODEL = Path(__file__).parents[1] / "models" / "llama-3.1-8b.json"
 _LAST_TOKENS = 1_000
 """At the end of a vocabulary, where special tokens are: no prompt has them."""
 _STOP_S = 25.0
 _FACTORS = (0.6, 1.25)
+_MOST, _MOST_SMOOTH = 14, 5
+"""Probes of an arm for its highest rate; then for the one without gaps, as all of the first are judged for both."""
 
 
 class _Course:
     """One run of the command."""
 
     def __init__(self, asked: argparse.Namespace, nodes: Nodes, until: float) -> None:
-        self._asked, self._nodes, self._until = asked, nodes, until
+        self._asked, self._nodes = asked, nodes
+        self._works: Sequence[Work] = asked.work
+        self._arms = [Arm.DIRECT] if asked.serve else [Arm(each) for each in asked.arms.split(",")]
         model = json.loads(Path(asked.model).read_text(encoding="utf-8"))
-        self._vocab_size = int(model["vocab_size"]) - asked.last_tokens
-        self._found: dict[tuple[str, Arm], float] = {}
-        self._practised: set[tuple[str, Arm]] = set()
+        sizes = until, int(model["vocab_size"]) - asked.last_tokens
+        label = f"{len(nodes.urls)} x kvrelay serve, asked in turn" if asked.serve else ""
+        self._places = {
+            (work.name, arm): Place(work, arm, nodes, asked.out, *sizes, asked.hardware, label)
+            for work in self._works
+            for arm in dict.fromkeys([*self._arms, Arm.DIRECT])  # what it has held before is where `routed` begins
+        }
+        self._practised: set[Place] = set()
 
     async def run(self) -> None:
-        """As much of it as there is time for. Raises OutOfTime."""
-        arms = [Arm.DIRECT] if self._asked.serve else [Arm(each) for each in self._asked.arms.split(",")]
-        both = [arm for arm in (Arm.RELAY, Arm.DIRECT) if arm in arms]
-        works: Sequence[Work] = self._asked.work
-        for work in works:
-            for arm in both:
-                await self._measure(work, arm)
-        if Arm.ROUTED in arms:
-            for work in works:
-                await (self._measure(work, Arm.ROUTED) if self._asked.rates else self._routed(work))
-        if not self._asked.rates:
-            for arm in both:
-                for work in works:
-                    found = self._found[work.name, arm]
-                    await (await self._place(work, arm)).around(found, _FACTORS)
-
-    async def _measure(self, work: Work, arm: Arm) -> None:
-        place = await self._place(work, arm)
+        """As much of it as there is time for. Raises OutOfTime, and ConfigError if a file is of something else."""
+        for place in self._places.values():
+            await place.meet()
         if self._asked.rates:
-            for rate in self._asked.rates:
-                await place.probe(rate)
+            for place in [*self._split(self._works), *self._routed(self._works)]:
+                for rate in self._asked.rates:
+                    await self._probe(place, rate)
             return
-        found = self._found[work.name, arm] = await place.search()
-        print(f"== {work.name}, {work.arm_name(arm)}: {found:.4g} requests/s", flush=True)
-        if arm is Arm.RELAY and work.smooth:
-            smooth = await place.search(smooth=True)
-            print(f"== {work.name}, {work.arm_name(arm)}, smooth: {smooth:.4g} requests/s", flush=True)
+        # All that is wanted first of all works comes before what is wanted second of one.
+        for smooth in (False, True):
+            for work in self._works:
+                if work.smooth or not smooth:
+                    await self._search(self._split([work]), smooth=smooth)
+                    for place in self._routed([work]):
+                        await self._search_routed(place, smooth=smooth)
+        for place in sorted(self._split(self._works), key=lambda place: place.arm):
+            for rate in place.beside(_FACTORS):
+                await self._probe(place, rate)
 
-    async def _routed(self, work: Work) -> None:
-        """At the rate that others of the kind held: whether it is better there, and if so, its own highest."""
-        place = await self._place(work, Arm.ROUTED)
-        rate = self._found.get((work.name, Arm.DIRECT)) or work.colocated_rate
-        if not place.runs:
-            await place.probe(rate)
-        direct = await self._place(work, Arm.DIRECT, there=False)
-        others = [met_share(run, smooth=False) for run in direct.runs if run.rate == rate]
-        ours = [met_share(run, smooth=False) for run in place.runs if run.rate == rate]
-        if ours and others and ours[0] < min(others):
-            print(f"== {work.name}: asked in turn is as good or better: {others[0]:.1%} and {ours[0]:.1%}", flush=True)
-            return
-        found = await place.search()
-        print(f"== {work.name}, {work.arm_name(Arm.ROUTED)}: {found:.4g} requests/s", flush=True)
+    def told(self) -> list[str]:
+        """What each arm holds, as far as it is known."""
+        lines = []
+        for (name, _), place in self._places.items():
+            if place.runs:
+                smooth = f"; without gaps: {place.held(smooth=True)}" if place.work.smooth else ""
+                lines.append(f"== {name}, {place.label}: {place.held(smooth=False)} requests/s{smooth}")
+        return lines
 
-    async def _place(self, work: Work, arm: Arm, *, there: bool = True) -> Place:
-        """`there`: nodes have their roles for it, and it is ready to probe."""
-        label = f"{len(self._nodes.urls)} x kvrelay serve, asked in turn" if self._asked.serve else ""
-        sizes = self._until, self._vocab_size
-        place = Place(work, arm, self._nodes, self._asked.out, *sizes, self._asked.hardware, label)
-        if there:
-            other = self._nodes.router and arm is not Arm.DIRECT
-            flipped = other and await self._nodes.have(work.prefill if arm is Arm.RELAY else 0)
-            await place.meet(practise=bool(flipped) or (work.name, arm) not in self._practised)
-            self._practised.add((work.name, arm))
-        return place
+    def _split(self, works: Sequence[Work]) -> list[Place]:
+        """Those for which nodes have both roles: asked in turn they go by none. That one is the first, so if time runs
+        out it is not the one that was asked less."""
+        return [self._places[work.name, arm] for work in works for arm in (Arm.DIRECT, Arm.RELAY) if arm in self._arms]
+
+    def _routed(self, works: Sequence[Work]) -> list[Place]:
+        return [self._places[work.name, Arm.ROUTED] for work in works if Arm.ROUTED in self._arms]
+
+    async def _search(self, places: Sequence[Place], *, smooth: bool) -> None:
+        """Narrow down what each holds, by a probe of each in turn."""
+        left = dict.fromkeys(places, _MOST_SMOOTH if smooth else _MOST)
+        while left:
+            for place in list(left):
+                rate = place.wanted(smooth=smooth)
+                if rate is None or not left[place] or not await self._probe(place, rate, smooth=smooth):
+                    del left[place]
+                else:
+                    left[place] -= 1
+
+    async def _search_routed(self, place: Place, *, smooth: bool) -> None:
+        """First where they do not hold if they are asked in turn: there it holds, too, or it is no better."""
+        breaks = self._places[place.work.name, Arm.DIRECT].held(smooth=smooth).breaks
+        if breaks is not None:
+            known = any(run.rate == breaks for run in judged(place.runs, smooth=smooth))
+            if not known and not await self._probe(place, breaks, smooth=smooth):
+                return
+            ours = place.held(smooth=smooth).breaks
+            if ours is not None and ours <= breaks:
+                return
+        await self._search([place], smooth=smooth)
+
+    async def _probe(self, place: Place, rate: float, *, smooth: bool = False) -> bool:
+        """With the roles that it wants; False if the client was too slow to tell. Raises OutOfTime."""
+        place.in_time(rate)
+        flipped = False
+        if self._nodes.router and place.arm is not Arm.DIRECT:
+            flipped = await self._nodes.have(place.work.prefill if place.arm is Arm.RELAY else 0)
+        if flipped or place not in self._practised:
+            await place.practise()
+            self._practised.add(place)
+        run = await place.probe(rate)
+        told = bool(judged([run], smooth=smooth))
+        if not told:
+            print(f"the client was too slow: {run.measures.client.bottleneck}", flush=True)
+        return told
 
 
 async def _course(asked: argparse.Namespace) -> int:
@@ -117,11 +148,14 @@ async def _course(asked: argparse.Namespace) -> int:
         starting = cluster(first.prefill, first.decode, flags, asked.router_flag, logs)
     async with starting as nodes:
         print(f"== {len(nodes.urls)} nodes are up after {nodes.started_s:.0f} s; logs in {logs}", flush=True)
+        course = _Course(asked, nodes, until)
         try:
-            await _Course(asked, nodes, until).run()
+            await course.run()
         except OutOfTime as why:
             print(f"== out of time: {why}; what was measured is kept in {asked.out}", flush=True)
             return 3
+        finally:
+            print("\n".join(course.told()), flush=True)
     return 0
 
 
@@ -149,15 +183,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--svg", type=Path, help="with --draw: the plot")
     asked = parser.parse_args(argv)
     asked.work = asked.work or list(WORKS.values())
+    if len({work.prefill + work.decode for work in asked.work}) > 1:
+        parser.error("these works want different numbers of nodes; run them one by one")
+    if len({work.name for work in asked.work}) < len(asked.work):
+        parser.error("two works have one name")
     return asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0; 3 if there was not time enough."""
+    """0; 3 if there was not time enough; 2 if files cannot be gone on with, or compared."""
     asked = _arguments(argv)
-    if not asked.draw:
-        return asyncio.run(_course(asked))
-    found = read_folders(asked.draw)
+    try:
+        if not asked.draw:
+            return asyncio.run(_course(asked))
+        found = read_folders(asked.draw)
+    except ConfigError as why:
+        print(why, file=sys.stderr)
+        return 2
     print(tables(found))
     if asked.svg is not None:
         asked.svg.write_text(drawn(found), encoding="utf-8")

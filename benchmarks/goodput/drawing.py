@@ -10,15 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.goodput.measuring import met_share
+from benchmarks.goodput.measuring import WANTED, Held, difference, held, judged, met_share
 from benchmarks.goodput.works import GAP_MS, PHYSICS, VLLM, VLLM_SOURCE, WORKS, Fixed
 from load.results import Result, Run, read_result
 from load.svg import Line, Mark, drawing
 from wire.errors import ConfigError
 
-__all__ = ["Held", "Measured", "drawn", "held", "read_folders", "tables"]
+__all__ = ["Measured", "drawn", "read_folders", "tables"]
 
-_WANTED = 0.9
 _RELAY, _COLOCATED = "relay", ("direct", "routed")
 
 
@@ -31,38 +30,23 @@ class Measured:
     result: Result
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """`rate`: the highest seen to hold below any that did not, 0 if none; `breaks`: the lowest that did not."""
-
-    rate: float
-    breaks: float | None
-
-
 def read_folders(folders: Iterable[Path]) -> list[Measured]:
-    """All results in them; those of one work and label are one. Raises ConfigError if there is none."""
+    """All results in them; those of one work and label are one. Raises ConfigError if there is none, or if those of a
+    work cannot be compared."""
     found: dict[tuple[str, str, str], Result] = {}
     for path in sorted(path for folder in folders for path in folder.glob("*-*.json")):
         work, _, arm = path.stem.rpartition("-")
         result = read_result(path)
         key = (work, arm, result.label)
+        for (other, *_), seen in found.items():
+            if other == work and (why := difference(seen, result)):
+                raise ConfigError(f"{path} cannot stand beside the other results of {work}: {why}")
         if key in found:
             result = msgspec.structs.replace(result, runs=[*found[key].runs, *result.runs])
         found[key] = result
     if not found:
         raise ConfigError(f"no results in {', '.join(map(str, folders))}")
     return [Measured(work, arm, result) for (work, arm, _), result in found.items()]
-
-
-def held(runs: Sequence[Run], *, smooth: bool = False) -> Held:
-    """Of runs of one work by one arm. Several of one rate count as their mean."""
-    shares: dict[float, list[float]] = {}
-    for run in runs:
-        shares.setdefault(run.rate, []).append(met_share(run, smooth=smooth))
-    means = {rate: sum(of) / len(of) for rate, of in shares.items()}
-    breaks = min((rate for rate, share in means.items() if share < _WANTED), default=None)
-    holding = [rate for rate, share in means.items() if share >= _WANTED and (breaks is None or rate < breaks)]
-    return Held(max(holding, default=0.0), breaks)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -91,7 +75,7 @@ def _best_row(work: str, of: Sequence[Measured], *, smooth: bool) -> str:
     colocated = _best([each for each in of if each.arm in _COLOCATED], smooth=smooth)
     other = _theirs(work, of)
     theirs = "" if other is None else (other.smooth if smooth else other.rate)
-    more = f"{ours[0] / colocated[0] - 1:+.0%}" if ours[0] and colocated[0] else ""
+    more = f"{ours[0].rate / colocated[0].rate - 1:+.0%}" if ours[0].known and colocated[0].known else ""
     physics = PHYSICS.get(f"{work}, smooth" if smooth else work) if other is not None else None
     aim = f"{physics[0]:g}, {physics[1]:g}" if physics else ""
     asked = of[0].result.work
@@ -112,20 +96,23 @@ def _theirs(work: str, of: Sequence[Measured]) -> Fixed | None:
     return VLLM.get(work) if same else None
 
 
-def _best(of: Sequence[Measured], *, smooth: bool) -> tuple[float, str]:
-    """Of several arms the one that holds most; a rate per GPU and its words."""
-    told: list[tuple[float, str]] = []
+def _best(of: Sequence[Measured], *, smooth: bool) -> tuple[Held, str]:
+    """What several arms hold per GPU: the best of them, which may be any that is not known to break; and each of them
+    in words."""
+    told: list[tuple[Held, str]] = []
     for each in of:
-        gpus = each.result.gpus
-        seen = held(each.result.runs, smooth=smooth)
-        if seen.rate:
-            open_end = "" if seen.breaks is not None else "at least "
-            told.append((seen.rate / gpus, f"{open_end}{seen.rate / gpus:.3g} ({each.result.label})"))
-        elif seen.breaks is not None:
-            low = min(each.result.runs, key=lambda run: run.rate)
-            share = met_share(low, smooth=smooth)
-            told.append((0.0, f"below {seen.breaks / gpus:.3g}: {share:.0%} ({each.result.label})"))
-    return max(told, key=lambda one: one[0], default=(0.0, "not measured"))
+        seen = held(each.result.runs, smooth=smooth, gpus=each.result.gpus)
+        if not seen.rate and seen.breaks is None:
+            continue
+        low = min(judged(each.result.runs, smooth=smooth), key=lambda run: run.rate)
+        share = "" if seen.rate else f": {met_share(low, smooth=smooth):.0%}"
+        told.append((seen, f"{seen}{share} ({each.result.label})"))
+    told.sort(key=lambda one: one[0].rate, reverse=True)
+    breaks = [seen.breaks for seen, _ in told if seen.breaks is not None]
+    best = Held(
+        max((seen.rate for seen, _ in told), default=0.0), max(breaks) if 0 < len(breaks) == len(told) else None
+    )
+    return best, "; ".join(words for _, words in told) or "not measured"
 
 
 def _all_runs(found: Sequence[Measured]) -> list[str]:
@@ -148,7 +135,7 @@ def _run_row(each: Measured, run: Run) -> str:
         each.result.label,
         f"{run.rate / each.result.gpus:.3g}",
         f"{of.requests:,}",
-        f"{met_share(run, smooth=False):.1%}",
+        f"{met_share(run, smooth=False):.1%}{'' if judged([run], smooth=False) else ' (client too slow)'}",
         f"{met_share(run, smooth=True):.1%}",
         ", ".join(f"{ms:,.0f}" for ms in (of.ttft_ms.p50, of.ttft_ms.p90, of.ttft_ms.p99)),
         f"{of.tpot_ms.p50:.1f}, {of.tpot_ms.p90:.1f}",
@@ -202,13 +189,13 @@ def drawn(found: Sequence[Measured]) -> str:
 def _panel(work: str, of: Sequence[Measured], *, smooth: bool) -> str:
     lines = []
     for each in of:
-        runs = sorted(each.result.runs, key=lambda run: run.rate)
+        runs = sorted(judged(each.result.runs, smooth=smooth), key=lambda run: run.rate)
         points = [(run.rate / each.result.gpus, met_share(run, smooth=smooth)) for run in runs]
         lines.append(Line(each.result.label, points, dots=True, colour=_colour(each)))
     other = _theirs(work, of)
     if other is not None and not smooth:
         lines.append(Line(other.name, other.points, dots=True, dashed=True, colour=_COLOURS["vllm"]))
-    marks = [Mark("90%", y=_WANTED)]
+    marks = [Mark("90%", y=WANTED)]
     return drawing(work, "requests/s per GPU", "met their targets", lines, marks, y_most=1.04, percent=True)
 
 

@@ -22,10 +22,10 @@ import aiohttp
 from benchmarks.goodput.works import flips_to
 from benchmarks.local_cluster import free_ports
 from kvrelay.machine import environ, this_machine
-from kvrelay.plan import NODE_API_KEY, ClusterConfig
+from kvrelay.plan import NODE_API_KEY, ClusterConfig, gpus_of_nodes
 from wire.config import EngineConfig
 
-__all__ = ["Nodes", "cluster", "router_cpu_s", "servers"]
+__all__ = ["Nodes", "cluster", "gpus_taken", "router_cpu_s", "servers"]
 
 START_DEADLINE_S = 400.0
 _STOP_S, _FLIP_S, _TICK_S = 40.0, 60.0, 0.25
@@ -33,13 +33,15 @@ _CALL = aiohttp.ClientTimeout(total=10.0)
 
 
 class Nodes:
-    """Up and ready. `router` is empty where there is none; `key` is what the nodes want of those who ask them."""
+    """Up and ready. `router` is empty where there is none; `key` is what the nodes want of those who ask them; `gpus`
+    is what all of them compute on."""
 
-    def __init__(self, router: str, urls: Sequence[str], key: str, started_s: float) -> None:
-        self.router, self.urls, self.key, self.started_s = router, list(urls), key, started_s
+    def __init__(self, router: str, urls: Sequence[str], key: str, started_s: float, gpus: int) -> None:
+        self.router, self.urls, self.key, self.started_s, self.gpus = router, list(urls), key, started_s, gpus
 
     async def have(self, prefill: int) -> bool:
-        """Have so many of them be prefill nodes, all others decode nodes; whether any was not. Raises TimeoutError."""
+        """Have so many of them be prefill nodes, all others decode nodes; whether any was not. Raises RuntimeError if
+        one of them is not up."""
         async with aiohttp.ClientSession(timeout=_CALL) as session:
             flips = flips_to(await self._roles(session), prefill)
             for url, role in flips:
@@ -47,15 +49,21 @@ class Nodes:
                 async with session.post(f"{self.router}/admin/nodes/role", json=said) as answer:
                     if answer.status != 200:
                         raise RuntimeError(f"{url} does not become {role}: {await answer.text()}")
-            async with asyncio.timeout(_FLIP_S):
-                while list((await self._roles(session)).values()).count("prefill") != prefill:
-                    await asyncio.sleep(_TICK_S)
+            await self._roles(session, prefill)
         return bool(flips)
 
-    async def _roles(self, session: aiohttp.ClientSession) -> dict[str, str]:
-        """Of those that are up and do not change just now."""
-        rows = await nodes_of(session, self.router)
-        return {row["url"]: row["role"] for row in rows if row["up"] and row["flips_to"] is None}
+    async def _roles(self, session: aiohttp.ClientSession, prefill: int | None = None) -> dict[str, str]:
+        """Of all, once each is up and none changes; and so many are prefill nodes. Raises RuntimeError if that takes
+        too long."""
+        until = time.monotonic() + _FLIP_S
+        while True:
+            rows = await nodes_of(session, self.router)
+            roles = {row["url"]: row["role"] for row in rows if row["up"] and row["flips_to"] is None}
+            if len(roles) == len(self.urls) and prefill in (None, list(roles.values()).count("prefill")):
+                return roles
+            if time.monotonic() > until:
+                raise RuntimeError(f"of the nodes {self.urls} these are up after {_FLIP_S:g} s: {roles}")
+            await asyncio.sleep(_TICK_S)
 
 
 async def nodes_of(session: aiohttp.ClientSession, router: str) -> list[dict[str, Any]]:
@@ -77,21 +85,22 @@ async def cluster(
     async with _running([("up", words, environment, port)], logs):
         async with aiohttp.ClientSession(timeout=_CALL) as session:
             rows = await nodes_of(session, f"http://127.0.0.1:{port}")
-        urls = [row["url"] for row in rows]
+            urls = [row["url"] for row in rows]
+            gpus = gpus_taken([await _ranks(session, url) for url in urls], _visible(flags))
         if not router_flags:
-            yield Nodes(f"http://127.0.0.1:{port}", urls, key, time.monotonic() - began)
+            yield Nodes(f"http://127.0.0.1:{port}", urls, key, time.monotonic() - began, gpus)
             return
         named = [f"--{row['role']}={row['url']}" for row in rows]
         words = [f"--port={other}", *named, *router_flags]
         async with _running([("router", words, environment, other)], logs):
-            yield Nodes(f"http://127.0.0.1:{other}", urls, key, time.monotonic() - began)
+            yield Nodes(f"http://127.0.0.1:{other}", urls, key, time.monotonic() - began, gpus)
 
 
 @asynccontextmanager
 async def servers(count: int, flags: Sequence[str], logs: Path) -> AsyncIterator[Nodes]:
     """So many `kvrelay serve`, each with a GPU of its own if there are any. Raises RuntimeError."""
     began, key = time.monotonic(), secrets.token_urlsafe(24)
-    gpus = this_machine(ClusterConfig(EngineConfig("none"), port=0)).gpus
+    gpus = _visible(flags)
     asked = []
     for at, port in enumerate(free_ports(count)):
         environment = environ() | {NODE_API_KEY: key}
@@ -100,7 +109,25 @@ async def servers(count: int, flags: Sequence[str], logs: Path) -> AsyncIterator
         asked.append(("serve", [f"--port={port}", *flags], environment, port))
     async with _running(asked, logs):
         urls = [f"http://127.0.0.1:{port}" for *_, port in asked]
-        yield Nodes("", urls, key, time.monotonic() - began)
+        yield Nodes("", urls, key, time.monotonic() - began, gpus_taken([1] * count, gpus))
+
+
+def gpus_taken(ranks: Sequence[int], visible: Sequence[str]) -> int:
+    """How many GPUs nodes of so many ranks compute on; where there are none each rank stands for one."""
+    taken = gpus_of_nodes(ranks, visible) if visible else []
+    return len({gpu for node in taken for gpu in node.visible.split(",")}) or sum(ranks)
+
+
+def _visible(flags: Sequence[str]) -> Sequence[str]:
+    """GPUs of this machine that nodes with these flags may use."""
+    if {"--cpu", "--device=cpu"} & set(flags):
+        return ()
+    return this_machine(ClusterConfig(EngineConfig("none"), port=0)).gpus
+
+
+async def _ranks(session: aiohttp.ClientSession, url: str) -> int:
+    async with session.get(f"{url}/health") as answer:
+        return int((await answer.json())["kv"]["fingerprint"]["tp_size"])
 
 
 @asynccontextmanager
