@@ -6,7 +6,8 @@
 No model and no HTTP: a source and a reader, each with a pool of blocks and a connector. The blocks of a transfer are
 drawn at random on both sides, others each time. What is timed is *exposed*: from the call of `fetch` until the KV is
 admitted, the source's last word included; the ticket was watched for 10 ms before, as by a request that is queued, but
-for the row that says otherwise. All bytes of each row's first transfer, which is not timed, are compared with the
+for the row that says otherwise. A row with checksums has the figures of those transfers of which a block was checked,
+and says how many these were. All bytes of each row's first transfer, which is not timed, are compared with the
 source's. A connector that fails says why in one line, and the run goes on. Bytes, seconds, GB of 1e9 bytes.
 """
 
@@ -79,9 +80,14 @@ class Row:
     took: list[Took] = field(default_factory=list)
 
     @property
+    def counted(self) -> list[Took]:
+        """Those that figures are of: with checksums the ones of which a block was compared."""
+        return [took for took in self.took if took.checked_blocks] if self.work.checksums else self.took
+
+    @property
     def exposed_s(self) -> float:
         """Median."""
-        return statistics.median(took.exposed_s for took in self.took)
+        return statistics.median(took.exposed_s for took in self.counted)
 
     @property
     def gb_s(self) -> float | None:
@@ -90,7 +96,7 @@ class Row:
 
     def tenths(self) -> tuple[float, float]:
         """10th and 90th percentile of what is exposed."""
-        times = [took.exposed_s for took in self.took]
+        times = [took.exposed_s for took in self.counted]
         if len(times) == 1:
             return times[0], times[0]
         cuts = statistics.quantiles(times, n=10, method="inclusive")
@@ -110,19 +116,22 @@ class Row:
             "p10_s": p10,
             "p90_s": p90,
             "gb_s": self.gb_s,
-            "in_hand_s": statistics.median(took.in_hand_s for took in self.took),
-            "call_s": statistics.median(took.call_s for took in self.took),
+            "in_hand_s": statistics.median(took.in_hand_s for took in self.counted),
+            "call_s": statistics.median(took.call_s for took in self.counted),
+            "counted": len(self.counted),
             "times_s": [took.exposed_s for took in self.took],
+            "checked_blocks": [took.checked_blocks for took in self.took],
         }
 
     def __str__(self) -> str:
         built = self.built()
         rate = f"{self.gb_s:8.2f}" if self.gb_s is not None else f"{'-':>8}"
         times = "".join(f"{built[name] * 1e3:10.3f}" for name in ("exposed_s", "p10_s", "p90_s", "in_hand_s"))
-        every = f" every {self.spacing_s * 1e3:.1f} ms" if self.spacing_s else ""
+        more = f" every {self.spacing_s * 1e3:.1f} ms" if self.spacing_s else ""
+        more += f", in {len(self.counted)} of {len(self.took)}" if self.work.checksums else ""
         return (
-            f"{self.connector:<8}{_size(self.block_bytes):>9}{_size(self.num_bytes):>10}  {self.work.name + every:<34}"
-            f"{len(self.took):>4}{times}{rate}{built['call_s'] * 1e6:9.0f}"
+            f"{self.connector:<8}{_size(self.block_bytes):>9}{_size(self.num_bytes):>10}  {self.work.name + more:<34}"
+            f"{len(self.counted):>4}{times}{rate}{built['call_s'] * 1e6:9.0f}"
         )
 
 
@@ -197,6 +206,9 @@ class Bench:
                 spacing_s = 0.0 if work.chunks == 1 else self._spacing_s or SPACING * whole_s
                 self._at = about
                 row = self._row(pair, kind, block_bytes, work, spacing_s, until)
+                if not row.counted:
+                    self._miss(f"{about}: left out, no block of {len(row.took)} transfers was checked", connector=kind)
+                    continue
                 if work.plain and work.num_bytes <= others:
                     whole_s = row.exposed_s
                 self.rows.append(row)
@@ -216,7 +228,7 @@ class Bench:
         began = time.monotonic()
         while True:
             row.took.append(_hand_over(pair, list(self._parts(pair, work.transfers, blocks)), work, spacing_s))
-            now, count = time.monotonic(), len(row.took)
+            now, count = time.monotonic(), len(row.counted)
             if count >= MOST or (count >= FEWEST and now > began + MORE_S) or now > min(began + ROW_S, until):
                 return row
 

@@ -14,6 +14,7 @@ import ctypes
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -91,6 +92,8 @@ class ChecksumThread:
         self._region, self._kv_heads, self._broke = region, kv_heads, broke
         self._asked: queue.Queue[tuple[Sequence[int], Done] | None] = queue.Queue()
         self._opened: queue.Queue[Exception | None] = queue.Queue()
+        self._begun_at: float | None = None  # of the question that is being answered
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-checksums", daemon=True)
 
     def open(self) -> None:
@@ -103,8 +106,14 @@ class ChecksumThread:
         """`done` is called from our thread, with the checksums of each of these blocks, at most `MOST_BLOCKS`."""
         self._asked.put((blocks, done))
 
+    def silent_s(self) -> float:
+        """Seconds since it was seen at work; 0 while it is asked nothing."""
+        begun_at = self._begun_at
+        return 0.0 if begun_at is None else time.monotonic() - begun_at
+
     def close(self, timeout_s: float) -> None:
-        """End the thread; what it was asked is answered first, or never."""
+        """End the thread; what it was asked and has not begun is never answered."""
+        self._closing = True
         self._asked.put(None)
         self._thread.join(timeout_s)
 
@@ -117,9 +126,11 @@ class ChecksumThread:
             return
         self._opened.put(None)
         try:
-            while (asked := self._asked.get()) is not None:
+            while (asked := self._asked.get()) is not None and not self._closing:
                 blocks, done = asked
+                self._begun_at = time.monotonic()
                 done(side.sums(blocks))
+                self._begun_at = None
         except Exception as error:
             # The edge of this thread: the step loop must hear of it.
             log.exception("the thread of KV checksums ended")
@@ -166,6 +177,10 @@ class Checksums:
             del self._questions[number]
         parts = [question.parts[index] for index in range(self._ranks)]
         question.done([b"".join(of_block) for of_block in zip(*parts, strict=True)])
+
+    def silent_s(self) -> float:
+        """Seconds since our thread was seen at work."""
+        return self._own.silent_s()
 
     def close(self, timeout_s: float) -> None:
         """End our thread."""

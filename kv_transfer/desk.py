@@ -16,7 +16,6 @@ from itertools import chain
 
 import msgspec
 
-from kv_transfer.checks import MOST_BLOCKS
 from kv_transfer.commands import PeerKey, Sum
 from kv_transfer.connector import Completion, Event, PoolRegion, TransferStats, Way
 from kv_transfer.control import ControlThread
@@ -29,6 +28,7 @@ from kv_transfer.messages import End, Ended, Follow, Hello, Message, Refused, Re
 from kv_transfer.peers import Peers
 from kv_transfer.plane_choice import OpenPlanes
 from kv_transfer.planes import DataPlane
+from kv_transfer.questions import Question, QuestionTable
 from kv_transfer.rank_link import RankLink
 from kv_transfer.tickets import refusal, signed
 from wire.config import TransferConfig
@@ -72,6 +72,7 @@ class Desk:
         self._leases = LeaseTable(config.lease_s)
         self._words = LeaseWords(self._generation)
         self._growths = GrowthTable()
+        self._questions = QuestionTable(self._growths)
         self._offers: dict[str, KvTransferParams] = {}  # of tickets that grow
         self._stepped_at = time.monotonic()
         heads = ((0, fingerprint.kv_heads),) if link is None else link.heads
@@ -357,6 +358,8 @@ class Desk:
                 self._words.end(ended.request_id)
                 self._growths.forget(ended.request_id)
                 self._offers.pop(ended.request_id, None)
+            while (question := self._questions.next()) is not None:
+                self._planes.sums(question.blocks, partial(self._vouched, question))
             growth, self._growths.news = self._growths.news, []
             for follower, grown in growth:
                 self._control.tell(follower, grown)
@@ -373,18 +376,15 @@ class Desk:
 
     def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
         """Source: the answer follows when they are summed, if the lease still holds then. Of other blocks none does."""
-        readable, blocks = self._growths.readable(asked.lease), asked.checksums
-        if readable is None:
+        if self._planes.can_sum and not self._questions.ask(sender, asked.lease, asked.checksums):
             return Renewed(time.monotonic(), [], [asked.lease])
-        if self._planes.can_sum and len(blocks) <= MOST_BLOCKS and set(blocks) <= set(readable):
-            self._planes.sums(blocks, partial(self._vouched, sender, asked))
         return None
 
-    def _vouched(self, sender: bytes, asked: Follow, checksums: list[bytes]) -> None:
-        with self._lock:
-            told = self._growths.vouch(asked.lease, dict(zip(asked.checksums, checksums, strict=True)))
+    def _vouched(self, question: Question, checksums: list[bytes]) -> None:
+        with self._turn():
+            told = self._questions.answered(question, checksums)
         if told is not None:
-            self._control.tell(sender, told)
+            self._control.tell(question.sender, told)
 
     def _summed(self, number: int, checksums: list[bytes]) -> None:
         with self._turn():

@@ -125,10 +125,11 @@ class Fetch:
         }.get(self.state, "unconfirmed")
         if self.state is State.WAITING and self.complete and self.landed == len(self.local_blocks):
             doing = "its checksums missing"
+        fewer = ", or lower kv_checksums" if "checksums" in doing else ""
         return TransferTimeout(
             f"fetch of {len(self.local_blocks)} blocks from {where} took longer than"
             f" {self.deadline - self.exposed_at:.2f} s ({doing}); transfer_deadline_s and transfer_floor_bytes_s set"
-            " the limit"
+            f" the limit{fewer}"
         )
 
     @property

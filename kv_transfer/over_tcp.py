@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
 import os
 import selectors
 import socket
@@ -60,7 +61,8 @@ class TcpBackend:
         token = os.urandom(TOKEN_BYTES)
         try:
             with _listening(self._host) as listener:
-                say(msgspec.msgpack.encode(Invitation(self._host, listener.getsockname()[1], token)))
+                host, port, *_ = listener.getsockname()
+                say(msgspec.msgpack.encode(Invitation(_said(self._host, host), port, token)))
                 return _TcpCommunicator(_guest(listener, token, given_up, deadline), self._patience_s)
         except OSError as error:
             raise PeerLost(f"cannot wait for the source at kv_host {self._host!r}: {error}") from error
@@ -76,6 +78,15 @@ class TcpBackend:
         except OSError as error:
             raise PeerLost(f"cannot reach the reader at {to.host}:{to.port}: {error}") from error
         return _TcpCommunicator(sock, self._patience_s)
+
+
+def _said(host: str, number: str) -> str:
+    """What the source dials, of a reader at `host` that listens at this number.
+
+    A name may have other numbers, too, and over there another one of them first. A wildcard is nobody's address, and a
+    number of one link means nothing without its interface, which only `host` names."""
+    bound = ipaddress.ip_address(number)
+    return host if bound.is_unspecified or bound.is_link_local else number
 
 
 @contextlib.contextmanager

@@ -159,7 +159,8 @@ class OpenPlanes:
 
     def silent_s(self) -> float:
         """Seconds since the slowest of this process's threads was seen at work."""
-        return max(thread.silent_s() for thread in self._threads.values())
+        planes_s = max(thread.silent_s() for thread in self._threads.values())
+        return planes_s if self._checksums is None else max(planes_s, self._checksums.silent_s())
 
     def nudge(self) -> None:
         """Somebody may be about to read from here."""

@@ -148,6 +148,7 @@ class _Beside:
     def __init__(self, ranks: TorchRanks) -> None:
         self._ranks = ranks
         self._planes: LedPlanes | None = None
+        self._pool: KVPool | None = None  # which threads of the planes read until they end
 
     def heard(self, pool: KVPool, message: bytes) -> None:
         """Rank 0 has said something that is not about a step."""
@@ -155,6 +156,7 @@ class _Beside:
             case Meet(meeting):
                 kv_host = meeting.terms.host
                 host = kv_host if is_of_this_host(kv_host) else address_towards(f"{meeting.host}:{meeting.port}")
+                self._pool = pool
                 self._planes = join_connector(self._ranks.rank, region_of(pool), meeting, host, _end_at_once)
             case FillBlocks(seed, blocks, num_kv_heads):
                 ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).fill(seed, blocks)
@@ -164,9 +166,10 @@ class _Beside:
                 self._ranks.least(int(held))
 
     def close(self) -> None:
-        """End the planes."""
+        """End the planes, and let go of the pool."""
         if self._planes is not None:
             self._planes.close()
+        self._pool = None
 
 
 def _end_at_once(why: str) -> None:

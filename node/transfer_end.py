@@ -146,6 +146,7 @@ class End:
             fetches.append((name, (params.remote_block_ids or [[]])[0], blocks))
         if lead_s:
             time.sleep(lead_s)
+        checked_before = self._connector.stats().checked_blocks
         asked_at = time.monotonic()
         for fetch in fetches:
             self._connector.fetch(*fetch)
@@ -157,8 +158,13 @@ class End:
             if not isinstance(event, Fetched):
                 raise TransferError(f"unexpected {event}")
             exposed_s.append(event.exposed_s)
-        call_s = (called_at - asked_at) / len(fetches)
-        return {"asked_at": asked_at, "call_s": call_s, "in_hand_at": in_hand_at, "exposed_s": exposed_s}
+        return {
+            "asked_at": asked_at,
+            "call_s": (called_at - asked_at) / len(fetches),
+            "in_hand_at": in_hand_at,
+            "exposed_s": exposed_s,
+            "checked_blocks": self._connector.stats().checked_blocks - checked_before,
+        }
 
     def poison(self, blocks: list[int]) -> None:
         """What a transfer is to overwrite."""

@@ -49,6 +49,8 @@ class Took:
     """The same by a clock outside: from the call of fetch (the source's call of complete) to the last event seen."""
     call_s: float
     """How long `fetch` holds its caller up."""
+    checked_blocks: int = 0
+    """Of all parts' blocks, those that were compared with the source's."""
 
 
 class Pair:
@@ -108,7 +110,7 @@ class Pair:
         took = self._reader.hear(self._take_s + END_S)
         self._source.ask("released", len(names), within_s=CALL_S)
         since = took["asked_at"] if told_at is None else told_at
-        return Took(max(took["exposed_s"]), took["in_hand_at"] - since, took["call_s"])
+        return Took(max(took["exposed_s"]), took["in_hand_at"] - since, took["call_s"], took["checked_blocks"])
 
     def _both(self, method: str, *arguments: Any, within_s: float) -> list[Any]:
         """Both at the same time: what takes seconds is to start."""

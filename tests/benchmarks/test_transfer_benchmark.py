@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.transfer import Row, Work
 from node.transfer_end import End
+from node.transfer_pair import Took
 from wire.errors import TransferError
 
 MIB, BLOCK_BYTES = 1 << 20, 65536
@@ -69,13 +71,26 @@ def test_rows_of_every_connector(repository: Path, tmp_path: Path) -> None:
         ]
         for row in rows:
             assert row["verified_bytes"] == row["num_bytes"]
-            assert len(row["times_s"]) >= 7
+            assert len(row["times_s"]) == len(row["checked_blocks"]) >= row["counted"] >= 7
+            blocks = row["num_bytes"] // BLOCK_BYTES
+            assert set(row["checked_blocks"]) == {blocks if row["checksums"] else 0}
             assert 0 < row["p10_s"] <= row["exposed_s"] <= row["p90_s"]
             # Several together: the last one's own time is shorter than that of all.
             assert row["in_hand_s"] > 0
             assert (row["gb_s"] is None) == (row["chunks"] > 1)
     assert list(figures["best"]) == [str(MIB), str(2 * MIB)]
     assert output.splitlines()[-1].startswith("best: 1 MiB ")
+
+
+def test_a_row_with_checksums_has_the_figures_of_transfers_of_which_a_block_was_checked() -> None:
+    """Of 32 blocks with 0.01 three in four have none."""
+    work = Work("one, 0.01 checked", MIB, checksums=0.01)
+    row = Row("direct", BLOCK_BYTES, work, MIB, MIB, 0.0)
+    row.took.extend([Took(0.1, 0.1, 0.0), Took(0.3, 0.4, 0.0, 1), Took(0.1, 0.1, 0.0), Took(0.5, 0.6, 0.0, 2)])
+    built = row.built()
+    assert (built["exposed_s"], built["in_hand_s"], built["counted"]) == (0.4, 0.5, 2)
+    assert built["checked_blocks"] == [0, 1, 0, 2]
+    assert "one, 0.01 checked, in 2 of 4 " in str(row)
 
 
 def test_a_device_that_is_not_there_gives_a_line_for_each_connector(repository: Path) -> None:

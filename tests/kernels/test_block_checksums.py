@@ -104,3 +104,12 @@ def test_the_highest_bits_of_many_words_do_not_cancel() -> None:
             for place in range(count):
                 words[place] = signed(1 << bit)
             assert one(words) != 0
+
+
+@settings(max_examples=300)
+@given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1), st.integers(1, (1 << 32) - 1))
+def test_one_wrong_word_is_noticed_but_in_one_family(one_word: int, another: int, low: int) -> None:
+    most, least = 0x7FFFFFFF, -0x80000000  # upper halves
+    if one_word != another and {one_word >> 32, another >> 32} != {most, least}:
+        assert one([5, one_word]) != one([5, another])
+    assert one([5, (most << 32) + low]) == one([5, (least << 32) + low - 1])

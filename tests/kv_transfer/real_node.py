@@ -16,6 +16,7 @@ from kv_transfer.connector import PoolRegion
 from kv_transfer.desk import Desk
 from kv_transfer.planes import DataPlane
 from kv_transfer.via_direct import DirectPlane
+from kv_transfer.via_nccl import NcclPlane
 from kv_transfer.via_nixl import NixlPlane
 from wire.config import TransferConfig
 
@@ -66,9 +67,13 @@ class RealNode(Woken):
         self.pool = zeros(num_blocks * block_bytes, torch.device(device)).view(num_blocks, block_bytes)
         super().__init__()
         self.region = PoolRegion(self.pool.data_ptr(), num_blocks, block_bytes, device)
-        plane: DataPlane = (
-            DirectPlane(self.region) if kind == "direct" else NixlPlane(f"{name}-{time.monotonic_ns()}", self.region)
-        )
+        plane: DataPlane
+        if kind == "direct":
+            plane = DirectPlane(self.region)
+        elif kind == "nixl":
+            plane = NixlPlane(f"{name}-{time.monotonic_ns()}", self.region)
+        else:
+            plane = NcclPlane(self.region, config.kv_host, config.transfer_deadline_s, config.lease_s)
         self.plane = GatedPlane(plane)
         planes = {kind: cast(DataPlane, self.plane)}
         self.desk = self.watching = Desk(name, FINGERPRINT, self.region, config, self.woken.set, planes)

@@ -86,6 +86,9 @@ class SimulatedChecksums:
     def ask(self, blocks: Sequence[int], done: Callable[[list[bytes]], None]) -> None:
         self._soon(partial(self._compute, list(blocks), done))
 
+    def silent_s(self) -> float:
+        return 0.0
+
     def close(self, timeout_s: float) -> None:
         pass
 

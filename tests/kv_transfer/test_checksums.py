@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -12,8 +13,10 @@ from peer_process import CONFIG
 from real_node import RealNode
 
 from kernels.block_checksums import block_checksums, keys
+from kv_transfer import checksums
 from kv_transfer.checksums import Checksums, ChecksumThread
 from kv_transfer.connector import Completion, Event, Fetched, FetchFailed, PoolRegion, Settled
+from kv_transfer.messages import Follow, Message
 from kv_transfer.planes import DataPlane
 from wire.config import TransferConfig
 from wire.errors import ConfigError
@@ -55,6 +58,72 @@ def test_a_block_that_cannot_be_cut_into_heads_is_refused() -> None:
     thread = ChecksumThread(PoolRegion(0, 1, 100, "cpu"), 3, unbroken)
     with pytest.raises(ConfigError, match="block of 100 bytes has 3 heads; leave kv_checksums out"):
         thread.open()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 3, 256])
+def test_a_gpu_pool_has_the_checksums_of_its_twin(count: int) -> None:
+    """Twice: the second question finds what the first has left in pinned memory."""
+    pool = torch.randint(0, 256, (300, BLOCK_BYTES), dtype=torch.uint8)
+    there = pool.to("cuda:0")
+    torch.cuda.synchronize()
+    thread = ChecksumThread(PoolRegion(there.data_ptr(), 300, BLOCK_BYTES, "cuda:0"), HEADS, unbroken)
+    thread.open()
+    words = pool.view(torch.int64).view(300, HEADS, -1).numpy()
+    try:
+        for _ in range(2):
+            blocks = torch.randperm(300)[:count].tolist()
+            found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+            thread.ask(blocks, found.put)
+            expected = block_checksums(words, blocks, keys(words.shape[2]))
+            assert found.get(timeout=DEADLINE_S) == [row.astype("<i8").tobytes() for row in expected]
+    finally:
+        thread.close(5)
+
+
+class HeldSums:
+    """Sums that wait until `gate` is open; `sums` says how many were begun, `begun` that one was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sums, self.begun, self.gate = 0, threading.Event(), threading.Event()
+        real = checksums._HostSide.sums
+
+        def held(side: checksums._HostSide, blocks: Sequence[int]) -> list[bytes]:
+            self.sums += 1
+            self.begun.set()
+            assert self.gate.wait(DEADLINE_S)
+            return real(side, blocks)
+
+        monkeypatch.setattr(checksums._HostSide, "sums", held)
+
+
+def test_a_sum_that_hangs_is_told_and_nothing_behind_it_is_begun_when_the_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = HeldSums(monkeypatch)
+    pool = torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
+    thread = ChecksumThread(PoolRegion(pool.data_ptr(), BLOCKS, BLOCK_BYTES, "cpu"), HEADS, unbroken)
+    thread.open()
+    assert thread.silent_s() == 0
+    found: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+    for block in range(3):
+        thread.ask([block], found.put)
+    assert held.begun.wait(DEADLINE_S)
+    assert 0 < thread.silent_s() < DEADLINE_S
+    thread.close(0)
+    held.gate.set()
+    thread.close(DEADLINE_S)
+    assert (held.sums, found.qsize()) == (1, 1)
+    assert thread.silent_s() == 0
+
+
+def test_a_connector_says_how_long_its_sums_have_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChecksumThread, "silent_s", lambda thread: 77.0)
+    node = RealNode("node", "direct", BLOCKS, BLOCK_BYTES, config=PATIENT)
+    try:
+        assert node.desk.stats().silent_s == 77.0
+    finally:
+        node.desk.close()
 
 
 class FaultyPlane:
@@ -116,7 +185,7 @@ class Pair:
         self.source.desk.close()
 
 
-@pytest.fixture(params=["direct", "nixl"])
+@pytest.fixture(params=["direct", "nixl", "nccl"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     if request.param == "nixl":
         pytest.importorskip("nixl")
@@ -148,7 +217,7 @@ def test_what_is_not_what_the_source_has_is_not_admitted(pair: Pair, fault: str)
 
 def test_many_blocks_of_a_growing_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several questions on both ends, while it grows."""
-    for module in ("fetches", "peers", "desk"):
+    for module in ("fetches", "peers", "questions"):
         monkeypatch.setattr(f"kv_transfer.{module}.MOST_BLOCKS", 3)
     pair = Pair("direct")
     try:
@@ -164,6 +233,31 @@ def test_many_blocks_of_a_growing_ticket(monkeypatch: pytest.MonkeyPatch) -> Non
         assert pair.reader.desk.stats().checked_blocks == 20
         assert pair.reader.desk.stats().wrong_blocks == 0
     finally:
+        pair.close()
+
+
+def test_what_is_asked_again_while_it_is_summed_is_summed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = TransferConfig(lease_s=20.0, heartbeat_s=0.02, transfer_deadline_s=60.0, kv_checksums=1.0)
+    pair = Pair("direct", ours=often)
+    held, asked, answer = HeldSums(monkeypatch), threading.Semaphore(0), pair.source.desk.answer
+
+    def counted(sender: bytes, message: Message) -> Message | None:
+        if isinstance(message, Follow) and message.checksums:
+            asked.release()
+        return answer(sender, message)
+
+    monkeypatch.setattr(pair.source.desk, "answer", counted)
+    try:
+        pair.reader.desk.watch("r", pair.source.desk.offer("r", [1, 2], 1))
+        pair.reader.desk.fetch("r", [1, 2], [3, 4])
+        for _ in range(5):
+            assert asked.acquire(timeout=DEADLINE_S)
+        held.gate.set()
+        (fetched,) = pair.reader.wait(1, DEADLINE_S)
+        assert isinstance(fetched, Fetched)
+        assert held.sums == 2  # one on either end
+    finally:
+        held.gate.set()
         pair.close()
 
 

@@ -410,6 +410,7 @@ def test_checksums_that_do_not_come_end_the_fetch_by_its_deadline() -> None:
     assert isinstance(failed, FetchFailed)
     assert failed.reason.startswith("TransferTimeout")
     assert "(its checksums missing)" in failed.reason
+    assert failed.reason.endswith("set the limit, or lower kv_checksums")
     assert failed.proven == 0
     assert table.commands == [End(PEER, lease, 0)]
 

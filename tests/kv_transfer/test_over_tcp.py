@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import socket
@@ -35,10 +36,12 @@ def thread() -> Iterator[ThreadPoolExecutor]:
 Invited = tuple[bytes, Future[Communicator]]
 
 
-def invited(thread: ThreadPoolExecutor, given_up: Callable[[], bool] = never, meet_s: float = 20.0) -> Invited:
+def invited(
+    thread: ThreadPoolExecutor, given_up: Callable[[], bool] = never, meet_s: float = 20.0, host: str = "127.0.0.1"
+) -> Invited:
     """What a reader says, and the end of its waiting."""
     said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    backend = TcpBackend("127.0.0.1", PATIENCE_S)
+    backend = TcpBackend(host, PATIENCE_S)
     meeting = thread.submit(backend.invite, said.put, given_up, time.monotonic() + meet_s)
     return said.get(timeout=20), meeting
 
@@ -48,6 +51,7 @@ def joined(facts: bytes, meet_s: float = 20.0, patience_s: float = PATIENCE_S) -
 
 
 def open_files() -> int:
+    gc.collect()  # of tests before this one, too
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -72,6 +76,24 @@ def test_slices_arrive_whole_and_in_order(both: tuple[Communicator, Communicator
         work.wait()
     done.result(20)
     assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
+
+
+@pytest.mark.parametrize(("number", "said"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "reader")])
+def test_a_name_is_dialled_where_it_was_listened_at(
+    number: str, said: str, thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its numbers the source would find first."""
+    looked_up = socket.getaddrinfo
+
+    def here_or_there(host: str, *arguments: int, **more: int) -> list[tuple[object, ...]]:
+        return list(looked_up(number if host == "reader" else host, *arguments, **more))
+
+    monkeypatch.setattr(socket, "getaddrinfo", here_or_there)
+    facts, meeting = invited(thread, host="reader")
+    assert msgspec.msgpack.decode(facts, type=Invitation).host == said
+    source, reader = joined(facts), meeting.result(20)
+    source.close()
+    reader.close()
 
 
 def test_strangers_are_hung_up_on_and_who_was_invited_comes_in(thread: ThreadPoolExecutor) -> None:

@@ -10,13 +10,20 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from kv_transfer.open import terms_of
+from kv_transfer.rank_messages import Meeting
+from node import rank_asides
 from node import ranks as rank_processes
-from wire.config import EngineConfig
+from paged_engine.ranks import Alone
+from wire.config import EngineConfig, TransferConfig
 from wire.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "paged_engine"))
@@ -337,3 +344,24 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Pool:
+    """As much of a KV pool as its planes are told."""
+
+    address, num_blocks, block_bytes, bytes = 0, 1, 8, torch.zeros(8, dtype=torch.uint8)
+
+
+def test_a_rank_keeps_its_pool_until_its_planes_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads read it; the engine lets go of it before."""
+    pool = Pool()
+    kept, at_the_end = weakref.ref(pool), []
+    planes = SimpleNamespace(close=lambda: at_the_end.append(kept()))
+    monkeypatch.setattr(rank_processes, "join_connector", lambda *arguments: planes)
+    beside = rank_processes._Beside(Alone())  # type: ignore[arg-type]
+    meeting = Meeting("127.0.0.1", 1, b"key", "engine", terms_of(TransferConfig()))
+    beside.heard(pool, rank_asides.encode(rank_asides.Meet(meeting)))  # type: ignore[arg-type]
+    del pool
+    beside.close()
+    assert at_the_end.pop() is not None
+    assert kept() is None
