@@ -119,6 +119,8 @@ class Router:
         self.counted: Counted | None = None
         if config.balance:
             self.counted = Counted(self.pool, self.gate.waiting_by_model, self._waiting_for_room)
+        self.ending = False
+        """It was told to end, and serves what it has begun."""
         self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
         self.endings = Endings(self.metrics, self.lookout, self.counted)
 
@@ -151,7 +153,14 @@ class Router:
                 warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port),
                 balancing(
-                    lambda: self.config, self.pool, self.shared, self.counted, self.legs, self.metrics, self.lookout
+                    lambda: self.config,
+                    self.pool,
+                    self.shared,
+                    self.counted,
+                    self.legs,
+                    self.metrics,
+                    self.lookout,
+                    lambda: self.ending,
                 ),
             ):
                 yield
