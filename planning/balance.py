@@ -24,7 +24,7 @@ OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 """A node that changes its role leaves the one for the other."""
 _LEAST_USE = 0.05
 """A role that has less of its nodes' time taken may miss its target, but not for want of nodes."""
-_LEAST_ANSWERS = 10
+_LEAST_ANSWERS = 5
 
 
 class Balancing(msgspec.Struct, frozen=True):
