@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from rich.console import Console
 
-from kvrelay.drain import CALL, addresses, call
+from kvrelay.drain import CALL, Refusal, addresses, call
 from wire.config import Role
 from wire.errors import ConfigError, DeadlineExceeded, KvrelayError
 
@@ -85,9 +85,21 @@ async def _change(node: str, router: str, role: Role, key: str, wait_s: float, c
 
 async def _look(session: aiohttp.ClientSession, node: str, router: str, key: str) -> _Seen:
     if not router:
-        return msgspec.json.decode(await call(session, "GET", f"{node}/health", "", draining=True), type=_Seen)
+        said = await call(session, "GET", f"{node}/health", "", draining=True)
+        try:
+            return msgspec.json.decode(said, type=_Seen)
+        except msgspec.DecodeError as why:  # no report: it serves nothing any more, and says why
+            raise RoleKept(f"{node} has not changed its role: {_message(said)}") from why
     rows = msgspec.json.decode(await call(session, "GET", f"{router}/admin/nodes", key), type=_Rows).nodes
     found = next((row for row in rows if row.url == node), None)
     if found is None:
         raise RoleKept(f"the router does not know {node} any more")
     return found
+
+
+def _message(said: bytes) -> str:
+    """Of the body of an error."""
+    try:
+        return msgspec.json.decode(said, type=Refusal).error.message
+    except msgspec.DecodeError:
+        return "it answers its health check with what is no report"

@@ -18,10 +18,13 @@ import msgspec
 from wire.config import Role
 from wire.errors import ConfigError
 
-__all__ = ["OTHER", "Balance", "Balancing", "Decision", "Figures", "Seen", "token_ms"]
+__all__ = ["OTHER", "Balance", "Balancing", "Decision", "Figures", "Seen", "enough", "token_ms"]
 
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 """A node that changes its role leaves the one for the other."""
+_LEAST_USE = 0.05
+"""A role that has less of its nodes' time taken may miss its target, but not for want of nodes."""
+_LEAST_ANSWERS = 5
 
 
 class Balancing(msgspec.Struct, frozen=True):
@@ -72,6 +75,8 @@ class Seen(msgspec.Struct, frozen=True):
     """Requests that had their first token (prefill) or their last (decode)."""
     met: int = 0
     """Of these, in time."""
+    known: bool = True
+    """No: too little has ended to tell, and `work` may be a part of what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +102,12 @@ class _Role:
     work: float = 0.0
     ended: float = 0.0
     met: float = 0.0
+    known: bool = False
 
     def take(self, seen: Seen, kept: float) -> None:
-        self.work = self.work * kept + seen.work * (1 - kept)
+        counts = kept if self.known else 0.0
+        self.work = self.work * counts + seen.work * (1 - counts)
+        self.known = self.known or seen.known
         self.ended = self.ended * kept + seen.ended
         self.met = self.met * kept + seen.met
 
@@ -117,6 +125,8 @@ class Balance:
         self._looked_at: float | None = None
         self._last: tuple[float, Role] | None = None
         """When a node was last told to take a role, and which."""
+        self._before: tuple[float, Role] | None = None
+        """The same before the last decision."""
         self._rests_until = float("-inf")
         self._wanted: tuple[Role | None, int] = (None, 0)
         """Which flip has looked right, and how often in a row."""
@@ -127,8 +137,13 @@ class Balance:
 
     def changed(self, role: Role, now: float) -> None:
         """Somebody else has had a node take this role: it counts as a flip of our own."""
-        self._wanted, self._last = (None, 0), (now, role)
+        self._wanted = None, 0
+        self._before = self._last = now, role
         self._rests_until = now + self._how.cool_down_s
+
+    def refused(self) -> None:
+        """What was decided last has not come about: there is no way back from it."""
+        self._last = self._before
 
     def look(self, prefill: Seen, decode: Seen, now: float, *, switching: bool = False) -> Decision:
         """What to do now. `switching`: a node changes its role already."""
@@ -141,6 +156,8 @@ class Balance:
         if switching:
             self._rests_until = now + how.cool_down_s
             return self._stay("a node is changing its role")
+        if not (prefill.work or decode.work):
+            return self._stay("nothing was asked since the last look")
         need = {role: of.work for role, of in self._roles.items()}
         busy = max(seen, key=lambda role: need[role] / max(1, seen[role].nodes))
         return self._weighed(busy, seen, need, now)
@@ -155,10 +172,13 @@ class Balance:
         )
         least = how.least_prefill if idle is Role.PREFILL else how.least_decode
         late = seen[busy].backlog_s > how.backlog_s * seen[busy].nodes
-        if attained >= how.attainment and use[busy] < how.busy and not late:
+        misses = attained < how.attainment and use[busy] >= _LEAST_USE
+        if not (misses or late or use[busy] >= how.busy):
             return self._stay(f"{told}: nobody is short of nodes")
         if seen[idle].nodes <= least:
             return self._stay(f"{told}: {idle} keeps {_nodes(least)} at least")
+        if not self._roles[idle].known:
+            return self._stay(f"{told}: too few requests have ended to tell what {idle} has to do")
         after = max(need[busy] / (seen[busy].nodes + 1), need[idle] / (seen[idle].nodes - 1))
         margin = how.margin
         back = self._last is not None and self._last[1] is idle and now - self._last[0] < how.remembers_s
@@ -177,13 +197,20 @@ class Balance:
             return Decision(
                 None, f"{told}: one more {busy} node would leave {after:.0%}, seen {times} of {how.patience} times"
             )
-        self._wanted, self._last = (None, 0), (now, busy)
+        self._wanted = None, 0
+        self._before, self._last = self._last, (now, busy)
         self._rests_until = now + how.cool_down_s
         return Decision(busy, f"{told}: one {idle} node becomes a {busy} node, which leaves {after:.0%}")
 
     def _stay(self, why: str) -> Decision:
         self._wanted = None, 0
         return Decision(None, why)
+
+
+def enough(ended: int, running: int) -> bool:
+    """Whether answers that have ended tell how long answers are: the short ones end first, so as many must have ended
+    as are under way."""
+    return ended >= max(_LEAST_ANSWERS, running)
 
 
 def token_ms(step_ms: Callable[[int], float], most: int, tpot_ms: float) -> float:

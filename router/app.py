@@ -116,7 +116,11 @@ class Router:
         self._means: Means | None = None
         self._vllm_legs: VllmLegs | None = None
         self._live: set[str] = set()
-        self.counted = Counted(self.pool, self.gate.waiting_by_model) if config.balance else None
+        self.counted: Counted | None = None
+        if config.balance:
+            self.counted = Counted(self.pool, self.gate.waiting_by_model, self._waiting_for_room)
+        self.ending = False
+        """It was told to end, and serves what it has begun."""
         self.lookout = Lookout(self.pool, self.models, self.pairs, self.gate, self.metrics, self.shared)
         self.endings = Endings(self.metrics, self.lookout, self.counted)
 
@@ -149,7 +153,14 @@ class Router:
                 warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port),
                 balancing(
-                    lambda: self.config, self.pool, self.shared, self.counted, self.legs, self.metrics, self.lookout
+                    lambda: self.config,
+                    self.pool,
+                    self.shared,
+                    self.counted,
+                    self.legs,
+                    self.metrics,
+                    self.lookout,
+                    lambda: self.ending,
                 ),
             ):
                 yield
@@ -171,6 +182,9 @@ class Router:
         self.pool.policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         if self._means is not None:
             self._means = self._means.under(config)
+
+    def _waiting_for_room(self) -> dict[str, int]:
+        return {} if self._means is None else self._means.binding.waiting_by_model()
 
     def _met(self, how: str, meeting: Meeting) -> None:
         self.metrics.meetings.labels(how).inc()
@@ -209,14 +223,14 @@ class Router:
             turn = await self.gate.enter(caller, job, timeline.arrived)
         except KvrelayError as why:
             if self.counted is not None and walk is not None and not isinstance(walk, VllmWalk):
-                self.counted.refused(walk.job, why)
+                self.counted.refused(walk, why)
             self.endings.refused(request.state.job_id, path, caller.name, why, traced)
             raise
         except ClientDisconnect:
             self.metrics.refused(path, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
         if self.counted is not None and not isinstance(walk, VllmWalk):
-            self.counted.asked(job)
+            self.counted.asked(walk)
         if self.config.log_bodies:
             _log.info("id=%s body=%s", job.id, shown(body))
         walk.on_placed = partial(self.gate.placed, turn)

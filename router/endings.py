@@ -85,7 +85,7 @@ class Endings:
         timeline.ended = ended = time.monotonic()
         stages_s = timeline.stages_s(ended)
         failed = "" if why is None else shown_error(why)
-        self._metrics.finished(path, status, timeline, stages_s, walk.output_tokens)
+        self._metrics.finished(path, status, timeline, stages_s, walk.output_tokens, walk.answers)
         self._lookout.ended(walk, path, status, key, failed, stages_s)
         if self._counted is not None and not isinstance(walk, VllmWalk):
             self._counted.ended(walk, status)

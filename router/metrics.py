@@ -155,9 +155,9 @@ class Metrics:
         self.requests.add(1, path, str(status))
 
     def finished(
-        self, path: str, status: int, timeline: Timeline, stages_s: Mapping[str, float], tokens: int = 0
+        self, path: str, status: int, timeline: Timeline, stages_s: Mapping[str, float], tokens: int, answers: int
     ) -> None:
-        """Count one finished request."""
+        """Count one finished request, of so many answers with so many tokens in all."""
         self.requests.add(1, path, str(status))
         self.output_tokens.add(tokens)
         for name, seconds in stages_s.items():
@@ -167,7 +167,7 @@ class Metrics:
                 self.stage.observe(seconds, name)
         if timeline.first_token is not None:
             self.ttft.observe(timeline.first_token - timeline.arrived)
-        inter_token_s = timeline.inter_token_s(tokens)
+        inter_token_s = timeline.inter_token_s(tokens, answers)
         if inter_token_s is not None:
             self.inter_token.observe(inter_token_s)
 

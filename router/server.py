@@ -16,7 +16,7 @@ import uvicorn
 import uvloop
 
 from openai_api.connections import connections
-from router.app import create_app
+from router.app import Router, create_app
 from router.client import ClientConnection
 from router.reload import Reread, reload_on_hangup
 from router.shared import Alone, Make
@@ -50,6 +50,12 @@ class _Server(uvicorn.Server):
         """A signal: the first one lets requests end, a second SIGINT does not."""
         self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, once the requests that are there have ended."""
+        router: Router = self.config.app.state.router  # type: ignore[union-attr]
+        router.ending = True
+        await super().shutdown(sockets)
 
 
 def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:

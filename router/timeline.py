@@ -82,8 +82,10 @@ class Timeline:
         """The end of an answer, with the stages until now."""
         return with_stages(end, {name: took * 1e3 for name, took in self.stages_s(now).items()})
 
-    def inter_token_s(self, tokens: int) -> float | None:
-        """Mean time between tokens, or None with fewer than two."""
-        if tokens < 2 or self.first_token is None or self.last_token is None:
+    def inter_token_s(self, tokens: int, answers: int = 1) -> float | None:
+        """Mean time between tokens of one answer, of so many that came beside each other with so many tokens in all; or
+        None if each has fewer than two."""
+        each = tokens / answers
+        if each < 2 or self.first_token is None or self.last_token is None:
             return None
-        return (self.last_token - self.first_token) / (tokens - 1)
+        return (self.last_token - self.first_token) / (each - 1)

@@ -51,8 +51,8 @@ class _Model:
 
     balance: Balance
     typical: Typical = field(default_factory=Typical)
-    roles: dict[str, Role] = field(default_factory=dict)
-    """Of its nodes by address, at the last look."""
+    roles: dict[str, tuple[Role, str]] = field(default_factory=dict)
+    """Of its nodes by address, and the generation of each, at the last look."""
     seen: dict[Role, Seen] = field(default_factory=dict)
     under_way: UnderWay | None = None
     until: float = 0.0
@@ -64,7 +64,7 @@ class _Model:
 
 
 class Balancer:
-    """See the module. `aims` are those of the configuration as it is now."""
+    """See the module. `aims` are those of the configuration as it is now; `ending`: nothing begins any more."""
 
     def __init__(
         self,
@@ -75,9 +75,10 @@ class Balancer:
         how: Balancing,
         aims: Callable[[], Aims],
         changes: Counter,
+        ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self._pool, self._shared, self._counted, self._way = pool, shared, counted, way
-        self._how, self._aims, self._changes = how, aims, changes
+        self._how, self._aims, self._changes, self._ending = how, aims, changes, ending
         self._models: dict[str, _Model] = {}
         self._looked_at: float | None = None
 
@@ -135,6 +136,8 @@ class Balancer:
         self._note_changes_of_others(name, model, ours, now)
         if model.under_way is not None:
             hindered = model.changes[-1].outcome
+        elif self._ending():
+            hindered = "this router ends"  # and would leave half done what it begins
         else:
             hindered = await self._way.hindered(name)
         seen = model.seen
@@ -145,9 +148,12 @@ class Balancer:
 
     def _note_changes_of_others(self, name: str, model: _Model, ours: str, now: float) -> None:
         """An operator or another router has had a node change: that counts as a change of our own."""
-        before, model.roles = model.roles, {node.url: node.role for node in self._pool.nodes if node.model == name}
-        for url, role in model.roles.items():
-            if before.get(url, role) is not role and url != ours:
+        before = model.roles
+        model.roles = {node.url: (node.role, node.generation) for node in self._pool.nodes if node.model == name}
+        for url, (role, generation) in model.roles.items():
+            had, of = before.get(url, (role, generation))
+            # A process that was started again has its first role: nobody has decided that.
+            if had is not role and of == generation and url != ours:
                 model.balance.changed(role, now)
 
     async def _begin(self, name: str, model: _Model, role: Role, now: float) -> None:
@@ -155,6 +161,7 @@ class Balancer:
         try:
             model.under_way = under_way = await self._way.begin(name, role)
         except KvrelayError as refused:
+            model.balance.refused()
             self._changes.labels(name, role, "refused").inc()
             model.changes.append(RoleChange(time.time(), role, "", why, f"refused: {refused.message}"))
             model.why = f"{why}; but {refused.message}"
@@ -180,6 +187,7 @@ class Balancer:
         self._changes.labels(name, change.role, "failed" if failed else "done").inc()
         facts = Fields(model=name, role=change.role, where=under_way.where, took_s=took_s)
         if failed:
+            model.balance.refused()
             _log.warning("roles: the change failed: %s; it is weighed again %s", failed, facts)
         else:
             _log.info("roles: the change is done %s", facts)
@@ -212,10 +220,11 @@ async def balancing(
     legs: Callable[[], Legs],
     metrics: Metrics,
     lookout: Lookout,
+    ending: Callable[[], bool],
 ) -> AsyncIterator[None]:
     """Balance roles for the length of the block, if `counted` counts for it and this process leads. Raises ConfigError.
 
-    `config` is what it is now: targets may change."""
+    `config` is what it is now: targets may change. Nothing begins any more once `ending` says so."""
     if counted is None:
         yield
         return
@@ -233,7 +242,7 @@ async def balancing(
         return Aims(config().ttft_target_ms, config().tpot_target_ms)
 
     how = Balancing(least_prefill=begun.least_prefill, least_decode=begun.least_decode)
-    balancer = Balancer(pool, shared, counted, way, how, aims, metrics.role_changes)
+    balancer = Balancer(pool, shared, counted, way, how, aims, metrics.role_changes, ending)
     lookout.balance = balancer.told
     task = asyncio.create_task(balancer.look_for_ever())
     try:

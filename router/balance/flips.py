@@ -1,7 +1,8 @@
 """A role gets one more node because a node of the other one changes: over the node's own route, without a restart.
 
-Owns which node that is. Of all that may, it is the last by address: two routers that decide at the same time choose the
-same one, and the node changes once. Only nodes of kvrelay that take legs may, so none that drains or is down.
+Owns which node that is. Of all that may, it is the last by address: two routers that decide at the same time, for the
+same role, choose the same one, and the node changes once. Only nodes of kvrelay that take legs may, so none that drains
+or is down; and nothing begins while a node is, or may be, changing already.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from planning.balance import OTHER
 from router.balance.way import UnderWay
 from router.legs.legs import Legs
 from router.nodes.node import Node, NodeKind
-from router.nodes.pool import Pool
+from router.nodes.pool import DRAINS, Pool
 from wire.config import Role
 from wire.errors import Conflict
 
@@ -51,6 +52,10 @@ class Flips:
         for node in self._pool.nodes:
             if node.model == model and node.flips_to is not None:
                 return f"{node.url} is changing its role from {node.role} to {node.flips_to}"
+            drains = node.reason == DRAINS and not node.drain_asked
+            if node.model == model and drains and node.reported_at < node.since:
+                # A node that changes, whoever has asked it to, refuses legs with the same word as one that drains.
+                return f"{node.url} takes no new legs, and its next health check must say whether it changes its role"
         return ""
 
     async def begin(self, model: str, role: Role) -> UnderWay:

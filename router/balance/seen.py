@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planning.balance import Seen, token_ms
+from planning.balance import Seen, enough, token_ms
 from router.balance.work import Work
 from router.nodes.node import Node
 from wire.config import Role
@@ -18,6 +18,7 @@ from wire.config import Role
 __all__ = ["Aims", "Typical"]
 
 _HALF_LIFE_S = 20.0
+_FADING = ("guessed_tokens", "uncached_tokens", "prefill_ms", "answered", "output_tokens", "context_tokens")
 _MOST_RUNNING = 256
 """Nodes do not say how many requests they run at once: no more than this are reckoned with."""
 
@@ -35,38 +36,44 @@ class Typical:
 
     def __init__(self) -> None:
         self._of = Work()
+        self._answered = 0
+        self._known = False
 
     def look(self, work: Work, passed_s: float, nodes: dict[Role, Sequence[Node]], aims: Aims) -> dict[Role, Seen]:
         """What to tell of each role. `nodes`: those that take legs; `work` came within `passed_s`."""
         self._fade(work, 0.5 ** (passed_s / _HALF_LIFE_S))
+        self._answered += work.answered
+        self._known = self._known or enough(self._answered, work.running)
         prefill, decode = nodes[Role.PREFILL], nodes[Role.DECODE]
-        per_token = self._prefill_ms_per_token(work, prefill)
-        waits = per_token * (sum(node.tokens for node in prefill) + work.waiting_tokens)
+        per_token, per_uncached = self._prefill_ms_each(work, prefill)
+        waits = per_uncached * (sum(node.tokens for node in prefill) + work.waiting_tokens)
         # What a node computes within a moment is no backlog.
         waits = max(0.0, waits - len(prefill) * aims.ttft_ms / 2)
         each = self._answer_ms(decode, aims.tpot_ms)
         waiting = sum(node.load.waiting for node in decode) + work.waiting
         per_s = 1 / 1e3 / passed_s
+        of_prefill, of_decode = work.asked_tokens * per_token * per_s, work.asked * each * per_s
+        waiting_s, known = waiting * each / 1e3, self._known
         return {
-            Role.PREFILL: Seen(
-                len(prefill), work.asked_tokens * per_token * per_s, waits / 1e3, work.first, work.first_met
-            ),
-            Role.DECODE: Seen(len(decode), work.asked * each * per_s, waiting * each / 1e3, work.last, work.last_met),
+            Role.PREFILL: Seen(len(prefill), of_prefill, waits / 1e3, work.first, work.first_met),
+            Role.DECODE: Seen(len(decode), of_decode, waiting_s, work.last, work.last_met, known=known),
         }
 
     def _fade(self, work: Work, kept: float) -> None:
         was, self._of = self._of, Work()
-        for name in ("computed", "guessed_tokens", "prefill_ms", "answered", "output_tokens", "context_tokens"):
+        for name in _FADING:
             setattr(self._of, name, getattr(was, name) * kept + getattr(work, name))
 
-    def _prefill_ms_per_token(self, work: Work, nodes: Sequence[Node]) -> float:
+    def _prefill_ms_each(self, work: Work, nodes: Sequence[Node]) -> tuple[float, float]:
+        """For a token that was asked, by the router's guess and cached or not, and for one that is to be computed."""
         of = self._of
         if of.guessed_tokens:
-            return of.prefill_ms / of.guessed_tokens
+            return of.prefill_ms / of.guessed_tokens, of.prefill_ms / of.uncached_tokens
         if not work.asked_tokens or not nodes:
-            return 0.0
+            return 0.0, 0.0
         mean = work.asked_tokens / work.asked  # none has ended yet: as if nothing of them were cached
-        return nodes[0].rates.prefill_ms(mean) / mean
+        each = nodes[0].rates.prefill_ms(mean) / mean
+        return each, each
 
     def _answer_ms(self, nodes: Sequence[Node], tpot_ms: float) -> float:
         """Of a node's time, for all tokens of a typical answer."""

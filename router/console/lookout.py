@@ -57,14 +57,12 @@ class Lookout:
         now, first, tokens = timeline.ended, timeline.first_token, walk.output_tokens
         assert now is not None
         ttft_s = None if first is None else first - timeline.arrived
-        inter_token_s = timeline.inter_token_s(tokens)
+        inter_token_s = timeline.inter_token_s(tokens, walk.answers)
         recent.ended(now, status, tokens, ttft_s, inter_token_s, stages_s["total"])
         cached = moved = 0
-        if isinstance(walk, Walk):
-            cached, moved = walk.cached_tokens, self._moved(walk.timeline.decode_ms, prefill, decode)
-        elif isinstance(walk, JoinedWalk):
+        if not isinstance(walk, VllmWalk):
             for part in walk.parts:
-                cached += part.cached_tokens
+                cached += part.cached_tokens or 0
                 moved += self._moved(part.timeline.decode_ms, *part.nodes)
         elif tokens and prefill != "-" and decode != "-":
             recent.moved(prefill, decode, 0, 0.0, 0.0)

@@ -129,7 +129,6 @@ class _Api:
         self._list_pods = kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(settings)).list_namespaced_pod
         self._response: Any = None
         self._interrupted = False
-        self._interrupted = False
 
     def listed(self, version: str, more: str, pace: Pace) -> ListedPods:
         """The page that `more` asks for; else the pods not older than `version`, or without one as they are now."""

@@ -173,6 +173,8 @@ class Node(NodeView):
     missed_at: float = float("-inf")
     """When the last of them was noticed."""
     blamed_at: float = float("-inf")
+    reported_at: float = float("-inf")
+    """When the newest health check began that it has answered with a report."""
     load: Load = field(default_factory=Load)
     foreign_requests: int = 0
     foreign_tokens: int = 0

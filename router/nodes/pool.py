@@ -248,7 +248,7 @@ class Pool(Roster):
             self._cut(node)
             self.prefixes.forget(node.url)
             node.drain_asked = False
-        node.misses = 0
+        node.misses, node.reported_at = 0, max(node.reported_at, started)
         known = (node.kind, node.model, node.adapters, node.up)
         node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY

@@ -7,7 +7,7 @@ later one that would fit, or a long prompt would wait for ever. One whose nodes 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.nodes.credit import blocks_of, likely_kv_tokens
@@ -60,6 +60,9 @@ class RoomQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return iter(self._waiting)
 
     def add(self, waiter: Waiter) -> None:
         """Wait from now on; `turn` may be next."""

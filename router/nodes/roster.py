@@ -80,11 +80,13 @@ class Roster:
             raise self.no_node(Role.DECODE, model)
 
     def models(self) -> dict[str, int]:
-        """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take."""
+        """The models of all nodes, down ones too, and the longest context in tokens that each node of one can take:
+        what those say that were up once, 0 if none was."""
         known: dict[str, int] = {}
         for node in self.nodes:
             if node.model:
-                known[node.model] = min(node.max_model_len, known.get(node.model, node.max_model_len))
+                told = [each for each in (node.max_model_len, known.get(node.model, 0)) if each]
+                known[node.model] = min(told, default=0)
         return known
 
     def adapters(self) -> dict[str, str]:

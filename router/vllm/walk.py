@@ -96,6 +96,11 @@ class VllmWalk:
         self._round = 0
 
     @property
+    def answers(self) -> int:
+        """How many come beside each other, for each prompt."""
+        return self.job.choices
+
+    @property
     def nodes(self) -> tuple[str, str]:
         """Where its last legs ran."""
         return self._last[Role.PREFILL] or "-", self._last[Role.DECODE] or "-"

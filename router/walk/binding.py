@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
@@ -72,6 +73,10 @@ class Binding:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def waiting_by_model(self) -> Counter[str]:
+        """By model, the legs that wait for room."""
+        return Counter(self._pool.base_of(waiter.ask.model) for waiter in self._queue)
 
     async def place(self, wish: Wish) -> tuple[Lease, bool]:
         """A place until it is given back, and whether the KV can be fetched there; else it is computed.

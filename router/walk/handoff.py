@@ -86,9 +86,22 @@ class Walk:
         return self.progress.output_tokens
 
     @property
-    def cached_tokens(self) -> int:
-        """Of the prompt, on the node that computed the rest; known at the end of the answer."""
-        return self.counts[2]
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, on the node that computed the rest; None: no node has told."""
+        if self.counts[0]:
+            return self.counts[2]
+        told = self.progress.handover or self.progress.ticket  # of an answer that is not over, or never will be
+        return None if told is None else told.cached_tokens
+
+    @property
+    def answers(self) -> int:
+        """How many come beside each other."""
+        return self.job.choices
+
+    @property
+    def parts(self) -> list[Walk]:
+        """Of its prompts, of which it has one."""
+        return [self]
 
     @property
     def nodes(self) -> tuple[str, str]:

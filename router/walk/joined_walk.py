@@ -64,9 +64,9 @@ class JoinedWalk:
         return sum(walk.output_tokens for walk in self._walks)
 
     @property
-    def cached_tokens(self) -> int:
-        """Of all prompts."""
-        return sum(walk.cached_tokens for walk in self._walks)
+    def answers(self) -> int:
+        """How many come beside each other."""
+        return sum(walk.answers for walk in self._walks)
 
     @property
     def nodes(self) -> tuple[str, str]:

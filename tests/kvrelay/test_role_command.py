@@ -48,6 +48,11 @@ async def test_a_node_that_keeps_its_role_ends_it_with_1(capsys: pytest.CaptureF
     assert "called it off" in capsys.readouterr().err
     assert (await role(asked | {"/health": [health("prefill", "decode")]}, "--wait", "0.1"))[0] == 1
     assert "no decode node after 0.1 s" in capsys.readouterr().err
+    dead = {"error": {"message": "the engine process of this node has ended", "type": "service_unavailable"}}
+    assert (await role(asked | {"/health": [health("prefill", "decode"), (503, dead)]}))[0] == 1
+    assert "the engine process of this node has ended" in capsys.readouterr().err.replace("\n", " ")
+    assert (await role(asked | {"/health": [(503, "starting")]}))[0] == 1
+    assert "what is no report" in capsys.readouterr().err.replace("\n", " ")
     refusal = {"error": {"message": "it is the last one; send force: true", "type": "invalid_request_error"}}
     assert (await role({"/admin/role": [(409, refusal)]}))[0] == 1
     assert "send force: true" in capsys.readouterr().err.replace("\n", " ")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from planning.balance import Balance, Balancing, Decision, Seen
+from planning.balance import Balance, Balancing, Decision, Seen, enough
 from wire.config import Role
 from wire.errors import ConfigError
 
@@ -33,13 +33,61 @@ def test_a_role_whose_nodes_are_taken_gets_one_of_the_others_after_three_looks()
         (Seen(2, 1.0, ended=9, met=9), Seen(2, 0.4, ended=9, met=9), "nobody is short of nodes"),
         (Seen(3, 2.9, ended=9, met=0), Seen(1, 0.1, ended=9, met=9), "decode keeps 1 node at least"),
         (Seen(2, 1.9, ended=9, met=0), Seen(2, 1.8, ended=9, met=0), "would leave 180%, which is not 10% less"),
-        (Seen(2, 0.0), Seen(2, 0.0), "nobody is short of nodes"),
+        (Seen(2, 0.0), Seen(2, 0.0), "nothing was asked since the last look"),
+        # Where next to nothing is done another node helps nobody.
+        (Seen(2, 0.04, ended=9, met=0), Seen(2, 0.01, ended=9, met=9), "nobody is short of nodes"),
+        (Seen(1, 1.9, ended=9, met=0), Seen(3, 0.1, known=False), "too few requests have ended to tell what decode"),
     ],
 )
 def test_all_stay_what_they_are_for_a_reason(prefill: Seen, decode: Seen, why: str) -> None:
     for told in looked(Balance(Balancing()), prefill, decode, 5):
         assert told.role is None
         assert why in told.why
+
+
+def test_what_waits_is_reason_enough_however_little_was_asked_of_late() -> None:
+    waiting = Seen(2, 0.04, backlog_s=9.0, ended=9, met=9)
+    assert looked(Balance(Balancing()), waiting, Seen(2, 0.01), 3)[-1].role is Role.PREFILL
+
+
+def test_a_router_that_is_asked_nothing_decides_nothing() -> None:
+    """It drains: what it has seen fades, and its shares with it stay what they were."""
+    balance = Balance(Balancing())
+    looked(balance, Seen(2, 1.9, ended=9, met=0), Seen(6, 1.0, ended=9, met=9), 2)
+    told = looked(balance, Seen(2, 0.0), Seen(6, 0.0), 9, 10.0)
+    assert {(each.role, each.why) for each in told} == {(None, "nothing was asked since the last look")}
+
+
+def test_work_counts_from_the_look_on_at_which_it_is_known() -> None:
+    balance = Balance(Balancing())
+    busy = Seen(1, 1.1, ended=9, met=0)
+    assert {each.role for each in looked(balance, busy, Seen(3, 0.1, known=False), 8)} == {None}
+    told = looked(balance, busy, Seen(3, 2.9), 4, 40.0)
+    assert balance.figures(Role.DECODE).work == pytest.approx(2.9)
+    assert {each.role for each in told} == {None}
+    # Whoever is short though only a part of its work is known is short all the more.
+    told = looked(Balance(Balancing()), Seen(3, 0.1), Seen(1, 1.1, known=False), 3)
+    assert told[-1].role is Role.DECODE
+
+
+def test_answers_tell_how_long_they_are_once_as_many_have_ended_as_are_under_way() -> None:
+    assert [enough(*each) for each in ((4, 0), (5, 0), (9, 9), (9, 10))] == [False, True, True, False]
+
+
+def test_there_is_no_way_back_from_a_change_that_has_not_come_about() -> None:
+    busy, idle = Seen(2, 1.9, ended=9, met=0), Seen(6, 1.0, ended=9, met=9)
+    back = Seen(3, 1.5, ended=9, met=9), Seen(5, 4.3, ended=9, met=0)
+    for refused in (True, False):
+        balance = Balance(Balancing())
+        assert looked(balance, busy, idle, 3)[-1].role is Role.PREFILL
+        if refused:
+            balance.refused()
+        told = looked(balance, *back, 20, 300.0)
+        assert any(each.role is Role.DECODE for each in told) is refused
+    balance = Balance(Balancing())
+    balance.changed(Role.PREFILL, 0.0)
+    balance.refused()  # that of another one was none of ours
+    assert {each.role for each in looked(balance, *back, 20, 300.0)} == {None}
 
 
 def test_a_change_rests_and_the_way_back_costs_twice_the_margin() -> None:

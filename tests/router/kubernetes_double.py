@@ -47,6 +47,8 @@ class ApiServer:
         """Deployments by name, and how many pods each is to have."""
         self.scale_fails: dict[str, kmock.KubernetesError] = {}
         """By verb, or by verb and name: "put", "put kvrelay-decode"."""
+        self.scale_answers_lost: set[str] = set()
+        """Deployments of which a PUT is applied, and its answer never comes."""
         self._scale_versions: dict[str, int] = {}
         scales = kmock.resource("apps", "v1", "deployments"), kmock.subresource("scale")
         self._handler[kmock.method.GET, *scales] << self._scale
@@ -172,6 +174,9 @@ users: [{{name: me, user: {{token: secret}}}}]
         if wanted["metadata"]["resourceVersion"] != str(self._scale_versions.get(name, 1)):
             raise kmock.KubernetesError(409, "Conflict", "the object has been modified")
         self.rescale(name, wanted["spec"]["replicas"])
+        if name in self.scale_answers_lost:
+            self.scale_answers_lost.discard(name)
+            raise kmock.KubernetesError(504, "Timeout", "request did not complete within the allotted duration")
         return self._scale_of(name)
 
     def rescale(self, name: str, replicas: int) -> None:

@@ -1,4 +1,4 @@
-"""The balance of roles in a router: what is counted of requests, who is asked to change, and what is told of it."""
+"""The balance of roles in a router: who is asked to change, and what is told of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from router_doubles import MODEL, Call, Cluster, FakeNode, cluster, decode, pref
 from planning.balance import Balancing
 from router.balance.balancer import Balancer
 from router.balance.flips import Flips
-from router.balance.seen import Aims, Typical
-from router.balance.work import Counted, Work
+from router.balance.seen import Aims
+from router.balance.work import Work
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
 from router.shared import Alone
-from router.timeline import Timeline
 from wire.config import Role
-from wire.errors import ConfigError, Overloaded, RateLimited, Unavailable
+from wire.errors import ConfigError, Unavailable
 from wire.log_lines import JsonLines
 from wire.outputs import Load
 from wire.router_config import RouterConfig
@@ -47,83 +46,11 @@ def pool_of(prefills: int, decodes: int, model: str = "m") -> Pool:
     return pool
 
 
-def job(prompt: int = 1000, model: str = "m", ttft_s: float | None = 0.2, choices: int = 1) -> Any:
-    targets = SimpleNamespace(ttft_s=ttft_s, tpot_s=0.02)
-    return SimpleNamespace(model=model, prompt_tokens=prompt, targets=targets, choices=choices)
-
-
-def walked(ttft_s: float | None = 0.1, tokens: int = 11, each_s: float = 0.01, **of: Any) -> Any:
-    first = None if ttft_s is None else 10.0 + ttft_s
-    timeline = Timeline(10.0, first_token=first, last_token=None if first is None else first + each_s * (tokens - 1))
-    return SimpleNamespace(
-        job=job(**of), timeline=timeline, prompt_tokens=1200, output_tokens=tokens, cached_tokens=200
-    )
-
-
-# What is counted.
-
-
-def test_what_requests_bring_and_what_was_kept_is_counted_by_model() -> None:
-    pool = pool_of(1, 1)
-    counted = Counted(pool, lambda: {"m": (2, 900)})
-    counted.asked(job())
-    counted.ended(walked(), 200)
-    counted.ended(walked(ttft_s=0.3, each_s=0.03), 200)
-    counted.ended(walked(ttft_s=None), 504)  # late
-    counted.ended(walked(ttft_s=None), 400)  # its own fault
-    counted.ended(walked(tokens=1), 200)  # keeps no target between tokens
-    counted.ended(walked(), 499)
-    work = counted.take()["m"]
-    assert (work.asked, work.asked_tokens, work.waiting, work.waiting_tokens) == (1, 1000, 2, 900)
-    assert (work.first, work.first_met, work.last, work.last_met) == (5, 3, 2, 1)
-    assert (work.computed, work.answered, work.output_tokens) == (4, 3, 23)
-    assert work.prefill_ms == pytest.approx(4 * pool.fleet(P, "m").prefill_ms(1000))
-    assert counted.take() == {"m": Work(waiting=2, waiting_tokens=900)}
-
-
-def test_tokens_of_several_choices_come_together() -> None:
-    counted = Counted(pool_of(1, 1), dict)
-    counted.ended(walked(tokens=40, each_s=0.006, choices=4), 200)  # each choice has one every 0.026 s
-    assert (counted.take()["m"].last_met, Work().last) == (0, 0)
-
-
-def test_what_was_refused_for_want_of_nodes_is_work_that_was_late_and_nothing_else_is() -> None:
-    counted = Counted(pool_of(1, 1), dict)
-    counted.refused(job(), Overloaded("later", code="ttft"))
-    counted.refused(job(), Overloaded("never", code="ttft_never"))
-    counted.refused(job(), RateLimited("your limit"))
-    work = counted.take()["m"]
-    assert (work.asked, work.first, work.first_met) == (1, 1, 0)
-
-
-def test_work_is_a_share_of_the_nodes_time_at_measured_speed() -> None:
-    pool = pool_of(2, 1)
-    for _ in range(20):
-        pool.nodes[0].rates.prefilled(1000, 500.0)
-        pool.nodes[2].rates.stepped(8, 16.0)
-    nodes = {role: pool.up(role, model="m") for role in (P, D)}
-    work = Work(asked=10, asked_tokens=20_000, computed=4, guessed_tokens=8_000, prefill_ms=2_000.0)
-    work.answered, work.output_tokens, work.context_tokens = 4, 400, 4 * 1050.0
-    work.waiting, work.waiting_tokens, work.first, work.first_met, work.last, work.last_met = 3, 6_000, 4, 3, 4, 2
-    seen = Typical().look(work, 5.0, nodes, AIMS)
-    # Of what has ended, a token that was guessed has cost a quarter of a millisecond.
-    assert seen[P].work == pytest.approx(20_000 * 0.25 / 1e3 / 5)
-    assert seen[P].backlog_s == pytest.approx((6_000 * 0.25 - 2 * 100) / 1e3)
-    assert (seen[P].nodes, seen[P].ended, seen[P].met) == (2, 4, 3)
-    assert (seen[D].nodes, seen[D].ended, seen[D].met) == (1, 4, 2)
-    each_ms = seen[D].work * 1e3 * 5 / 10 / 100
-    rates = pool.fleet(D, "m")
-    most = max(batch for batch in range(1, 16) if rates.step_ms(batch) <= 20)  # 15 of these contexts fit
-    assert each_ms == pytest.approx(rates.step_ms(most) / most)
-
-
-def test_before_anything_has_ended_prompts_are_thought_to_cost_what_they_would() -> None:
-    pool, typical = pool_of(1, 1), Typical()
-    nodes = {role: pool.up(role, model="m") for role in (P, D)}
-    seen = typical.look(Work(asked=2, asked_tokens=2000), 5.0, nodes, AIMS)
-    assert seen[P].work == pytest.approx(2 * pool.fleet(P, "m").prefill_ms(1000) / 1e3 / 5)
-    assert seen[D].work == 0
-    assert typical.look(Work(), 5.0, {P: [], D: []}, AIMS)[P].nodes == 0
+def busy(asked: int, prompt: int, **more: int) -> Work:
+    """So many prompts of a second each came, and have ended with next to no answer."""
+    tokens = asked * prompt
+    of_prompts = {"guessed_tokens": tokens, "uncached_tokens": tokens, "prefill_ms": asked * 1e3}
+    return Work(asked, tokens, asked, answered=asked, context_tokens=tokens, **of_prompts, **more)
 
 
 # Who changes.
@@ -147,9 +74,7 @@ class Fixture:
 
     def __init__(self, pool: Pool, legs: Any, **how: Any) -> None:
         self.pool, self.legs, self.metric = pool, legs, Counter("c", "", ["model", "role", "outcome"], registry=None)
-        self.work = Work(
-            asked=10, asked_tokens=40_000, computed=10, guessed_tokens=40_000, prefill_ms=40_000.0, first=9
-        )
+        self.work = busy(10, 4_000, first=9)
         counted: Any = SimpleNamespace(take=lambda: {"m": self.work})
         doubles: Any = SimpleNamespace()
         shared = Alone(pool, doubles, doubles)
@@ -252,6 +177,16 @@ async def test_a_change_that_is_never_over_blocks_until_its_deadline(monkeypatch
     assert "failed: it was not over within 60 s" in [each.outcome for each in seen.changes]
 
 
+@pytest.mark.parametrize(("status", "outcome"), [(404, "refused"), (202, "failed")])
+async def test_from_what_was_no_change_there_is_no_way_back(status: int, outcome: str) -> None:
+    pool = pool_of(1, 3)
+    fixture = Fixture(pool, Asked(status), cool_down_s=1000.0)
+    await fixture.look()
+    told(pool, pool.nodes[-1], D, at=1e12)  # one that was asked to is what it was
+    assert (await fixture.look()).changes[0].outcome.startswith(outcome)
+    assert fixture.balancer._models["m"].balance._last is None
+
+
 async def test_nodes_that_must_keep_their_role_are_not_asked() -> None:
     pool = pool_of(1, 3)
     drained, down = pool.nodes[3], pool.nodes[2]
@@ -277,8 +212,55 @@ async def test_a_change_by_somebody_else_counts_as_one_of_ours() -> None:
     told(pool, pool.nodes[0], P, at=2.0, flips_to=D)
     assert (await fixture.look()).why == "http://p0 is changing its role from prefill to decode"
     fixture.work = work
+    fixture.balancer._models["m"].balance._looked_at = 0.0  # what was seen before has faded
     told(pool, pool.nodes[0], D, at=3.0, flips=1)
     assert "the last change is less than 1000 s ago" in (await fixture.look()).why
+
+
+async def test_a_node_that_was_started_again_has_changed_nothing() -> None:
+    """It has the role of its start again: nobody has decided that."""
+    pool = pool_of(2, 3)
+    fixture = Fixture(pool, Asked())
+    fixture.work = Work()
+    told(pool, pool.nodes[0], D, at=2.0, flips=1)
+    await fixture.look()
+    told(pool, pool.nodes[0], P, at=3.0, generation="g2")
+    assert pool.nodes[0].role is P
+    await fixture.look()
+    assert fixture.balancer._models["m"].balance._last is None
+
+
+async def test_nothing_begins_before_a_node_that_refuses_legs_has_said_why() -> None:
+    """Another router may have it change its role: nodes refuse legs with one word for that and for draining."""
+    pool = pool_of(1, 3)
+    fixture = Fixture(pool, Asked())
+    node = pool.nodes[-1]
+    pool.drains(node, 5.0)
+    assert (await fixture.look()).why.startswith("http://d2 takes no new legs, and its next health check must say")
+    told(pool, node, D, at=4.9)  # asked before
+    assert "must say" in (await fixture.look()).why
+    told(pool, node, D, at=5.1, flips_to=P)
+    assert "is changing its role from decode to prefill" in (await fixture.look()).why
+    assert fixture.legs.told == []
+    told(pool, node, D, at=6.0, status="draining")
+    pool.heard(node.url, Load(), 7.0, draining=True)  # as it says again and again
+    await asyncio.sleep(0.002)
+    await fixture.look()
+    assert fixture.legs.told == [("http://d1", "prefill")]
+
+
+async def test_a_router_that_ends_begins_nothing() -> None:
+    nodes = [prefill(), decode(), decode(), decode()]
+    async with cluster(*nodes, **TARGETS) as c:
+        counted = c.router.counted
+        assert counted is not None
+        counted.take = lambda: {MODEL: busy(99, 10_000)}  # type: ignore[method-assign]
+        balancer: Balancer = c.router.lookout.balance.__self__  # type: ignore[attr-defined]
+        c.router.ending = True
+        for _ in range(4):
+            await balancer.look()
+        assert [seen.why for seen in balancer.told()] == ["this router ends"]
+        assert not any(node.flips_to for node in nodes)
 
 
 async def test_each_model_has_a_balance_of_its_own() -> None:
@@ -333,7 +315,7 @@ async def test_a_router_has_an_idle_node_change_and_shows_it() -> None:
         counted = c.router.counted
         assert counted is not None
         counted.take = lambda: {  # type: ignore[method-assign]
-            MODEL: Work(asked=99, asked_tokens=990_000, computed=99, guessed_tokens=990_000, prefill_ms=99_000.0)
+            MODEL: busy(99, 10_000)
         }
         chosen = max(nodes[1:], key=lambda node: node.url)
         balancer: Balancer = c.router.lookout.balance.__self__  # type: ignore[attr-defined]

@@ -6,17 +6,18 @@ import asyncio
 import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import kmock
 import pytest
 import pytest_asyncio
 from kubernetes_double import ApiServer, pod_of
 from router_doubles import MODEL, cluster, decode, prefill, until
-from test_balance_of_roles import TARGETS, pool_of, told
+from test_balance_of_roles import TARGETS, busy, pool_of, told
 from test_kubernetes_watch import lead_to
 
+from router.balance import deployments
 from router.balance.deployments import Deployments
-from router.balance.work import Work
 from wire.config import Role
 from wire.errors import Conflict, Unavailable
 
@@ -87,6 +88,67 @@ async def test_what_is_not_over_in_time_is_put_back_but_not_what_others_have_cha
     assert api.scales == {"kvrelay-prefill": 1, "kvrelay-decode": 7}
 
 
+async def test_what_was_scaled_in_vain_is_not_tried_again_for_long(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try ends a pod that has work."""
+    pool, now = pool_of(1, 3), [1000.0]
+    monkeypatch.setattr(deployments, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    way = Deployments(pool, NAMES, "")
+    for hours in (1, 2, 4):
+        assert await way.hindered("m") == ""
+        await (await way.begin("m", P)).give_up()
+        assert (
+            await way.hindered("m")
+            == f"Deployments were scaled in vain: nothing is scaled for another {hours * 60} min"
+        )
+        now[0] += hours * 3600.0 - 1
+        assert "another 0 min" in await way.hindered("m")
+        now[0] += 2
+    scaling = await way.begin("m", D)
+    told(pool, pool.nodes[0], D, at=3.0, flips=1)
+    assert await scaling.over() == ""
+    told(pool, pool.nodes[0], P, at=4.0, flips=2)
+    api.scales = {"kvrelay-prefill": 1, "kvrelay-decode": 3}
+    await (await way.begin("m", P)).give_up()
+    assert "another 60 min" in await way.hindered("m")
+
+
+async def test_what_cannot_be_put_back_is_tried_again_until_it_is(api: ApiServer) -> None:
+    way = Deployments(pool_of(1, 3), NAMES, "")
+    scaling = await way.begin("m", P)
+    api.scale_fails = {"put": kmock.KubernetesError(500, "No", "no")}
+    await scaling.give_up()
+    assert api.scales == {"kvrelay-prefill": 2, "kvrelay-decode": 2}
+    assert await way.hindered("m") == "Deployments are still to be put back to 3 decode, 1 prefill"
+    api.scale_fails = {"put kvrelay-prefill": api.scale_fails["put"]}
+    assert "still" in await way.hindered("m")
+    assert api.scales == {"kvrelay-prefill": 2, "kvrelay-decode": 3}  # a pod too many rather than one too few
+    api.scale_fails = {}
+    assert "in vain" in await way.hindered("m")
+    assert api.scales == {"kvrelay-prefill": 1, "kvrelay-decode": 3}
+
+
+@pytest.mark.parametrize("lost", NAMES.values())
+async def test_a_write_whose_answer_is_lost_is_taken_back(api: ApiServer, lost: str) -> None:
+    way = Deployments(pool_of(1, 3), NAMES, "")
+    api.scale_answers_lost = {lost}
+    with pytest.raises(Unavailable, match=f"answers 504 about Deployment {lost}"):
+        await way.begin("m", P)
+    assert api.scales == {"kvrelay-prefill": 1, "kvrelay-decode": 3}
+    assert await way.hindered("m") == ""
+
+
+async def test_a_deployment_without_pods_gets_its_first(api: ApiServer) -> None:
+    """On the wire its number is left out."""
+    api.scales = {"kvrelay-prefill": 0, "kvrelay-decode": 3}
+    way = Deployments(pool_of(0, 3), NAMES, "")
+    scaling = await way.begin("m", P)
+    assert api.scales == {"kvrelay-prefill": 1, "kvrelay-decode": 2}
+    await scaling.give_up()
+    assert api.scales == {"kvrelay-prefill": 0, "kvrelay-decode": 3}
+
+
 async def test_of_two_routers_that_decide_at_once_one_is_refused(api: ApiServer) -> None:
     ways = [Deployments(pool_of(1, 3), NAMES, "") for _ in range(2)]
     told_by = await asyncio.gather(*(way.begin("m", P) for way in ways), return_exceptions=True)
@@ -136,7 +198,7 @@ async def test_a_router_of_a_cluster_of_pods_scales_its_deployments(api: ApiServ
         counted = c.router.counted
         assert counted is not None
         counted.take = lambda: {  # type: ignore[method-assign]
-            MODEL: Work(asked=99, asked_tokens=990_000, computed=99, guessed_tokens=990_000, prefill_ms=99_000.0)
+            MODEL: busy(99, 10_000)
         }
         balancer = c.router.lookout.balance.__self__  # type: ignore[attr-defined]
         for _ in range(3):

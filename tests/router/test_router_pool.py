@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from router.membership.members import NodeSpec, Source
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import LOST_AFTER_MISSES, Pool
 from router.policies.policy import Ask
@@ -135,6 +136,14 @@ def test_the_longest_context_of_a_model_is_what_each_of_its_nodes_can_take(pool:
     for node, longest in zip(pool.nodes, (100, 50, 200), strict=True):
         pool.report(node, HealthReport(node.role, "m", max_model_len=longest), 1.0, 1.0)
     assert pool.models() == {"m": 50}
+
+
+def test_a_node_that_was_never_up_says_nothing_of_the_longest_context(pool: Pool) -> None:
+    for node in pool.nodes:
+        pool.report(node, HealthReport(node.role, "m", max_model_len=100), 1.0, 1.0)
+    for url in ("http://new", "http://newer"):
+        pool.add(NodeSpec(url, Role.DECODE, "m"), Source.KUBERNETES, 1.0)  # its pod is labelled with the model
+        assert pool.models() == {"m": 100}
 
 
 def cut_count(pool: Pool, node: Node) -> tuple[list[str], "object"]:

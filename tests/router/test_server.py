@@ -48,7 +48,9 @@ async def ends(drain_deadline_s: float, *, goes_on: bool, stream: bool = True) -
             said = bytearray()
             asking = asyncio.create_task(asked(http, port, {**BODY, "stream": stream}, said))
             await until(lambda: b'"content":"b"' in said if stream else bool(d.calls))
+            assert not router.ending
             server.should_exit = True
+            await until(lambda: router.ending)
             if goes_on:
                 d.resume.set()
             await asyncio.wait_for(asking, 20)
