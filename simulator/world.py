@@ -222,13 +222,16 @@ class _World:
         if walk.whole:
             walk.timing = {"queue": waited_ms, "prefill": took_ms}
             if self._routers:
+                assert walk.decode is not None
                 self._routers[walk.router].answered(stream)
+                self._cluster.tell_kv(walk.decode, now)
             return
         assert walk.prefill is not None
         walk.computed = True
         if self._routers:
             self._routers[walk.router].prefilled(stream, waited_ms, took_ms)
             self._cluster.report(walk.prefill, walk.router, now)
+            self._cluster.tell_kv(walk.prefill, now)
         if stream.done >= stream.output:
             self._release(stream, walk, now)
             self._done(stream, now)
