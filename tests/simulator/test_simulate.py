@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.simulate import main
 from load.measures import percentile
-from load.workloads import SCALE, WORKLOADS, read_trace
+from load.workloads import SCALE, WORKLOADS, Asked, read_trace
 from paged_engine import scheduler as engines_scheduler
 from paged_engine import waiting as engines_waiting
 from paged_engine.blocks import BlockPool
@@ -23,8 +23,8 @@ from simulator.engine import ENOUGH, OVERTAKEN, Engine
 from simulator.seat import Leg
 from simulator.setting import OMNISCIENT, Result, Setting
 from simulator.speeds import H200, Speeds
-from simulator.stream import Stream, streams_of
-from simulator.summary import plot
+from simulator.stream import Stream, at_load, streams_at, streams_of
+from simulator.summary import plot, summary_of, table
 from simulator.world import simulate
 from wire.hashes import root_of
 from wire.sampling import SamplingParams
@@ -231,7 +231,7 @@ def test_of_two_equal_prompts_at_once_the_second_waits_for_what_the_first_comput
 def test_a_trace_is_read_and_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, figures, drawing = tmp_path / "trace.jsonl", tmp_path / "figures.json", tmp_path / "plot.svg"
     lines = [
-        {"timestamp": 100 * at, "input_length": 1_100, "output_length": 1 + at, "hash_ids": [0, at, at + 1]}
+        {"timestamp": 1_700_000_000_000 + 100 * at, "input_length": 1_100, "output_length": 1 + at, "hash_ids": [0, at, at + 1]}
         for at in range(20)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -248,6 +248,20 @@ def test_a_trace_is_read_and_the_command_prints_and_writes(tmp_path: Path, capsy
     assert drawing.read_text().startswith("<svg")
     assert main(["--scale", "--requests", "40", "--nodes", "4:4", "--policies", "cost", "--routers", "2"]) == 0
     assert "| cost | 2 | 0.5 s |" in capsys.readouterr().out
+
+
+def test_a_request_alone_comes_at_once_whatever_the_load() -> None:
+    alone = [Asked(0.0, 100, 5)]
+    assert [stream.at for stream in (*at_load(alone, 1_000.0), *streams_at(alone, 3.0))] == [0.0, 0.0]
+
+
+def test_what_was_not_answered_is_not_good_and_is_told() -> None:
+    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=4_096))
+    streams = [Stream(100.0 * at, 5_000 if at % 2 else 50, 5) for at in range(20)]
+    summary = summary_of("made up", run(streams, prefill=1, decode=1, speeds=speeds))
+    assert (summary.requests, summary.refused, summary.good) == (18, 9, 0.5)
+    assert summary.ttft_p50 > 0
+    assert "50.0% (5/s), 9 not answered" in table([summary], scale=False)
 
 
 def test_a_plot_leaves_out_what_is_not_known() -> None:
