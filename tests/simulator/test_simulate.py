@@ -231,7 +231,7 @@ def test_of_two_equal_prompts_at_once_the_second_waits_for_what_the_first_comput
 def test_a_trace_is_read_and_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, figures, drawing = tmp_path / "trace.jsonl", tmp_path / "figures.json", tmp_path / "plot.svg"
     lines = [
-        {"timestamp": 1_700_000_000_000 + 100 * at, "input_length": 1_100, "output_length": 1 + at, "hash_ids": [0, at, at + 1]}
+        {"timestamp": 1e12 + 100 * at, "input_length": 1_100, "output_length": 1 + at, "hash_ids": [0, at, at + 1]}
         for at in range(20)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
