@@ -154,6 +154,8 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
         console.print_json(json.dumps({"keeps_targets": best is not None, "splits": [_row(each) for each in found]}))
         return 0 if best is not None else 1
     console.print(_table(found, wanted))
+    if few := _too_few(wanted, found):
+        console.print(few)
     if best is None:
         console.print(f"No split keeps the targets for {goal.attainment:.0%} of the requests: {_why(found[0], wanted)}")
         return 1
@@ -165,6 +167,17 @@ def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
         for line in _to_start(apart.guess.split, goal):
             console.print(line)
     return 0
+
+
+def _too_few(wanted: Wanted, found: Sequence[Sized]) -> str:
+    """That a trace is short; else nothing."""
+    targets = Targets(wanted.goal.ttft_ms, wanted.goal.tpot_ms)
+    rate = wanted.rate or max(each.guess.rate for each in found)
+    needed = enough(wanted.asking.make(_SAMPLE), targets, rate)
+    there = len(wanted.asking.make(needed))
+    if there == needed:
+        return ""
+    return f"The trace has {there} requests, and at {rate:.1f} requests/s a run needs {needed} to tell what lasts."
 
 
 def _row(each: Sized) -> dict[str, object]:

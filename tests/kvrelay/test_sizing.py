@@ -83,6 +83,15 @@ def test_a_split_that_does_not_keep_the_targets_is_not_started(card: str, capsys
     assert "kvrelay compose" not in out
 
 
+def test_a_trace_that_is_too_short_is_said_to_be(card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 100 * at, "input_length": 600, "output_length": 5, "hash_ids": [at, 0]} for at in range(30)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    asked = ["plan", "--gpus", "1", "--card", card, "--workload", str(trace), "--ttft-ms", "9000", "--tpot-ms", "900"]
+    assert run([*asked, "--rate", "1"]) == 0
+    assert "The trace has 30 requests, and at 1.0 requests/s a run needs 400" in capsys.readouterr().out
+
+
 def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
     assert workload_of("chat").block_tokens == 128
     fixed = workload_of("512:256").make(50)
