@@ -11,7 +11,8 @@ seen in a few requests to idle nodes before. With --results it runs nothing, and
 measured. With --paced 50 nodes sleep until a step has taken 50 times what it takes on an H200, so that all but the
 device is compared, on any machine; take a tiny --model then. Prints percentiles of both, and their ratios. 0P2D
 are two decode nodes that compute their prompts, as colocated servers. Unless it is paced the machine must have nothing
-else to do, and on a CPU a core for each node. Exit code 1 if a percentile of TTFT or TPOT is off by more than --within.
+else to do, and on a CPU a core for each node. Exit code 1 if a percentile of TTFT or TPOT, or the share of requests
+that had an answer, is off by more than --within.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from simulator.speeds import H200, Speeds, slowed
 from simulator.stream import Stream
 from simulator.world import simulate
 
-__all__ = ["Compared", "compared", "main", "of_results", "streams_about", "streams_like"]
+__all__ = ["Compared", "compared", "main", "of_results", "streams_about", "streams_like", "told"]
 
 _SHARES = (0.5, 0.9, 0.99)
 _SPLIT = re.compile(r"(\d+)P(\d+)D")
@@ -65,12 +66,15 @@ class Compared:
     rate: float
     requests: int
     rows: dict[str, tuple[list[float], list[float]]]
+    answered: tuple[float, float] = (1.0, 1.0)
+    """The share of the requests that had an answer, of which alone the rows are."""
 
     @property
     def furthest(self) -> float:
-        """By how much the worst of TTFT and TPOT is off, as a share."""
-        pairs = [pair for name in ("TTFT", "TPOT") for pair in zip(*self.rows[name], strict=True)]
-        return max((abs(seen / real - 1) for real, seen in pairs if real), default=0.0)
+        """By how much the worst of TTFT, TPOT and the share answered is off, as a share."""
+        pairs = [pair for name in ("TTFT", "TPOT") if name in self.rows for pair in zip(*self.rows[name], strict=True)]
+        off = [abs(seen / real - 1) for real, seen in pairs if real]
+        return max(*off, abs(self.answered[1] - self.answered[0]), 0.0)
 
 
 def streams_like(config: BenchConfig, rate: float, number: int) -> list[Stream]:
@@ -97,7 +101,8 @@ def compared(run: Run, streams: list[Stream], setting: Setting, between_ms: floa
     """A run and its simulation; `between_ms`: from the client to the engine and back."""
     begin, end = run.warm_up_s * 1e3, (run.warm_up_s + run.window_s) * 1e3
     simulate(streams, setting)
-    judged = [stream for stream in streams if begin <= stream.at < end and not stream.refused]
+    counted = [stream for stream in streams if begin <= stream.at < end]
+    judged = [stream for stream in counted if stream.answered]
     answered = [row for row in run.rows if not row.failure]
     rows = {
         "TTFT": ([row.ttft_ms for row in answered], [stream.ttft + between_ms for stream in judged]),
@@ -107,8 +112,10 @@ def compared(run: Run, streams: list[Stream], setting: Setting, between_ms: floa
     at = {
         name: ([percentile(real, share) for share in _SHARES], [percentile(seen, share) for share in _SHARES])
         for name, (real, seen) in rows.items()
+        if real and seen
     }
-    return Compared(run.rate, len(answered), at)
+    shares = (len(answered) / max(1, len(run.rows)), len(judged) / max(1, len(counted)))
+    return Compared(run.rate, len(run.rows), at, shares)
 
 
 def told(split: str, found: Sequence[Compared]) -> list[str]:
@@ -118,6 +125,10 @@ def told(split: str, found: Sequence[Compared]) -> list[str]:
         for name, (real, seen) in each.rows.items():
             cells = [f"{a:,.1f}, {b:,.1f} ({b / a:.2f})" if a else "-" for a, b in zip(real, seen, strict=True)]
             lines.append(f"| {split} | {each.rate:g}/s, {each.requests} | {name} | " + " | ".join(cells) + " |")
+        shares = ", ".join(f"{share:.1%}" for share in each.answered)
+        lines.append(
+            f"| {split} | {each.rate:g}/s, {each.requests} | answered | {shares} |" + " |" * (len(_SHARES) - 1)
+        )
     return lines
 
 

@@ -122,7 +122,7 @@ def _plan(
     from kvrelay.sizing import run as run_plan
     from planning.planner import Goal
 
-    wanted = Wanted(gpus, read_cards(card), workload_of(workload, 4_000), Goal(ttft_ms, tpot_ms), rate)
+    wanted = Wanted(gpus, read_cards(card), workload_of(workload), Goal(ttft_ms, tpot_ms), rate)
     return run_plan(wanted, Console(highlight=False, soft_wrap=True), as_json=as_json)
 
 

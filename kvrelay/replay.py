@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from load.measures import percentile
+from load.workloads import TRACE_BLOCK_TOKENS
 from planning.planner import NETWORK_MS
 from planning.rate_card import RateCard
 from router.policies.by_name import POLICIES
@@ -36,6 +37,8 @@ class Replayed:
     tpot: Sequence[float]
     longest: Sequence[float]
     refused: int
+    failed: int
+    """That no node went on with before their deadline."""
     moved: int
     """Requests whose node was lost, and which went on elsewhere."""
 
@@ -59,13 +62,16 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
     prefill, decode = size
     prefixes = any(stream.blocks for stream in streams)
     events = events_of(incident, prefill, decode)
-    simulate(streams, Setting(policy, prefill, decode, prefixes=prefixes, speeds=Speeds(card), events=events))
-    answered = [stream for stream in streams if not stream.refused]
+    named, speeds = TRACE_BLOCK_TOKENS, Speeds(card)
+    setting = Setting(policy, prefill, decode, block_tokens=named, prefixes=prefixes, speeds=speeds, events=events)
+    simulate(streams, setting)
+    answered = [stream for stream in streams if stream.answered]
     return Replayed(
         sorted(stream.ttft + NETWORK_MS for stream in answered),
         sorted(stream.tpot for stream in answered if stream.output > 1),
         sorted(stream.longest for stream in answered if stream.output > 1),
-        len(streams) - len(answered),
+        sum(stream.refused for stream in streams),
+        sum(stream.failed for stream in streams),
         sum(stream.moved > 0 for stream in streams),
     )
 
@@ -79,15 +85,35 @@ def run(path: Path, card: RateCard, nodes: str, policy: str, record: Path | None
             record.write_bytes(b"".join(incident.lines()))
     except OSError as why:
         raise ConfigError(f"{why.filename} cannot be read or written: {why.strerror}") from why
+    whole, incident = incident, incident.of_model(card.model)
     size = size_of(incident, nodes)
     found = replayed(incident, card, size, policy)
     console.print(_table(incident, found, size, policy))
     happened = len(events_of(incident, *size))
     console.print(
-        f"{len(incident.requests)} requests, {found.refused} of them refused; {happened} of {len(incident.happened)} "
-        f"events happened to these nodes; {found.moved} requests lost a node and went on elsewhere."
+        f"{len(incident.requests)} requests, {found.refused} of them refused and {found.failed} given up; {happened} "
+        f"of {len(incident.happened)} events happened to these nodes; {found.moved} requests lost a node and went on "
+        "elsewhere."
     )
+    for line in _left_out(whole, incident):
+        console.print(line)
     return 0
+
+
+def _left_out(whole: Incident, replayed: Incident) -> list[str]:
+    """What of the log is not in the replay, and what is together in it that was apart."""
+    told, left = [], whole.left_out
+    if left.refused or left.unanswered:
+        told.append(
+            f"Left out: {left.refused} requests that were refused then, with about {left.tokens} tokens of prompts, "
+            f"and {left.unanswered} that began and had no answer; the log cannot say how long those would have been."
+        )
+    others = len(whole.requests) - len(replayed.requests)
+    if others:
+        told.append(f"Left out: {others} requests of models on other nodes than those of the card's.")
+    elif len(models := {each.model for each in replayed.requests}) > 1:
+        told.append(f"All models are on all nodes here: {', '.join(sorted(models))}.")
+    return told
 
 
 def _table(incident: Incident, found: Replayed, size: tuple[int, int], policy: str) -> Table:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,55 +19,60 @@ from rich.table import Table
 from load.workloads import TRACE_BLOCK_TOKENS, WORKLOADS, Asked, read_trace
 from planning.planner import Demand, Estimate, Goal, Split, demand_of, plans
 from planning.rate_card import RateCard, read_card
-from simulator.goodput import Served, at_rate, most_rate
+from simulator.goodput import Served, at_rate, enough, most_rate
 from simulator.setting import Setting, Targets
 from simulator.speeds import Speeds
 from wire.errors import ConfigError
 
 __all__ = ["Asking", "Sized", "Wanted", "read_cards", "run", "setting_of", "sized", "workload_of"]
 
-_SECONDS = 20
-_LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
+_SAMPLE = 4_000
 _LENGTHS = re.compile(r"(\d{1,7}):(\d{1,7})")
 _TRACED = (".jsonl", ".gz")
 _CAPTION = "requests/s in time for each GPU and asked in all; p90 of TTFT, TPOT and the longest gap of an answer, in ms"
 _BEHIND = 0.6
-"""A split whose guess is this share of the best one's is not worth a simulation: guesses are not that far off. The best
-one with prefill nodes always is."""
+"""A split whose guess is below this share of what another one was seen to serve is not worth a simulation: guesses are
+not that far off. The best one with prefill nodes always is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
     """Requests that stand for a workload, at any rate, and the size of their named blocks."""
 
-    asks: Sequence[Asked]
+    make: Callable[[int], Sequence[Asked]]
+    """So many; of a trace no more than it has."""
     block_tokens: int
 
 
-def workload_of(name: str, count: int) -> Asking:
+def workload_of(name: str) -> Asking:
     """By its name, as IN:OUT, or a trace in Mooncake's format. Raises ConfigError."""
     if name in WORKLOADS:
         workload = WORKLOADS[name]
-        return Asking(workload.make(Random(f"{name} plan"), count), workload.block_tokens)
+        return Asking(lambda count: workload.make(Random(f"{name} plan"), count), workload.block_tokens)
     lengths = _LENGTHS.fullmatch(name)
     if lengths:
         prompt, output = int(lengths[1]), int(lengths[2])
         if not prompt or not output:
             raise ConfigError(f"--workload {name} asks for no tokens; give at least 1:1")
-        rng, now, asks = Random("plan"), 0.0, []
-        for _ in range(count):
-            now += rng.expovariate(1.0)
-            asks.append(Asked(now, prompt, output))
-        return Asking(asks, TRACE_BLOCK_TOKENS)
+        return Asking(lambda count: _alike(prompt, output, count), TRACE_BLOCK_TOKENS)
     if name.endswith(_TRACED):
         try:
-            return Asking(read_trace(Path(name), count), TRACE_BLOCK_TOKENS)
+            traced = read_trace(Path(name))
+            return Asking(lambda count: traced[:count], TRACE_BLOCK_TOKENS)
         except (OSError, ValueError, KeyError, TypeError) as why:
             raise ConfigError(f"the trace {name} cannot be read: {why}; it has a JSON object a line") from why
     known = ", ".join(WORKLOADS)
     raise ConfigError(
         f"--workload {name!r} is none of {known}; nor lengths as 512:256, nor a trace (.jsonl, .jsonl.gz)"
     )
+
+
+def _alike(prompt: int, output: int, count: int) -> list[Asked]:
+    rng, now, asks = Random("plan"), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(1.0)
+        asks.append(Asked(now, prompt, output))
+    return asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,55 +116,68 @@ def setting_of(split: Split, block_tokens: int, *, prefixes: bool) -> Setting:
 
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """All splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
-    goal, asks = wanted.goal, wanted.asking.asks
-    demand: Demand = demand_of(asks, wanted.asking.block_tokens)
+    goal, sample = wanted.goal, wanted.asking.make(_SAMPLE)
+    demand: Demand = demand_of(sample, wanted.asking.block_tokens)
     guesses = plans(wanted.gpus, wanted.cards, demand, goal)
     targets = Targets(goal.ttft_ms, goal.tpot_ms)
+    # The same requests for all splits.
+    asks = wanted.asking.make(enough(sample, targets, wanted.rate or guesses[0].rate))
     prefixes = any(each.blocks for each in asks)
     apart = next((guess for guess in guesses if guess.split.prefill), None)
-    found = []
+    found, best = [], 0.0
     for guess in guesses:
         setting = setting_of(guess.split, wanted.asking.block_tokens, prefixes=prefixes)
         if wanted.rate:
             tried(guess.split.name)
-            found.append(Sized(guess, at_rate(_enough(asks, wanted.rate), setting, targets, wanted.rate)))
-        elif not guess.rate or (guess.rate < _BEHIND * guesses[0].rate and guess is not apart):
+            found.append(Sized(guess, at_rate(asks, setting, targets, wanted.rate)))
+        elif not guess.rate or (guess.rate < _BEHIND * best and guess is not apart):
             found.append(Sized(guess, None))
         else:
             tried(guess.split.name)
-            enough = _enough(asks, guess.rate)
-            found.append(Sized(guess, most_rate(enough, setting, targets, goal.attainment, guess.rate)))
-    return sorted(found, key=lambda each: -each.goodput)
+            found.append(Sized(guess, most_rate(asks, setting, targets, goal.attainment, guess.rate)))
+            best = max(best, found[-1].goodput)
+    # A guess is not to be compared with what was seen.
+    return sorted(found, key=lambda each: (each.served is None, -each.goodput))
 
 
-def _enough(asks: Sequence[Asked], rate: float) -> Sequence[Asked]:
-    """So many of them that a run takes long enough to tell."""
-    return asks[: max(_LEAST_REQUESTS, min(_MOST_REQUESTS, int(rate * _SECONDS)))]
+def _keeps(each: Sized, goal: Goal) -> bool:
+    return each.served is not None and each.served.rate > 0 and each.served.attained >= goal.attainment
 
 
 def run(wanted: Wanted, console: Console, *, as_json: bool) -> int:
     """The command: 0 if a split keeps the targets, 1 if none does."""
     with console.status("planning") as status:
         found = sized(wanted, lambda name: status.update(f"simulating {name}"))
-    best = found[0]
-    keeps = best.served is not None and best.served.rate > 0 and best.served.attained >= wanted.goal.attainment
+    goal = wanted.goal
+    best = next((each for each in found if _keeps(each, goal)), None)
     if as_json:
-        console.print_json(json.dumps({"keeps_targets": keeps, "splits": [_row(each) for each in found]}))
-        return 0 if keeps else 1
+        console.print_json(json.dumps({"keeps_targets": best is not None, "splits": [_row(each) for each in found]}))
+        return 0 if best is not None else 1
     console.print(_table(found, wanted))
-    if not keeps:
-        console.print(
-            f"No split keeps the targets for {wanted.goal.attainment:.0%} of the requests: {_why(best, wanted)}"
-        )
+    if few := _too_few(wanted, found):
+        console.print(few)
+    if best is None:
+        console.print(f"No split keeps the targets for {goal.attainment:.0%} of the requests: {_why(found[0], wanted)}")
         return 1
     console.print(f"Best: {best.guess.split.name}, {_why(best, wanted)}")
-    apart = next((each for each in found if each.guess.split.prefill), None)
+    apart = next((each for each in found if each.guess.split.prefill and _keeps(each, goal)), None)
     if apart is not None:
         if apart is not best:
             console.print(f"Best with prefill nodes: {apart.guess.split.name}, {_why(apart, wanted)}")
-        for line in _to_start(apart.guess.split):
+        for line in _to_start(apart.guess.split, goal):
             console.print(line)
     return 0
+
+
+def _too_few(wanted: Wanted, found: Sequence[Sized]) -> str:
+    """That a trace is short; else nothing."""
+    targets = Targets(wanted.goal.ttft_ms, wanted.goal.tpot_ms)
+    rate = wanted.rate or max(each.guess.rate for each in found)
+    needed = enough(wanted.asking.make(_SAMPLE), targets, rate)
+    there = len(wanted.asking.make(needed))
+    if there == needed:
+        return ""
+    return f"The trace has {there} requests, and at {rate:.1f} requests/s a run needs {needed} to tell what lasts."
 
 
 def _row(each: Sized) -> dict[str, object]:
@@ -221,15 +240,17 @@ def _why(best: Sized, wanted: Wanted) -> str:
     return told + "."
 
 
-def _to_start(split: Split) -> list[str]:
+def _to_start(split: Split, goal: Goal) -> list[str]:
     tp = ""
     if split.prefill_card.gpus > 1 or split.decode_card.gpus > 1:
         tp = f" --prefill-tensor-parallel {split.prefill_card.gpus} --decode-tensor-parallel {split.decode_card.gpus}"
-    ids = ",".join(map(str, range(split.gpus)))
+    ids, model = ",".join(map(str, range(split.gpus))), shlex.quote(split.decode_card.model)
     return [
-        f"kvrelay compose --prefill {split.prefill} --decode {split.decode} --gpus {ids}{tp}",
+        f"kvrelay compose --model {model} --prefill {split.prefill} --decode {split.decode} --gpus {ids}{tp}",
         f"kubectl -n kvrelay scale deployment/kvrelay-prefill --replicas={split.prefill}",
         f"kubectl -n kvrelay scale deployment/kvrelay-decode --replicas={split.decode}",
+        "The simulated router knows the targets. These lines give the real one none: add to its command in compose.yaml"
+        f" --ttft-target-ms={goal.ttft_ms:g} --tpot-target-ms={goal.tpot_ms:g}, on Kubernetes both to its router.yaml",
     ]
 
 

@@ -49,8 +49,8 @@ class Workload:
 
 
 def read_trace(path: Path, count: int | None = None) -> list[Asked]:
-    """A trace of one JSON object a line: timestamp in ms, input_length, output_length, hash_ids of the 512-token blocks
-    of the prompt, of which the last is seldom full. Raises OSError and ValueError."""
+    """A trace of one JSON object a line: timestamp in ms from any moment on, input_length, output_length, hash_ids of
+    the 512-token blocks of the prompt, of which the last is seldom full. Raises OSError and ValueError."""
     opened = gzip.open if path.suffix == ".gz" else open
     asks = []
     with opened(path, "rt", encoding="utf-8") as lines:
@@ -64,7 +64,8 @@ def read_trace(path: Path, count: int | None = None) -> list[Asked]:
             asks.append(Asked(float(asked["timestamp"]), prompt, output, tuple(names[:full]), tail=tail))
     if not asks:
         raise ValueError(f"{path} has no requests")
-    return asks
+    begins = min(asked.at for asked in asks)
+    return [replace(asked, at=asked.at - begins) for asked in asks]
 
 
 # --- made up ---------------------------------------------------------------------------------------------------------

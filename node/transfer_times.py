@@ -74,6 +74,8 @@ def transfer_times(
                             times.setdefault(kind, {})[blocks] = _median_ms(pair, blocks)
                     kind = left.pop(0) if left else ""
         except TransferError as why:
+            # With some sizes missing it would seem to be faster or slower than it is, and it is not to be used.
+            times.pop(kind, None)
             told(f"{kind}: {why.message}")
     return times
 

@@ -101,10 +101,14 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
         return _plane(self._decode_lines, requests, context / requests) if requests else 0.0
 
     def fetch_ms(self, tokens: int, connector: str = "") -> float:
-        """The KV of so many tokens, by this connector or the fastest; 0 if none was measured."""
-        lines = self.transfer if not connector else {connector: self.transfer.get(connector, [])}
-        times = [_line([(point.tokens, point.ms) for point in points], tokens) for points in lines.values() if points]
-        return min(times, default=0.0)
+        """The KV of so many tokens, by this connector or the fastest of which most is known; 0 if none was measured."""
+        measured = [points for name, points in self.transfer.items() if points and connector in ("", name)]
+        lines = [points for points in measured if len(points) > 1]
+        if lines:
+            return min(_line([(point.tokens, point.ms) for point in points], tokens) for points in lines)
+        # Of one size nobody knows what a longer transfer takes: no less than in proportion, as far as anybody can tell.
+        alone = [points[0] for points in measured]
+        return min((each.ms * max(1.0, tokens / max(1, each.tokens)) for each in alone), default=0.0)
 
     @cached_property
     def _prefill_lines(self) -> list[tuple[float, list[tuple[float, float]]]]:

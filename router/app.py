@@ -224,7 +224,8 @@ class Router:
         except KvrelayError as why:
             if self.counted is not None and walk is not None and not isinstance(walk, VllmWalk):
                 self.counted.refused(walk, why)
-            self.endings.refused(request.state.job_id, path, caller.name, why, traced)
+            job_of = None if walk is None else walk.job
+            self.endings.refused(request.state.job_id, path, caller.name, why, traced, job_of)
             raise
         except ClientDisconnect:
             self.metrics.refused(path, CLIENT_GONE)

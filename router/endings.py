@@ -63,10 +63,14 @@ class Endings:
     def __init__(self, metrics: Metrics, lookout: Lookout, counted: Counted | None = None) -> None:
         self._metrics, self._lookout, self._counted = metrics, lookout, counted
 
-    def refused(self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None) -> None:
-        """A request was refused before it began."""
+    def refused(
+        self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None, job: Job | None = None
+    ) -> None:
+        """A request was refused before it began; `job`: what was understood of it."""
         self._metrics.refused(path, why.status)
-        _log.info("id=%s path=%s status=%d key=%s error=%s", job_id, path, why.status, key, shown_error(why))
+        more = Fields() if job is None else Fields(model=job.model, prompt_tokens=job.prompt_tokens)
+        more["error"] = shown_error(why)
+        _log.info("id=%s path=%s status=%d key=%s %s", job_id, path, why.status, key, more)
         if traced is not None and traced.span is not None:
             told = _attributes(path, why.status) | {"kvrelay.request_id": job_id}
             traced.span.end((), told, time.monotonic(), shown_error(why))
@@ -89,7 +93,7 @@ class Endings:
         self._lookout.ended(walk, path, status, key, failed, stages_s)
         if self._counted is not None and not isinstance(walk, VllmWalk):
             self._counted.ended(walk, status)
-        more = Fields(client_gone="yes" if status == CLIENT_GONE else "no")
+        more = Fields(model=job.model, client_gone="yes" if status == CLIENT_GONE else "no")
         if traced.headers:
             more["trace"] = trace_id_of(traced.headers["traceparent"])
         if why is not None:

@@ -1,13 +1,13 @@
 """KV memory of a simulated node: blocks that requests use, private tokens, and a prefix cache of what nobody uses.
 
-As paged_engine/blocks.py, without block numbers: what is unused stays findable until its room is wanted, the one that
-was used longest ago first, and of one prompt its end before its beginning.
+As paged_engine/blocks.py, without block numbers: a block is findable as soon as its KV is there, and when it is unused
+until its room is wanted, the one that was used longest ago first, and of one prompt its end before its beginning.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 __all__ = ["BlockCache"]
 
@@ -22,6 +22,8 @@ class BlockCache:
         self.stored: list[int] = []
         self.removed: list[int] = []
         self._used: dict[int, int] = {}
+        self._coming: set[int] = set()
+        """Of those in use, whose KV is not there yet: each has one user."""
         self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -31,43 +33,55 @@ class BlockCache:
 
     def cached(self, blocks: Sequence[int]) -> int:
         """How many tokens of these blocks, from the first on, are here."""
-        used, unused = self._used, self._unused
+        return self._found(blocks) * self.block_tokens
+
+    def _found(self, blocks: Sequence[int]) -> int:
+        used, unused, coming = self._used, self._unused, self._coming
         count = 0
         for block in blocks:
-            if block not in used and block not in unused:
+            if (block not in used and block not in unused) or block in coming:
                 break
             count += 1
-        return count * self.block_tokens
+        return count
 
     def room_for(self, blocks: Sequence[int], private: int) -> bool:
         """Whether these blocks and so many other tokens would fit now."""
-        fresh = sum(block not in self._used for block in blocks)
-        return fresh * self.block_tokens + private <= self.free
+        shared = sum(block in self._used for block in blocks[: self._found(blocks)])
+        return (len(blocks) - shared) * self.block_tokens + private <= self.free
 
-    def take(self, blocks: Sequence[int], private: int) -> None:
-        """Use these blocks, computed or to be computed, and so many tokens that have no name."""
+    def take(self, blocks: Sequence[int], private: int) -> tuple[int, ...]:
+        """Use these blocks and so many tokens that have no name. The blocks that have one from now on: what is not
+        cached and has a name already is computed a second time, and counts as private, too."""
         used, unused = self._used, self._unused
-        for block in blocks:
-            count = used.get(block)
-            if count is not None:
-                used[block] = count + 1
-                continue
-            used[block] = 1
-            if block in unused:
-                del unused[block]
-            else:
-                self.stored.append(block)
-        self.private += private
+        found = self._found(blocks)
+        fresh = [*dict.fromkeys(block for block in blocks[found:] if block not in used and block not in unused)]
+        for block in blocks[:found]:
+            unused.pop(block, None)
+            used[block] = used.get(block, 0) + 1
+        used.update(dict.fromkeys(fresh, 1))
+        self._coming.update(fresh)
+        self.private += private + (len(blocks) - found - len(fresh)) * self.block_tokens
         self.shrink()
+        return (*blocks[:found], *fresh)
+
+    def ready(self, blocks: Iterable[int]) -> None:
+        """Their KV is there, or will be before any later step reads it."""
+        for block in blocks:
+            if block in self._coming:
+                self._coming.discard(block)
+                self.stored.append(block)
 
     def give_back(self, blocks: Sequence[int], private: int) -> None:
-        """Use them no more."""
-        used, unused = self._used, self._unused
+        """Use them no more: those that take() has named, and all that is private."""
+        used, unused, coming = self._used, self._unused, self._coming
         for block in reversed(blocks):
             if used[block] > 1:
                 used[block] -= 1
+                continue
+            del used[block]
+            if block in coming:
+                coming.discard(block)
             else:
-                del used[block]
                 unused[block] = None
         self.private -= private
 

@@ -77,6 +77,7 @@ class Cluster:
         self._alive = [True] * len(self.nodes)
         self._starts = [1] * len(self.nodes)
         self._becoming: dict[int, Role] = {}
+        self._away: set[int] = set()
         self._news: deque[tuple[float, Call]] = deque()
         self._kv_news: deque[tuple[float, Call]] = deque()
         for at in range(_POLL_SLICES if self.routers else 0):
@@ -87,7 +88,9 @@ class Cluster:
     def taking(self, role: Role) -> list[int]:
         """The nodes of a role that could take legs."""
         return [
-            at for at, each in enumerate(self.roles) if each is role and self._alive[at] and at not in self._becoming
+            at
+            for at, each in enumerate(self.roles)
+            if each is role and self._alive[at] and at not in self._becoming and at not in self._away
         ]
 
     # --- what routers are told -----------------------------------------------------------------------------------
@@ -152,7 +155,9 @@ class Cluster:
             if event.what is What.DOWN:
                 self._end(at, now)
             elif event.what is What.UP:
-                self._alive[at] = True
+                self._comes(at, now)
+            elif event.what is What.AWAY:
+                self._goes(at, now)
             elif event.what is What.SLOW:
                 self.nodes[at].pace = event.pace
             elif event.role is not None:
@@ -160,10 +165,24 @@ class Cluster:
 
         return happens
 
+    def _comes(self, at: int, now: float) -> None:
+        self._alive[at] = True
+        if at in self._away:
+            self._away.discard(at)
+            for router in self.routers:
+                router.returns(at, now)
+
+    def _goes(self, at: int, now: float) -> None:
+        if self._alive[at] and at not in self._becoming:
+            self._away.add(at)
+            for router in self.routers:
+                router.drains(at, now)
+
     def _end(self, at: int, now: float) -> None:
         if not self._alive[at]:
             return
         self._alive[at] = False
+        self._away.discard(at)
         self._starts[at] += 1
         role = self._becoming.pop(at, None)
         if role is not None:
@@ -198,5 +217,6 @@ class Cluster:
 
     def _announce(self, at: int, role: Role, now: float) -> None:
         self.roles[at] = role
+        self._away.discard(at)
         for router in self.routers:
             router.becomes(at, role, self.nodes[at].load(now), f"{self._starts[at]}", now)

@@ -109,7 +109,7 @@ class Engine:
             work, arrives = 0, stream.prompt + generated
         else:
             seat.known = stream.prompt + generated
-            work = arrives = max(1, seat.known - min(self.cache.cached(stream.blocks), seat.known - 1))
+            work = arrives = seat.known - self._cached(seat)
         self._arrivals += 1
         self._arrived_tokens += arrives
         seat.turn = (stream.priority, self._arrived_tokens + self._overtaken * work, self._arrivals)
@@ -129,7 +129,7 @@ class Engine:
     def release(self, stream: Stream, now: float) -> None:
         """Nobody needs the KV of its prefill leg any more."""
         seat = self._seats.pop(stream)
-        self.cache.give_back(stream.blocks, seat.private)
+        self.cache.give_back(seat.blocks, seat.private)
         if self.waiting:
             self._wake(now)
 
@@ -144,7 +144,7 @@ class Engine:
         if not seat.begun:
             self.waiting -= 1
         else:
-            self.cache.give_back(stream.blocks, seat.private)
+            self.cache.give_back(seat.blocks, seat.private)
             self.running -= not (seat.leg is Leg.PREFILL and seat.told)
         self._wake(now)
 
@@ -191,9 +191,10 @@ class Engine:
         private = holds - len(stream.blocks) * cache.block_tokens
         if self.running >= self.speeds.max_running or not cache.room_for(stream.blocks, private + taken):
             return False
-        found = cache.cached(stream.blocks)
-        cache.take(stream.blocks, private)
-        seat.private, seat.begun, seat.begun_at = private, True, now
+        found = cache.cached(stream.blocks) if seat.leg is Leg.DECODE else self._cached(seat)
+        seat.blocks = cache.take(stream.blocks, private)
+        seat.private = holds - len(seat.blocks) * cache.block_tokens
+        seat.begun, seat.begun_at = True, now
         self.running += 1
         self.waiting -= 1
         if seat.leg is Leg.DECODE:
@@ -201,14 +202,17 @@ class Engine:
             if seat.computed_at >= 0:
                 self._await_fetch(seat, seat.missing, now)
             return True
-        cached = min(found, seat.known - 1)
-        self.tokens += seat.known - cached - seat.left
-        seat.left = seat.known - cached
+        self.tokens += seat.known - found - seat.left
+        seat.left = seat.known - found
         if stream.begun < 0:
-            stream.begun, stream.cached = now, cached
+            stream.begun, stream.cached = now, found
         if seat.leg is Leg.PREFILL:
             self._hears.begins(stream, now)
         return True
+
+    def _cached(self, seat: Seat) -> int:
+        """Tokens that need not be computed; its last one is, because its logits are wanted."""
+        return self.cache.cached(seat.stream.blocks[: (seat.known - 1) // self.cache.block_tokens])
 
     def _begin_beside(self, seat: Seat, now: float) -> None:
         """A decode leg needs none of the steps that run."""
@@ -227,6 +231,7 @@ class Engine:
         """All of its KV is here: it joins at the end of the step that runs."""
         if self._seats.get(seat.stream) is not seat:
             return
+        self.cache.ready(seat.blocks)
         # Preempted, it is computed here.
         seat.leg = Leg.WHOLE
         seat.told = True
@@ -323,7 +328,7 @@ class Engine:
 
     def _end(self, seat: Seat, private: int, now: float) -> None:
         stream = seat.stream
-        self.cache.give_back(stream.blocks, private)
+        self.cache.give_back(seat.blocks, private)
         self.running -= 1
         del self._seats[stream]
         joined = seat.joined if seat.joined >= 0 else now
@@ -373,6 +378,7 @@ class Engine:
         budget = self.speeds.step_tokens - reserved
         enough = max(0, budget - -(-self.speeds.step_tokens // ENOUGH))
         pieces: list[tuple[int, int]] = []
+        ready: list[int] = []
         kept: list[tuple[int, int, int, Seat]] = []
         admits, at = True, 0
         for at, entry in enumerate(self._line):  # noqa: B007
@@ -386,8 +392,10 @@ class Engine:
                     continue
                 if seat.leg is Leg.DECODE:
                     continue
-            count = min(budget, seat.left)
-            pieces.append((count, seat.known - seat.left))
+            count, start = min(budget, seat.left), seat.known - seat.left
+            pieces.append((count, start))
+            block_tokens = self.cache.block_tokens
+            ready += seat.stream.blocks[start // block_tokens : (start + count) // block_tokens]
             budget -= count
             seat.left -= count
             self.tokens -= count
@@ -398,6 +406,7 @@ class Engine:
         else:
             at = len(self._line)
         self._line[:at] = kept
+        self.cache.ready(ready)
         return pieces
 
     def _preempted(self, now: float) -> bool:
@@ -415,14 +424,14 @@ class Engine:
         stream = seat.stream
         generated = stream.output - (seat.ends_at - self._steps)
         self._context -= stream.prompt + generated - 1
-        self.cache.give_back(stream.blocks, seat.private + generated - seat.generated)
+        self.cache.give_back(seat.blocks, seat.private + generated - seat.generated)
         self._stopped(seat)
         seat.generated, seat.private, seat.stopped = generated, 0, now
         seat.known = stream.prompt + generated
         stream.preempted += 1
         self.preemptions += 1
         self.running -= 1
-        self._wait(seat, max(1, seat.known - min(self.cache.cached(stream.blocks), seat.known - 1)))
+        self._wait(seat, seat.known - self._cached(seat))
 
     # --- the longest time between two tokens of each ---------------------------------------------------------------
 

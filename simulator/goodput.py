@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,15 @@ from simulator.setting import Result, Setting, Targets
 from simulator.stream import Stream, streams_at
 from simulator.world import simulate
 
-__all__ = ["Served", "attained", "is_good", "most_rate", "served"]
+__all__ = ["Served", "at_rate", "attained", "enough", "is_good", "most_rate", "served"]
 
-# The first requests find empty nodes and unknown rates, the last ones nobody behind them.
-_COUNTED = 0.15, 0.9
+_SECONDS = 20
+_LEAST_REQUESTS, _MOST_REQUESTS = 400, 4_000
+# The first requests find empty nodes and unknown rates, the last ones nobody behind them: these shares of a run do not
+# count, and no less than an answer takes, because until then a node has less to do than it will have.
+_BEFORE, _BEHIND = 0.15, 0.1
+# So many times an answer takes a run, of which two are not counted; one is for rates that are higher than guessed.
+_ANSWERS = 5
 _NARROW = 0.03
 _MOST_TRIES = 9
 
@@ -26,7 +32,7 @@ _MOST_TRIES = 9
 def is_good(stream: Stream, targets: Targets) -> bool:
     """Whether it has kept both targets, as its client sees them."""
     in_time = stream.ttft + NETWORK_MS <= targets.ttft_ms and stream.tpot <= targets.tpot_ms
-    return stream.done == stream.output and stream.last >= 0 and in_time
+    return stream.answered and in_time
 
 
 def attained(streams: Sequence[Stream], targets: Targets) -> float:
@@ -49,11 +55,30 @@ class Served:
     itl_p99: float
 
 
+def enough(asks: Sequence[Asked], targets: Targets, rate: float) -> int:
+    """How many requests like these a run at this rate needs to tell: for 20 seconds, and for several answers."""
+    answers = rate * _ANSWERS * _answer_ms([asked.output for asked in asks], targets) / 1e3
+    return max(_LEAST_REQUESTS, min(_MOST_REQUESTS, int(rate * _SECONDS)), math.ceil(answers))
+
+
+def _answer_ms(outputs: Sequence[int], targets: Targets) -> float:
+    """What a long answer takes that just keeps the targets."""
+    return targets.ttft_ms + targets.tpot_ms * percentile(sorted(outputs), 0.9)
+
+
+def _counted(streams: Sequence[Stream], targets: Targets) -> Sequence[Stream]:
+    """Those that came when all was as busy as it gets, and while others went on coming."""
+    first, last = streams[0].at, streams[-1].at
+    answer_ms = min(_answer_ms([stream.output for stream in streams], targets), (last - first) / 4)
+    begin = first + max(_BEFORE * (last - first), answer_ms)
+    end = last - max(_BEHIND * (last - first), answer_ms)
+    return [stream for stream in streams if begin <= stream.at <= end] or streams
+
+
 def served(result: Result, targets: Targets, rate: float) -> Served:
     """The figures of a run, without its beginning and its end."""
-    begin, end = (int(share * len(result.streams)) for share in _COUNTED)
-    counted = result.streams[begin : max(end, begin + 1)]
-    whole = [stream for stream in counted if not stream.refused] or list(counted)
+    counted = _counted(result.streams, targets)
+    whole = [stream for stream in counted if stream.answered] or list(counted)
     ttft = sorted(stream.ttft + NETWORK_MS for stream in whole)
     tpot = sorted(stream.tpot for stream in whole)
     longest = sorted(stream.longest for stream in whole)

@@ -2,15 +2,16 @@
 
 The first line names the nodes with their roles; each other one is a request, with what its client saw if that is known,
 or something that happened to a node. Times are milliseconds from the first request. A router's log in JSON
-(`--log-format json`) says when requests ended and how long each took, when nodes were lost and when they were there
-again, also in another role. It does not say that a node was slow: such a line is added by hand.
+(`--log-format json`) says when requests ended and how long each took, when nodes were lost or drained and when they
+were there again, also in another role. What was refused or had no answer has no length, so it is left out and counted.
+That a node was slow is not in a log: such a line is added by hand.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import msgspec
@@ -24,6 +25,7 @@ from wire.frames import MALFORMED
 __all__ = [
     "Happened",
     "Incident",
+    "LeftOut",
     "NodeNamed",
     "Requested",
     "events_of",
@@ -35,15 +37,17 @@ __all__ = [
 _VERSION = 1
 _UP = re.compile(r"(prefill|decode) node (\S+) is up")
 _OUT = re.compile(r"(prefill|decode) node (\S+) is kept out: (.*)")
+_FLIPS = re.compile(r"it changes its role from \w+ to (prefill|decode)$")
 _STILL_THERE = ("it is draining", "it was removed")
 """Why a node takes no legs that ends those which it has."""
 
 
-class NodeNamed(msgspec.Struct, frozen=True):
-    """A node as it began."""
+class NodeNamed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A node as it began, and the models that it has served."""
 
     name: str
     role: Role
+    models: list[str] = []
 
 
 class _Nodes(msgspec.Struct, frozen=True, tag="nodes", tag_field="kind"):
@@ -62,6 +66,7 @@ class Requested(msgspec.Struct, frozen=True, tag="request", tag_field="kind", om
     blocks: list[int] = []
     ttft_ms: float | None = None
     """As it was then; then, how long it took in all."""
+    model: str = ""
     total_ms: float | None = None
 
 
@@ -78,6 +83,18 @@ class Happened(msgspec.Struct, frozen=True, tag="node", tag_field="kind", omit_d
 _LINE: msgspec.json.Decoder[_Nodes | Requested | Happened] = msgspec.json.Decoder(_Nodes | Requested | Happened)
 
 
+@dataclass(slots=True)
+class LeftOut:
+    """Requests of a log that cannot be asked again."""
+
+    refused: int = 0
+    """Before they began."""
+    tokens: int = 0
+    """Of their prompts, as the router guessed."""
+    unanswered: int = 0
+    """That began, and had no token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Incident:
     """In the order of time."""
@@ -85,6 +102,21 @@ class Incident:
     nodes: Sequence[NodeNamed]
     requests: Sequence[Requested]
     happened: Sequence[Happened]
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+    def of_model(self, model: str) -> Incident:
+        """What concerns it: its nodes, with all that they have served, and those of which no model is known."""
+        if not any(model in node.models for node in self.nodes):
+            return self
+        nodes = [node for node in self.nodes if model in node.models or not node.models]
+        names = {node.name for node in nodes}
+        theirs = {"", *(each for node in nodes for each in node.models)}
+        return Incident(
+            nodes,
+            [each for each in self.requests if each.model in theirs],
+            [each for each in self.happened if each.name in names],
+            self.left_out,
+        )
 
     def lines(self) -> list[bytes]:
         """As it is written."""
@@ -128,6 +160,8 @@ class _Logged(msgspec.Struct, frozen=True):
 
     time: datetime
     message: str = ""
+    status: int = 0
+    model: str = ""
     prompt_tokens: int | str = "-"
     output_tokens: int = 0
     prefill: str = "-"
@@ -137,13 +171,36 @@ class _Logged(msgspec.Struct, frozen=True):
     prefill_ms: float = 0.0
     total_ms: float | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Of its prompt; 0: nobody has counted them."""
+        return self.prompt_tokens if isinstance(self.prompt_tokens, int) else 0
+
+    @property
+    def ran_on(self) -> list[tuple[str, Role]]:
+        """Nodes in their roles; several of a role, of a request with several prompts."""
+        named = ((self.prefill, Role.PREFILL), (self.decode, Role.DECODE))
+        return [(name, role) for names, role in named for name in names.split(",") if name not in ("", "-")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """Of a node: that it is up, why it is kept out, or that it has served a request."""
+
+    at: float
+    name: str
+    role: Role
+    kept_out: str | None = None
+    served: bool = False
+
 
 def of_log(lines: Iterable[bytes]) -> Incident:
     """Of the lines of a router with `--log-format json`; others are passed over. Raises ConfigError if none tells."""
     decoder = msgspec.json.Decoder(_Logged)
     requests: list[Requested] = []
-    told: list[tuple[float, str, Role, str | None]] = []
-    roles: dict[str, Role] = {}
+    told: list[_Told] = []
+    models: dict[str, set[str]] = {}
+    left_out = LeftOut()
     for line in lines:
         try:
             logged = decoder.decode(line)
@@ -151,63 +208,74 @@ def of_log(lines: Iterable[bytes]) -> Incident:
             continue
         now = logged.time.timestamp() * 1e3
         if logged.total_ms is not None:
-            _see(roles, logged)
-            if isinstance(logged.prompt_tokens, int) and logged.prompt_tokens and logged.output_tokens:
-                requests.append(_requested(logged, now))
+            for name, role in logged.ran_on:
+                told.append(_Told(now, name, role, served=True))
+                models.setdefault(name, set()).update(filter(None, [logged.model]))
+            if logged.tokens and logged.output_tokens:
+                requests.append(_requested(logged, now, logged.total_ms))
+            else:
+                left_out.unanswered += 1
+        elif logged.status:
+            left_out.refused += 1
+            left_out.tokens += logged.tokens
         elif found := _UP.match(logged.message):
-            told.append((now, found[2], Role(found[1]), None))
+            told.append(_Told(now, found[2], Role(found[1])))
         elif found := _OUT.match(logged.message):
-            told.append((now, found[2], Role(found[1]), found[3]))
+            told.append(_Told(now, found[2], Role(found[1]), found[3]))
     if not requests:
         raise ConfigError(
             "the log tells of no request that was answered; it must be a router's, with --log-format json"
         )
     begins = min(each.at_ms for each in requests)
-    nodes, happened = _happened(told, roles, begins)
+    roles, happened = _happened(told, begins)
+    ordered = sorted(roles.items(), key=lambda each: (each[1] is Role.DECODE, each[0]))
+    nodes = [NodeNamed(name, role, sorted(models.get(name, ()))) for name, role in ordered]
     moved = [msgspec.structs.replace(each, at_ms=round(each.at_ms - begins, 3)) for each in requests]
-    return Incident(nodes, sorted(moved, key=lambda each: each.at_ms), happened)
+    return Incident(nodes, sorted(moved, key=lambda each: each.at_ms), happened, left_out)
 
 
-def _see(roles: dict[str, Role], logged: _Logged) -> None:
-    for names, role in ((logged.prefill, Role.PREFILL), (logged.decode, Role.DECODE)):
-        for name in names.split(","):  # several, of a request with several prompts
-            if name not in ("", "-"):
-                roles.setdefault(name, role)
-
-
-def _requested(logged: _Logged, now: float) -> Requested:
-    assert isinstance(logged.prompt_tokens, int)
-    assert logged.total_ms is not None
+def _requested(logged: _Logged, now: float, total_ms: float) -> Requested:
     return Requested(
-        now - logged.total_ms,
-        logged.prompt_tokens,
+        now - total_ms,
+        logged.tokens,
         logged.output_tokens,
         ttft_ms=round(logged.queue_ms + logged.prefill_ms, 3),
-        total_ms=logged.total_ms,
+        total_ms=total_ms,
+        model=logged.model,
     )
 
 
-def _happened(
-    told: Sequence[tuple[float, str, Role, str | None]], roles: dict[str, Role], begins: float
-) -> tuple[list[NodeNamed], list[Happened]]:
-    """The nodes as they began, and what happened to each from then on."""
-    first = roles | {name: role for _, name, role, _ in reversed(told)}
-    now_is, is_down = dict(first), set[str]()
-    happened = []
-    for at, name, role, why in told:
-        at_ms = max(0.0, round(at - begins, 3))
-        if why is None:
-            if role is not now_is[name]:
-                happened.append(Happened(at_ms, name, What.ROLE, role))
-            elif name in is_down:
+def _happened(told: Sequence[_Told], begins: float) -> tuple[dict[str, Role], list[Happened]]:
+    """The nodes in the roles in which they were first seen, and what happened to each from the first request on."""
+    first: dict[str, _Told] = {}
+    for each in told:
+        first.setdefault(each.name, each)
+    roles = {name: each.role for name, each in first.items()}
+    # Of which the first that is heard is that it has come.
+    later = [each for each in first.values() if each.at > begins and each.kept_out is None and not each.served]
+    happened = [Happened(0.0, each.name, What.DOWN) for each in later]
+    out = {each.name for each in later}
+    now_is = dict(roles)
+    for each in told:
+        at_ms, name = max(0.0, round(each.at - begins, 3)), each.name
+        if each.served:
+            continue
+        if each.kept_out is None:
+            if name in out:
                 happened.append(Happened(at_ms, name, What.UP))
-            now_is[name] = role
-            is_down.discard(name)
-        elif why not in _STILL_THERE and name not in is_down:
-            happened.append(Happened(at_ms, name, What.DOWN))
-            is_down.add(name)
-    ordered = sorted(first.items(), key=lambda each: (each[1] is Role.DECODE, each[0]))
-    return [NodeNamed(name, role) for name, role in ordered], happened
+            if each.role is not now_is[name]:
+                happened.append(Happened(at_ms, name, What.ROLE, each.role))
+            now_is[name] = each.role
+            out.discard(name)
+        elif name in out:
+            continue
+        elif flips := _FLIPS.match(each.kept_out):
+            now_is[name] = Role(flips[1])
+            happened.append(Happened(at_ms, name, What.ROLE, now_is[name]))
+        else:
+            happened.append(Happened(at_ms, name, What.AWAY if each.kept_out in _STILL_THERE else What.DOWN))
+            out.add(name)
+    return roles, happened
 
 
 def streams_of_incident(incident: Incident) -> list[Stream]:

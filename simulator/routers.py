@@ -242,6 +242,10 @@ class Router:
         """A node is to take no new legs."""
         self.pool.drain(self._nodes[at], now / 1e3)
 
+    def returns(self, at: int, now: float) -> None:
+        """A node takes legs again from its next health check on. Milliseconds."""
+        self.pool.undrain(self._nodes[at], now / 1e3)
+
     def becomes(self, at: int, role: Role, load: Load, generation: str, now: float) -> None:
         """A node announces another role. Milliseconds."""
         self.pool.remove(url_of(at), [Source.STATIC], now / 1e3)

@@ -59,8 +59,10 @@ class Seat:
     begun_at: float = 0.0
     told: bool = False
     """That its prompt is computed."""
+    blocks: tuple[int, ...] = ()
+    """Named ones here; one that is computed while another request computes it, too, has no name."""
     private: int = 0
-    """Tokens of KV here that are in no named block, when it began to run."""
+    """Tokens of KV here that are in none of them, when it began to run."""
     missing: int = 0
     computed_at: float = -1.0
     last_chunk: int = 0

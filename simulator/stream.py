@@ -43,6 +43,13 @@ class Stream:
     """The node that generates has computed the prompt."""
     refused: bool = False
     """No node could take it."""
+    failed: bool = False
+    """It began, and did not end in time."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether its client has all of its tokens."""
+        return self.last >= 0
 
     @property
     def ttft(self) -> float:
@@ -56,15 +63,14 @@ class Stream:
 
 
 def at_load(asks: Sequence[Asked], duration_ms: float) -> list[Stream]:
-    """Requests that are stretched to this duration, in order."""
+    """Requests that are stretched to this duration, in order. One alone comes at once."""
     last = max(each.at for each in asks)
-    return _streams(asks, duration_ms / last)
+    return _streams(asks, duration_ms / last if last else 0.0)
 
 
 def streams_at(asks: Sequence[Asked], rate_s: float) -> list[Stream]:
-    """Requests at so many a second on average, in order. One alone comes at once."""
-    last = max(each.at for each in asks)
-    return _streams(asks, len(asks) / rate_s * 1e3 / last if last else 0.0)
+    """Requests at so many a second on average, in order."""
+    return at_load(asks, len(asks) / rate_s * 1e3)
 
 
 def _streams(asks: Sequence[Asked], stretched: float) -> list[Stream]:

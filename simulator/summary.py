@@ -22,13 +22,15 @@ TTFT_MS, TTFT_ALONE, TPOT_MS = 500.0, 2.0, 20.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Milliseconds, and shares of 1. Of one run, without its warm-up."""
+    """Milliseconds, of what was answered, and shares of 1. Of one run, without its warm-up."""
 
     workload: str
     policy: str
     routers: int
     stale_ms: float
     requests: int
+    refused: int
+    """Or given up."""
     ttft_p50: float
     ttft_p99: float
     ttft_p999: float
@@ -47,8 +49,9 @@ def summary_of(workload: str, result: Result) -> Summary:
     """The figures of a run."""
     setting, speeds = result.setting, result.setting.speeds
     streams = result.streams[int(len(result.streams) * WARM_UP) :]
-    ttft = sorted(stream.ttft + NETWORK_MS for stream in streams)
-    tpot = sorted(stream.tpot for stream in streams)
+    answered = [stream for stream in streams if stream.answered]
+    ttft = sorted(stream.ttft + NETWORK_MS for stream in answered) or [0.0]
+    tpot = sorted(stream.tpot for stream in answered) or [0.0]
     good = sum(_good(stream, speeds) for stream in streams)
     seconds = max(1e-9, (streams[-1].at - streams[0].at) / 1e3)
     return Summary(
@@ -57,6 +60,7 @@ def summary_of(workload: str, result: Result) -> Summary:
         setting.routers,
         setting.stale_ms,
         len(streams),
+        len(streams) - len(answered),
         percentile(ttft, 0.5),
         percentile(ttft, 0.99),
         percentile(ttft, 0.999),
@@ -73,7 +77,7 @@ def summary_of(workload: str, result: Result) -> Summary:
 
 def _good(stream: Stream, speeds: Speeds) -> bool:
     most = TTFT_MS + TTFT_ALONE * speeds.prompt_ms(stream.prompt)
-    return stream.ttft + NETWORK_MS <= most and stream.tpot <= TPOT_MS
+    return stream.answered and stream.ttft + NETWORK_MS <= most and stream.tpot <= TPOT_MS
 
 
 def table(summaries: Sequence[Summary], *, scale: bool) -> str:
@@ -88,7 +92,8 @@ def table(summaries: Sequence[Summary], *, scale: bool) -> str:
         )
         cells += [f"{each.ttft_p50:,.0f}", f"{each.ttft_p99:,.0f}", *([f"{each.ttft_p999:,.0f}"] if scale else [])]
         cells += [f"{each.tpot_p50:.2f}", f"{each.tpot_p99:.2f}", f"{each.itl_p50:.2f}", f"{each.itl_p99:.2f}"]
-        cells += [*([] if scale else [f"{each.cached:.1%}"]), f"{each.good:.1%} ({each.good_per_s:,.0f}/s)"]
+        lost = f", {each.refused} not answered" if each.refused else ""
+        cells += [*([] if scale else [f"{each.cached:.1%}"]), f"{each.good:.1%} ({each.good_per_s:,.0f}/s){lost}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -27,6 +27,8 @@ ROOM_DEADLINE_MS = 30_000.0
 """As router/walk/binding.py waits for room."""
 _AGAIN_MS = 100.0
 """So long an answer of which a part is there waits to look again for a node."""
+_DEADLINE_MS = 600_000.0
+"""Of a request that finds no node to go on: a router's request_deadline_s, if nobody has changed it."""
 
 
 def simulate(streams: Sequence[Stream], setting: Setting) -> Result:
@@ -113,6 +115,14 @@ class _World:
         if self._doors:
             self._doors[walk.router].ended(stream, self._clock.now)
 
+    def _give_up(self, stream: Stream, walk: _Walk, now: float) -> None:
+        """It has found no node for too long, and its client has a part of the answer."""
+        if walk.prefill is not None:
+            self._broken(stream, walk, Role.PREFILL)
+            self._nodes[walk.prefill].drop(stream, now)
+        stream.failed = True
+        self._forget(stream)
+
     def _start(self, stream: Stream, now: float) -> None:
         walk = self._walks[stream]
         walk.prefill = walk.decode = walk.source = None
@@ -120,10 +130,12 @@ class _World:
         walk.looks += 1
         walk.had, walk.timing = stream.done, {}
         if not self._takes(Role.DECODE, walk):
-            if stream.done:
-                self._clock.later(now + _AGAIN_MS, lambda then: self._start(stream, then))
-            else:
+            if not stream.done:
                 self._refuse(stream)
+            elif now - stream.at > _DEADLINE_MS:
+                self._give_up(stream, walk, now)
+            else:
+                self._clock.later(now + _AGAIN_MS, lambda then: self._start(stream, then))
             return
         walk.prefill = self._source(stream, walk, now)
         if walk.prefill is None:
@@ -151,6 +163,9 @@ class _World:
             if among:
                 self._placed(stream, self._omniscient.choose_decode(stream, among, now, whole=walk.prefill is None))
                 return
+            if now - stream.at > _DEADLINE_MS:
+                self._give_up(stream, walk, now)
+                return
             walk.looks += 1
             looks = walk.looks
             self._clock.later(now + _AGAIN_MS, lambda then: self._look_again(stream, walk, looks, then))
@@ -158,21 +173,27 @@ class _World:
         router = self._routers[walk.router]
         router.place(stream, walk.prefill, lambda at: self._placed(stream, at))
         if router.waits(stream):
-            self._clock.later(now + ROOM_DEADLINE_MS, lambda _: self._late(stream, walk))
+            self._clock.later(now + ROOM_DEADLINE_MS, lambda then: self._late(stream, walk, then))
 
     def _look_again(self, stream: Stream, walk: _Walk, looks: int, now: float) -> None:
         if walk.looks == looks and self._walks.get(stream) is walk:
             self._place(stream, now)
 
-    def _late(self, stream: Stream, walk: _Walk) -> None:
+    def _late(self, stream: Stream, walk: _Walk, now: float) -> None:
         """It waited for room too long: it is refused if its client has nothing yet, else it goes on waiting."""
         router = self._routers[walk.router]
-        if not router.waits(stream) or stream.done or self._walks.get(stream) is not walk:
+        if not router.waits(stream) or self._walks.get(stream) is not walk:
+            return
+        if stream.done and now < stream.at + _DEADLINE_MS:
+            self._clock.later(stream.at + _DEADLINE_MS, lambda then: self._late(stream, walk, then))
             return
         router.give_up(stream)
+        if stream.done:
+            self._give_up(stream, walk, now)
+            return
         if walk.prefill is not None:
             router.broken(stream, Role.PREFILL)
-            self._nodes[walk.prefill].drop(stream, self._clock.now)
+            self._nodes[walk.prefill].drop(stream, now)
         self._refuse(stream)
 
     def _placed(self, stream: Stream, at: int) -> None:
@@ -222,13 +243,16 @@ class _World:
         if walk.whole:
             walk.timing = {"queue": waited_ms, "prefill": took_ms}
             if self._routers:
+                assert walk.decode is not None
                 self._routers[walk.router].answered(stream)
+                self._cluster.tell_kv(walk.decode, now)
             return
         assert walk.prefill is not None
         walk.computed = True
         if self._routers:
             self._routers[walk.router].prefilled(stream, waited_ms, took_ms)
             self._cluster.report(walk.prefill, walk.router, now)
+            self._cluster.tell_kv(walk.prefill, now)
         if stream.done >= stream.output:
             self._release(stream, walk, now)
             self._done(stream, now)

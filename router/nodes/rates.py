@@ -175,10 +175,15 @@ class Curve:
         self._known_ratios = None
 
     def fade(self, factor: float) -> None:
-        """What was measured counts so much less from now on."""
+        """What was measured counts so much less from now on. Of a whole fleet only what is slower than thought: for it
+        requests are refused that would show what it is now. What is faster is asked, and so measured."""
         if self.measured:
-            self._sums = [each * factor for each in self._sums]
-            self._weights = [each * factor for each in self._weights]
+            fades = [
+                factor if self._parent is not None or total > weight else 1.0
+                for total, weight in zip(self._sums, self._weights, strict=True)
+            ]
+            self._sums = [each * fade for each, fade in zip(self._sums, fades, strict=True)]
+            self._weights = [each * fade for each, fade in zip(self._weights, fades, strict=True)]
             self._weight = sum(self._weights)
             self._undrawn += 1
             self._known_ratios = None
@@ -316,7 +321,9 @@ class NodeRates:
             self.fleet.generated(tokens)
 
     def age(self, now: float) -> None:
-        """Time has passed, by any one monotonic clock in seconds; call it as often as you like."""
+        """Time has passed, for its fleet, too, by any one monotonic clock in seconds; call it as often as you like."""
+        if self.fleet is not None:
+            self.fleet.age(now)
         passed_s = now - (now if self._aged_at_s is None else self._aged_at_s)
         if self._aged_at_s is not None and passed_s < _AGEING_INTERVAL_S:
             return

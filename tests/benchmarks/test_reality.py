@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_goodput import result_of, run_at
 
-from benchmarks.reality import Compared, compared, main, of_results, streams_about, streams_like
+from benchmarks.reality import Compared, compared, main, of_results, streams_about, streams_like, told
 from load.config import BenchConfig
 from load.results import Run, write_result
 from load.sessions import Work, sessions
 from planning.rate_card import write_card
 from simulator.setting import Setting
 from simulator.speeds import H200, Speeds
+from simulator.stream import Stream
 
 
 def test_the_simulator_is_asked_what_the_client_asked() -> None:
@@ -47,6 +49,18 @@ def test_a_run_that_is_as_simulated_is_not_off() -> None:
     assert same.furthest == 0.0
     slower = {name: ([ms * 1.1 for ms in seen], seen) for name, (_, seen) in first.rows.items()}
     assert Compared(5.0, 9, slower).furthest == pytest.approx(1 - 1 / 1.1)
+
+
+def test_failures_of_either_side_are_compared_too() -> None:
+    run = run_at(5.0, 0.5, 1.0)
+    rows = [msgspec.structs.replace(row, failure="lost") if at % 4 == 0 else row for at, row in enumerate(run.rows)]
+    setting = Setting(prefill=1, decode=1, speeds=Speeds(msgspec.structs.replace(H200, kv_tokens=1_000)))
+    begins = run.warm_up_s * 1e3
+    streams = [Stream(begins + at, 64 if at % 2 else 2_000, 4) for at in range(10)]
+    found = compared(msgspec.structs.replace(run, rows=rows), streams, setting, 1.0)
+    assert (found.answered, found.requests) == ((0.75, 0.5), len(rows))
+    assert found.furthest >= 0.25
+    assert told("1P1D", [found])[-1].endswith("| answered | 75.0%, 50.0% | | |")
 
 
 def test_results_of_goodput_are_simulated_with_their_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvrelay import sizing
 from kvrelay.cli import run
 from kvrelay.sizing import Wanted, sized, workload_of
 from planning.planner import Goal
 from planning.rate_card import write_card
+from simulator.goodput import Served
+from simulator.setting import Setting, Targets
 from simulator.speeds import H200, slowed
 from wire.errors import ConfigError
 
@@ -24,7 +27,7 @@ def card(tmp_path: Path) -> str:
 
 
 def test_the_simulated_best_is_near_the_guess_and_never_breaks_the_goal() -> None:
-    wanted = Wanted(2, [slowed(H200, 20.0)], workload_of("2048:64", 500), Goal(2_500.0, 400.0), 0.0)
+    wanted = Wanted(2, [slowed(H200, 20.0)], workload_of("2048:64"), Goal(2_500.0, 400.0), 0.0)
     found = sized(wanted)
     assert {each.guess.split.name for each in found} == {"2 colocated", "1P1D"}
     assert [each.goodput for each in found] == sorted((each.goodput for each in found), reverse=True)
@@ -36,6 +39,24 @@ def test_the_simulated_best_is_near_the_guess_and_never_breaks_the_goal() -> Non
     assert apart.guess.short == "prefill"
 
 
+def test_what_was_not_simulated_stands_behind_what_was_and_is_pruned_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best guess serves a tenth of it: the others are tried, too. All are asked the same."""
+    asked: dict[int, list[object]] = {}
+
+    def tried(asks: list[object], setting: Setting, targets: Targets, attainment: float, guess: float) -> Served:
+        asked[setting.prefill] = asks
+        rate = guess / 10 if len(asked) == 1 else 0.9 * guess
+        return Served(rate, attainment, *(1.0,) * 6)
+
+    monkeypatch.setattr(sizing, "most_rate", tried)
+    found = sized(Wanted(8, [H200], workload_of("512:256"), Goal(200.0, 15.0), 0.0))
+    guesses = sorted((each.guess.rate for each in found), reverse=True)
+    assert max(asked.values(), key=len) == min(asked.values(), key=len)
+    assert 2 < len(asked) < len(found)
+    assert {each.guess.rate for each in found[: len(asked)]} >= set(guesses[:3])
+    assert [each.served is None for each in found] == sorted(each.served is None for each in found)
+
+
 def test_it_prints_the_best_split_why_and_how_to_start_it(card: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "--gpus", "2", "--card", card, "--workload", "1000:40", "--ttft-ms", "4000", "--tpot-ms", "400"]
     assert run([*asked, "--rate", "1"]) == 0
@@ -43,8 +64,9 @@ def test_it_prints_the_best_split_why_and_how_to_start_it(card: str, capsys: pyt
     assert "1P1D" in out
     assert "2 colocated" in out
     assert "is short of first" in out
-    assert "kvrelay compose --prefill 1 --decode 1 --gpus 0,1" in out
+    assert "kvrelay compose --model '8 billion parameters, bf16' --prefill 1 --decode 1 --gpus 0,1" in out
     assert "deployment/kvrelay-prefill --replicas=1" in out
+    assert "--ttft-target-ms=4000 --tpot-target-ms=400" in out
     assert run([*asked, "--rate", "40", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["keeps_targets"] is False
@@ -52,17 +74,35 @@ def test_it_prints_the_best_split_why_and_how_to_start_it(card: str, capsys: pyt
     assert all(each["simulated"]["rate"] == 40 for each in told["splits"])
 
 
+def test_a_split_that_does_not_keep_the_targets_is_not_started(card: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One prefill node is too few for what two colocated servers serve."""
+    asked = ["plan", "--gpus", "2", "--card", card, "--workload", "8000:2", "--ttft-ms", "12000", "--tpot-ms", "9000"]
+    assert run([*asked, "--rate", "0.35"]) == 0
+    out = capsys.readouterr().out
+    assert "Best: 2 colocated" in out
+    assert "kvrelay compose" not in out
+
+
+def test_a_trace_that_is_too_short_is_said_to_be(card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 100 * at, "input_length": 600, "output_length": 5, "hash_ids": [at, 0]} for at in range(30)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    asked = ["plan", "--gpus", "1", "--card", card, "--workload", str(trace), "--ttft-ms", "9000", "--tpot-ms", "900"]
+    assert run([*asked, "--rate", "1"]) == 0
+    assert "The trace has 30 requests, and at 1.0 requests/s a run needs 400" in capsys.readouterr().out
+
+
 def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
-    assert workload_of("chat", 50).block_tokens == 128
-    fixed = workload_of("512:256", 50)
-    assert {(each.prompt, each.output) for each in fixed.asks} == {(512, 256)}
+    assert workload_of("chat").block_tokens == 128
+    fixed = workload_of("512:256").make(50)
+    assert [(each.prompt, each.output) for each in fixed] == [(512, 256)] * 50
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 1, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}\n' * 3)
-    assert [each.blocks for each in workload_of(str(trace), 2).asks] == [(7,), (7,)]
+    assert [each.blocks for each in workload_of(str(trace)).make(2)] == [(7,), (7,)]
     trace.write_text("nonsense\n")
     for wrong, says in (("0:5", "no tokens"), ("songs", "none of chat"), (str(trace), "cannot be read")):
         with pytest.raises(ConfigError, match=says):
-            workload_of(wrong, 10)
+            workload_of(wrong)
 
 
 def test_what_cannot_be_planned_is_one_sentence(card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,8 @@ class FakePair:
     def hand_over(self, parts: Sequence[Part], lead_s: float) -> Took:
         self._fail("hand_over")
         (part,) = parts
+        if len(part.local) > 4:
+            self._fail("long ones")
         assert len(part.remote) == len(part.local)
         assert 0 not in (*part.remote, *part.local)
         return Took(len(part.local) / 1e3, 0.0, 0.0)
@@ -70,6 +72,13 @@ def test_one_that_breaks_takes_no_other_with_it(opened: dict[str, Any]) -> None:
     assert list(times) == ["nccl"]
     assert told == ["direct: it broke", "nixl: it broke"]
     assert opened["pairs"] == 3
+
+
+def test_one_that_breaks_in_its_middle_has_no_times(opened: dict[str, Any]) -> None:
+    told: list[str] = []
+    opened["broken"] = {"nixl": "long ones"}
+    assert list(measured.transfer_times(OF, [1, 4, 16], "auto", 60.0, told.append)) == ["direct", "nccl"]
+    assert told == ["nixl: it broke"]
 
 
 def test_processes_that_do_not_start_end_the_matter(opened: dict[str, Any]) -> None:

@@ -38,6 +38,13 @@ def test_what_was_measured_is_said_as_it_is() -> None:
     assert it.fetch_ms(100, "nixl") == 9.0
 
 
+def test_a_connector_of_which_one_size_is_known_is_no_constant() -> None:
+    alone = {"nixl": [TransferPoint(100, 0.5)]}
+    assert card().fetch_ms(50_000) == card(transfer=card().transfer | alone).fetch_ms(50_000)
+    assert card().fetch_ms(1_000, "nixl") == pytest.approx(90.0)
+    assert [card(transfer=alone).fetch_ms(tokens) for tokens in (10, 100, 1_000)] == pytest.approx([0.5, 0.5, 5.0])
+
+
 def test_between_points_and_beyond_them_times_are_linear() -> None:
     it = card()
     assert it.chunk_ms(550) == pytest.approx(55.0)

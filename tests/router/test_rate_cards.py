@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from router_doubles import MODEL, cluster, decode, prefill
 
 from planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoint, write_card
+from router.admission.admission import Admission
+from router.admission.fair_queue import Entrant
+from router.admission.saturation import Nodes
 from router.nodes.cards import read_cards
 from router.nodes.node import HealthReport, Node
 from router.nodes.pool import Pool
@@ -65,11 +68,36 @@ def test_what_is_seen_corrects_the_card_and_ages_back_to_it() -> None:
     for _ in range(20):
         rates.stepped(8, 3 * before)
     assert rates.step_ms(8) == pytest.approx(3 * before, rel=0.15)
-    assert rates.fleet is not None
     for now in range(0, 3_600, 10):
         rates.age(float(now))
-        rates.fleet.age(float(now))
     assert rates.step_ms(8) == pytest.approx(before, rel=0.05)
+
+
+def test_after_a_slow_spell_a_target_of_all_requests_is_no_dead_end() -> None:
+    """Each would be refused, so that nothing is measured: what is known fades with health reports alone."""
+    pool = Pool([], ["http://d0"], random.Random(1))
+    node = reported(pool)[1][0]
+    for spell_ms in (30.0, 300.0):
+        for _ in range(20):
+            node.rates.stepped(1, spell_ms)
+    asked = Entrant("", 0.0, prompt_tokens=100, tpot_s=0.05)
+
+    def refused(now: float) -> bool:
+        return Admission(10).arrive(asked, Nodes([], pool.up(Role.DECODE)), now).refusal is not None
+
+    assert refused(0.0)
+    for now in range(900):
+        pool.report(node, HealthReport(Role.DECODE, MODEL, generation="g"), float(now), float(now))
+    assert not refused(900.0)
+
+
+def test_a_fleet_that_is_faster_than_guessed_stays_known_while_nobody_asks() -> None:
+    rates = NodeRates(NodeRates())
+    for _ in range(20):
+        rates.stepped(1, 2.0)
+    for now in range(0, 7_200, 5):
+        rates.age(float(now))
+    assert rates.step_ms(1) == pytest.approx(2.0, rel=0.1)
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=4, max_size=4), st.lists(st.integers(0, 1 << 24), min_size=2, max_size=9))

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from router_doubles import (
     DONE,
+    MODEL,
     NO_PROMPTS,
     PROMPT_IDS,
     WHOLE,
@@ -372,6 +373,17 @@ async def test_a_frame_cut_in_two_by_the_network_is_put_together() -> None:
         assert await c.text({"stream": True}) == STREAMED
 
 
+async def test_the_line_of_a_refused_request_tells_its_model_and_about_how_long_its_prompt_was(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvrelay.router")
+    async with cluster(prefill(), decode()) as c:
+        async with c.post(headers={"x-slo-tpot-ms": "1"}) as answer:
+            assert answer.status == 429
+        (line,) = [message for message in caplog.messages if "status=429" in message]
+    assert f" model={MODEL} prompt_tokens=" in line
+
+
 async def test_one_line_tells_of_each_finished_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvrelay.router")
     p, d = prefill(), decode(decode_ok)
@@ -379,7 +391,14 @@ async def test_one_line_tells_of_each_finished_request(caplog: pytest.LogCapture
         await c.text(headers={"x-request-id": "line"})
         await until(lambda: any(message.startswith("id=line ") for message in caplog.messages))
         (line,) = [message for message in caplog.messages if message.startswith("id=line ")]
-        for part in ("status=200", "prompt_tokens=3", "output_tokens=3", f"prefill={p.url}", f"decode={d.url}"):
+        for part in (
+            "status=200",
+            "prompt_tokens=3",
+            "output_tokens=3",
+            f"model={MODEL}",
+            f"prefill={p.url}",
+            f"decode={d.url}",
+        ):
             assert part in line
         for stage in (
             "queue_ms=",

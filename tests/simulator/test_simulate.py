@@ -10,20 +10,21 @@ import pytest
 
 from benchmarks.simulate import main
 from load.measures import percentile
-from load.workloads import SCALE, WORKLOADS, read_trace
+from load.workloads import SCALE, WORKLOADS, Asked, read_trace
 from paged_engine import scheduler as engines_scheduler
 from paged_engine import waiting as engines_waiting
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request
 from paged_engine.scheduler import Scheduler
+from paged_engine.step_plan import StepPlan
 from router.policies.by_name import POLICIES
 from simulator.block_cache import BlockCache
 from simulator.engine import ENOUGH, OVERTAKEN, Engine
 from simulator.seat import Leg
 from simulator.setting import OMNISCIENT, Result, Setting
 from simulator.speeds import H200, Speeds
-from simulator.stream import Stream, streams_of
-from simulator.summary import plot
+from simulator.stream import Stream, at_load, streams_at, streams_of
+from simulator.summary import plot, summary_of, table
 from simulator.world import simulate
 from wire.hashes import root_of
 from wire.sampling import SamplingParams
@@ -127,11 +128,21 @@ def test_old_news_of_others_cost_little() -> None:
     assert old < 0.7 * blind
 
 
-def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them() -> None:
+def launched(scheduler: Scheduler) -> StepPlan:
+    """The next step, which is under way."""
+    plan = scheduler.schedule(0.0)
+    for chunk in plan.chunks:
+        scheduler.launched(chunk)
+    return plan
+
+
+@pytest.mark.parametrize("shared", [0, 6_000, 50_000])
+def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(shared: int) -> None:
+    """And find as much cached; of so many tokens the first ones are equal."""
     assert (engines_waiting.OVERTAKEN, engines_scheduler.ENOUGH) == (OVERTAKEN, ENOUGH)
-    sizes = [9_000, 300, 20_000, 4_000, 100, 100, 12_000, 50, 8_192]
+    sizes = [9_000, 300, 20_000, 4_000, 100, 100, 12_000, 50, 8_193, 20_001]
     speeds = SPEEDS
-    order: list[int] = []
+    order: list[tuple[int, int]] = []
     waiting: list[tuple[float, object]] = []
 
     class Hears:
@@ -139,36 +150,33 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them() -> 
 
         @staticmethod
         def computed(stream: Stream, *_: object) -> None:
-            order.append(stream.number)
+            order.append((stream.number, stream.cached))
 
     node = Engine(speeds, 16, lambda at, call: waiting.append((at, call)), Hears())
     scheduler = Scheduler(
         BlockPool(20_000), block_tokens=16, max_batched_tokens=speeds.step_tokens, max_running=256,
-        max_model_len=1 << 20, eos_token_ids=(), prefix_cache=False,
+        max_model_len=1 << 20, eos_token_ids=(),
     )  # fmt: skip
     for number, tokens in enumerate(sizes):
-        stream = Stream(0.0, tokens, 2)
+        equal = min(shared, tokens)
+        names = range(tokens // 16)
+        stream = Stream(0.0, tokens, 2, tuple(at if at < equal // 16 else 10_000 * number + at for at in names))
         stream.number = number
-        request = Request(
-            str(number), [number + 1] * tokens, tokens, SamplingParams(max_tokens=1, seed=1), 0.0, root_of("", "")
-        )
+        ids = [0] * equal + [number + 1] * (tokens - equal)
+        request = Request(str(number), ids, tokens, SamplingParams(max_tokens=1, seed=1), 0.0, root_of("", ""))
+        scheduler.add(request)
+        node.submit(stream, Leg.PREFILL, 0.0)
         if number == 0:
             # The node begins its first step when the first prompt comes.
-            scheduler.add(request)
-            plan = scheduler.schedule(0.0)
-            node.submit(stream, Leg.PREFILL, 0.0)
-        else:
-            scheduler.add(request)
-            node.submit(stream, Leg.PREFILL, 0.0)
-    expected: list[int] = []
+            plan = launched(scheduler)
+    expected: list[tuple[int, int]] = []
     while plan.chunks:
-        for chunk in plan.chunks:
-            scheduler.launched(chunk)
         for chunk in plan.chunks:
             if chunk.samples:
                 scheduler.append(chunk.request, 5, 0.0)
-                expected.append(int(chunk.request.request_id))
-        plan = scheduler.schedule(0.0)
+                assert chunk.request.cached_tokens is not None
+                expected.append((int(chunk.request.request_id), chunk.request.cached_tokens))
+        plan = launched(scheduler)
     while waiting:
         at, call = waiting.pop(0)
         call(at)  # type: ignore[operator]
@@ -177,8 +185,10 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them() -> 
 
 def test_what_is_used_is_never_pushed_out() -> None:
     cache = BlockCache(1_000, 100)
-    cache.take((1, 2, 3), 50)
-    cache.take((1, 2, 9), 0)
+    assert cache.take((1, 2, 3), 50) == (1, 2, 3)
+    cache.ready((1, 2, 3))
+    assert cache.take((1, 2, 9), 0) == (1, 2, 9)
+    cache.ready((9,))
     assert cache.cached((1, 2, 3, 4)) == 300
     assert cache.free == 1_000 - 400 - 50
     cache.give_back((1, 2, 3), 50)
@@ -191,10 +201,37 @@ def test_what_is_used_is_never_pushed_out() -> None:
     assert cache.news() == ([], [])
 
 
+def test_what_is_not_computed_yet_is_found_by_nobody() -> None:
+    cache = BlockCache(1_000, 100)
+    assert cache.take((1, 2, 3), 0) == (1, 2, 3)
+    assert cache.cached((1, 2, 3)) == 0
+    cache.ready((1,))
+    assert cache.cached((1, 2, 3)) == 100
+    assert cache.room_for((1, 2, 3), 500)
+    assert not cache.room_for((1, 2, 3), 501)
+    assert cache.take((1, 2, 3), 500) == (1,)
+    assert (cache.free, cache.private) == (0, 700)
+    cache.give_back((1,), 700)
+    cache.give_back((1, 2, 3), 0)
+    assert cache.free == 1_000
+    assert cache.cached((1, 2, 3)) == 100
+    assert cache.news() == ([1], [])
+
+
+def test_of_two_equal_prompts_at_once_the_second_waits_for_what_the_first_computes() -> None:
+    blocks = tuple(range(312))
+    first, second = Stream(0.0, 40_000, 2, blocks), Stream(1.0, 40_000, 2, blocks)
+    run([first, second], prefill=1, decode=1)
+    assert second.first > first.first
+    away = Stream(0.0, 40_000, 2, blocks)
+    run([away, Stream(1.0, 100, 2)], policy=OMNISCIENT, prefill=1, decode=1)
+    assert away.cached == 0
+
+
 def test_a_trace_is_read_and_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, figures, drawing = tmp_path / "trace.jsonl", tmp_path / "figures.json", tmp_path / "plot.svg"
     lines = [
-        {"timestamp": 100 * at, "input_length": 1_100, "output_length": 1 + at, "hash_ids": [0, at, at + 1]}
+        {"timestamp": 1e12 + 100 * at, "input_length": 1_100, "output_length": 1 + at, "hash_ids": [0, at, at + 1]}
         for at in range(20)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
@@ -211,6 +248,20 @@ def test_a_trace_is_read_and_the_command_prints_and_writes(tmp_path: Path, capsy
     assert drawing.read_text().startswith("<svg")
     assert main(["--scale", "--requests", "40", "--nodes", "4:4", "--policies", "cost", "--routers", "2"]) == 0
     assert "| cost | 2 | 0.5 s |" in capsys.readouterr().out
+
+
+def test_a_request_alone_comes_at_once_whatever_the_load() -> None:
+    alone = [Asked(0.0, 100, 5)]
+    assert [stream.at for stream in (*at_load(alone, 1_000.0), *streams_at(alone, 3.0))] == [0.0, 0.0]
+
+
+def test_what_was_not_answered_is_not_good_and_is_told() -> None:
+    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=4_096))
+    streams = [Stream(100.0 * at, 5_000 if at % 2 else 50, 5) for at in range(20)]
+    summary = summary_of("made up", run(streams, prefill=1, decode=1, speeds=speeds))
+    assert (summary.requests, summary.refused, summary.good) == (18, 9, 0.5)
+    assert summary.ttft_p50 > 0
+    assert "50.0% (5/s), 9 not answered" in table([summary], scale=False)
 
 
 def test_a_plot_leaves_out_what_is_not_known() -> None:

@@ -143,6 +143,15 @@ def test_requests_are_refused_while_no_node_can_decode_and_answers_that_have_beg
     assert max(stream.longest for stream in result.streams) > 900
 
 
+@pytest.mark.parametrize("policy", ["cost", OMNISCIENT])
+def test_answers_that_no_node_goes_on_with_are_given_up_at_their_deadline(policy: str) -> None:
+    result = simulate(streams(100, 30.0), Setting(policy, 1, 1, events=[NodeEvent(2_000.0, 1, What.DOWN)]))
+    assert any(stream.failed for stream in result.streams)
+    for stream in result.streams:
+        assert stream.answered + stream.refused + stream.failed == 1
+        assert not stream.failed or 0 < stream.done < stream.output
+
+
 def test_a_slow_node_gets_less() -> None:
     def first_on_slow(events: list[NodeEvent]) -> float:
         result = simulate(streams(300, 40.0, prompt=2_000, seed=3), Setting("cost", 2, 2, events=events))
@@ -185,7 +194,10 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
             events.append(NodeEvent(at + rng.uniform(1, 2_000), node, What.UP))
     # At the end there is a node that decodes.
     events += [NodeEvent(6_000.0, prefill, What.UP), NodeEvent(6_001.0, prefill, What.ROLE, Role.DECODE)]
-    result = simulate(streams(60, 20.0, seed=seed), Setting(policy, prefill, 2, events=events, speeds=Speeds(card)))
+    made = streams(60, 20.0, seed=seed)
+    for stream in made[::2]:  # which begin alike
+        stream.blocks = tuple(range(stream.prompt // 128))
+    result = simulate(made, Setting(policy, prefill, 2, events=events, speeds=Speeds(card)))
     for stream in result.streams:
         assert stream.refused or (stream.done == stream.output and stream.last >= stream.first >= stream.at)
         assert not (stream.refused and stream.first >= 0)
