@@ -7,7 +7,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,6 @@ class Result:
     """What is known at the end."""
 
     verdict: Verdict
-    schedule: Schedule
     cluster: Cluster
     crowd: Crowd
     rude: Rude
@@ -59,8 +59,9 @@ class Result:
     facts: dict[str, Any]
 
 
-async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | None) -> Result:
-    """Raises RuntimeError if the cluster does not even start, or answers wrongly without faults."""
+async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | None, made: list[Fault]) -> Result:
+    """`made`: each fault is written there when it is made, however the run ends. Raises RuntimeError if the cluster
+    does not even start, or answers wrongly without faults, or if a kind was asked for that cannot be done here."""
     flags = [*flags_of(options.model, folder), "--cpu", "--threads", "1", "--max-running", "256"]
     flags += [
         "--kv-cache-memory",
@@ -81,20 +82,22 @@ async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | No
         try:
             await cluster.start(options.prefill, options.decode, session)
             assert cluster.router is not None
-            made = asks(options.seed, options.per_kind, options.longest)
-            crowd = Crowd(cluster.router.url, made, session, options.deadline_s)
+            asked = asks(options.seed, options.per_kind, options.longest)
+            crowd = Crowd(cluster.router.url, asked, session, options.deadline_s)
             began = time.monotonic()
             await crowd.ask_twins(at_once=8)
             print(f"network: {network.name}; twins asked in {time.monotonic() - began:.1f} s", flush=True)
             try:
-                return await _disturbed(options, cluster, crowd, schedule)
+                return await _disturbed(options, cluster, crowd, schedule, made)
             finally:
                 await crowd.close()
         finally:
             await cluster.stop()
 
 
-async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd, schedule: Schedule | None) -> Result:
+async def _disturbed(
+    options: argparse.Namespace, cluster: Cluster, crowd: Crowd, schedule: Schedule | None, made: list[Fault]
+) -> Result:
     """The streams, the faults, and what both leave behind."""
     assert cluster.router is not None
     quiet, quiet_index = sizes(cluster), await index_bytes(cluster)
@@ -103,19 +106,26 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     faults = _faults(options, cluster, strikes, schedule)
     began = time.monotonic()
     cluster.supervise()
-    watching = asyncio.create_task(lookout.run())
+    watching = asyncio.create_task(lookout.run(), name="the lookout")
     going = True
     clients = [
-        asyncio.create_task(crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: going))
+        asyncio.create_task(
+            crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: going), name=f"client {at}"
+        )
         for at in range(options.streams)
     ]
-    made = await _strike_all(options, cluster, strikes, faults, began)
-    await cluster.whole()
-    await asyncio.sleep(_CALM_S)
+    await _strike_all(options, cluster, strikes, faults, began, made)
+    with suppress(RuntimeError):  # what is left behind tells of it
+        await cluster.whole()
+        await asyncio.sleep(_CALM_S)
     going = False
-    await asyncio.gather(*clients)
+    cluster.surprises += await _failures(clients)
     ended = time.monotonic()
     left = await left_behind(cluster)
+    for node in (*cluster.nodes, cluster.router):
+        node.rises(ended)  # who is down still is so until the end of what is judged
+    if watching.done():
+        cluster.surprises += await _failures([watching])
     watching.cancel()
     facts: dict[str, Any] = {"began": began, "seconds": ended - began, "network": cluster.network.name}
     await lookout.count()
@@ -134,14 +144,15 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     verdict.broken += [f"{each.node} was up {each.up_s:.1f} s after the end of {each.kind}" for each in late]
     of = windows(crowd.seen, lookout.sizes, began, ended) if options.soak else []
     verdict.broken += not_flat(of) if of else []
-    kept = {name: value for name, value in vars(options).items() if name not in ("json", "schedule", "record")}
-    return Result(verdict, Schedule(options.seed, kept, made), cluster, crowd, rude, recovered, of, facts)
+    return Result(verdict, cluster, crowd, rude, recovered, of, facts)
 
 
 def _faults(
     options: argparse.Namespace, cluster: Cluster, strikes: Strikes, schedule: Schedule | None
 ) -> Iterator[Fault]:
     able = [kind for kind in strikes.kinds() if not options.kind or kind in options.kind]
+    if unable := set(options.kind).difference(able):
+        raise RuntimeError(f"cannot be done here, with the network {cluster.network.name}: {', '.join(sorted(unable))}")
     nodes = range(len(cluster.nodes))
     if schedule is not None:
         return (fault for fault in schedule.faults if fault.kind in able)
@@ -155,25 +166,34 @@ def _faults(
 
 
 async def _strike_all(
-    options: argparse.Namespace, cluster: Cluster, strikes: Strikes, faults: Iterator[Fault], began: float
-) -> list[Fault]:
-    """Until there are no more, or there were enough, or the time is over; those that were made."""
-    made: list[Fault] = []
+    options: argparse.Namespace,
+    cluster: Cluster,
+    strikes: Strikes,
+    faults: Iterator[Fault],
+    began: float,
+    made: list[Fault],
+) -> None:
+    """Until there are no more, or there were enough, or the time is over, or a process does not come back."""
     under_way: list[asyncio.Task[None]] = []
     told = time.monotonic()
     for fault in faults:
-        if options.faults and _count(cluster) >= options.faults:
+        if cluster.lost() or (options.faults and _count(cluster) >= options.faults):
             break
         await asyncio.sleep(began + fault.at - time.monotonic())
         made.append(fault)
-        under_way.append(asyncio.create_task(strikes.strike(fault)))
+        under_way.append(asyncio.create_task(strikes.strike(fault), name=f"{fault.kind} at {fault.at:.1f} s"))
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(f"{told - began:.0f} s: {_count(cluster)} faults, {len(strikes.crowd.seen)} answers", flush=True)
-    await asyncio.gather(*under_way)
-    if not options.faults and not options.each_once:
+    cluster.surprises += await _failures(under_way)
+    if not (options.faults or options.each_once or cluster.lost()):
         await asyncio.sleep(began + (options.soak or options.seconds) - time.monotonic())
-    return made
+
+
+async def _failures(of: Sequence[asyncio.Task[None]]) -> list[str]:
+    """Wait for these; what of this tool itself went wrong, so that the rest can be judged."""
+    ends = await asyncio.gather(*of, return_exceptions=True)
+    return [f"{task.get_name()} failed: {why!r}" for task, why in zip(of, ends, strict=True) if why is not None]
 
 
 def _count(cluster: Cluster) -> int:
