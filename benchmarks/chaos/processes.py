@@ -67,6 +67,11 @@ class Node:
         """Of its HTTP."""
         return f"http://{self.host}:{self.ports[0]}"
 
+    def was_down(self, begin: float, end: float) -> bool:
+        """At any moment of these."""
+        still = self.down_since is not None and self.down_since <= end
+        return still or any(a <= end and begin <= b for a, b in self.down)
+
     def falls(self, now: float) -> None:
         """It is down from now on."""
         if self.down_since is None:
@@ -81,7 +86,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already, and was spared."""
+    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already. A process is then
+    spared; its network, its log and its clock are struck all the same, but that does not count."""
 
     at: float
     fault: Fault
@@ -148,6 +154,14 @@ class Cluster:
         """Those whom it concerns. Without a number of a node, and for number -1, it is the router."""
         assert self.router is not None
         return [self.nodes[index] if index >= 0 else self.router for index in fault.nodes or (-1,)]
+
+    def note(self, fault: Fault, nodes: Sequence[Node], *, missed: bool | None = None) -> None:
+        """It strikes these now. `missed`: else each that is down is."""
+        now = time.monotonic()
+        self.struck += [
+            Struck(now, fault, node.name, node.url, node.down_since is not None if missed is None else missed)
+            for node in nodes
+        ]
 
     async def whole(self) -> None:
         """Wait until every node is up again, and the router knows it. Raises RuntimeError."""

@@ -29,17 +29,15 @@ from benchmarks.chaos.rude import Rude
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.soak import Window, not_flat, windows
 from benchmarks.chaos.strikes import Strikes
-from benchmarks.chaos.verdict import MARGIN_S, Verdict, broken_legs, joined, judged, logged_ends, none_up
+from benchmarks.chaos.verdict import MARGIN_S, Outage, Verdict, broken_legs, joined, judged, logged_ends, none_up
 
-__all__ = ["LATEST_S", "Result", "run"]
+__all__ = ["Result", "run"]
 
-LATEST_S = 15.0
-"""A node that is not taken again so long after its fault's end is lost; the aim is 1 s."""
 _MORE = Size(0, 64 << 20, 48, 48, 16)
 """What a process may grow by from the quiet before the faults to the quiet after them: buffers and heaps that a crush
 has stretched, connections that are kept. Each of thousands of requests would leave one if it left any."""
 _DRAIN_S = 20.0
-"""Of a router that is to end."""
+"""Of a router that is to end: from then on it ends what is still under way."""
 _CALM_S = 2.0
 """Of load at the end, when all is well again: the last ones recover, too."""
 _CHANGES_BYTES = 200 << 20
@@ -133,15 +131,20 @@ async def _disturbed(
     after = sizes(cluster)
     grew = _index_apart(quiet, after, await index_bytes(cluster) - quiet_index, options.streams)
     facts["sizes"] = {name: [quiet.get(name), size] for name, size in after.items()}
-    log = cluster.router.log.read_text(errors="replace").splitlines()
+    logs = {node.name: node.log.read_text(errors="replace").splitlines() for node in (*cluster.nodes, cluster.router)}
+    log = logs["router"]
     verdict = _judged(options, cluster, crowd, log, facts)
     verdict.broken += [*left, *grew, *cluster.surprises, *_unended(cluster, crowd, log)]
-    verdict.broken += [f"the router's log: {line}" for line in log if "Traceback" in line]
+    verdict.broken += [f"{name}'s log: {line}" for name, of in logs.items() for line in of if "Traceback" in line]
     no_router = cluster.router.down
     verdict.broken += [why for at, why in rude.broken if not any(a <= at + 21 and at <= b + 2 for a, b in no_router)]
     recovered = recoveries(cluster, lookout.looks, ended)
-    late = [each for each in recovered if (each.up_s or 0.0) > LATEST_S]
-    verdict.broken += [f"{each.node} was up {each.up_s:.1f} s after the end of {each.kind}" for each in late]
+    verdict.broken += [
+        f"{each.node} was {'not ' if each.up_s is None else ''}up {each.up_s or each.watched_s:.1f} s after the end of "
+        f"{each.kind} at {each.ended - began:.1f} s"
+        for each in recovered
+        if each.late
+    ]
     of = windows(crowd.seen, lookout.sizes, began, ended) if options.soak else []
     verdict.broken += not_flat(of) if of else []
     return Result(verdict, cluster, crowd, rude, recovered, of, facts)
@@ -179,14 +182,22 @@ async def _strike_all(
     for fault in faults:
         if cluster.lost() or (options.faults and _count(cluster) >= options.faults):
             break
-        await asyncio.sleep(began + fault.at - time.monotonic())
+        await asyncio.sleep(options.every_s if options.each_once else began + fault.at - time.monotonic())
+        if options.each_once:
+            try:
+                await cluster.whole()  # so that nobody is spared
+            except RuntimeError:  # what is left behind tells of it
+                break
         made.append(fault)
         under_way.append(asyncio.create_task(strikes.strike(fault), name=f"{fault.kind} at {fault.at:.1f} s"))
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(f"{told - began:.0f} s: {_count(cluster)} faults, {len(strikes.crowd.seen)} answers", flush=True)
     cluster.surprises += await _failures(under_way)
-    if not (options.faults or options.each_once or cluster.lost()):
+    if options.each_once:
+        happened = {each.fault.kind for each in cluster.struck if not each.missed}
+        cluster.surprises += [f"{fault.kind} has not happened" for fault in made if fault.kind not in happened]
+    elif not (options.faults or cluster.lost()):
         await asyncio.sleep(began + (options.soak or options.seconds) - time.monotonic())
 
 
@@ -212,7 +223,10 @@ def _judged(
     facts["without_s"] = {role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without}
     blows = [(each.at, each.fault.kind, each.url) for each in cluster.struck if not each.missed]
     legs = broken_legs(log)
-    verdict = judged(crowd.seen, legs, blows, without["decode"], options.gap_s, cluster.router.down)
+    told_to_end = {each.at for each in cluster.struck if each.fault.kind == "restart router" and not each.missed}
+    no_router = [Outage(a, b, a + _DRAIN_S if a in told_to_end else None) for a, b in cluster.router.down]
+    stalls = _router_stalls(cluster)
+    verdict = judged(crowd.seen, legs, blows, without["decode"], options.gap_s, no_router, stalls)
     if lost := crowd.asked - len(crowd.seen):
         verdict.broken.append(f"{lost} requests have no end at all")
     return verdict
@@ -228,15 +242,18 @@ def _index_apart(before: dict[str, Size], after: dict[str, Size], index_bytes: i
     return [*grown(before, others, allowed), *grown(before, engines, larger)]
 
 
+def _router_stalls(cluster: Cluster) -> list[tuple[float, float]]:
+    """When nobody read the router's log: what it said then came later."""
+    of = [each for each in cluster.struck if each.fault.kind == "log stall" and each.node == "router"]
+    return [(each.at, each.at + each.fault.for_s) for each in of]
+
+
 def _unended(cluster: Cluster, crowd: Crowd, log: list[str]) -> list[str]:
     """Requests that the router says ended another number of times than once; those that were lost with it left out, and
     those of which a stalled log may have lost the word."""
     assert cluster.router is not None
     ends = logged_ends(log)
-    stalls = [
-        (s.at, s.at + s.fault.for_s) for s in cluster.struck if s.fault.kind == "log stall" and s.node == "router"
-    ]
-    spans = [(a - 1.0, b + 2.0) for a, b in itertools.chain(cluster.router.down, stalls)]
+    spans = [(a - 1.0, b + 2.0) for a, b in itertools.chain(cluster.router.down, _router_stalls(cluster))]
     return [
         f"{each.kind} {each.number}, id {each.id}: the router told {ends[each.id]} times of its end"
         for each in crowd.seen

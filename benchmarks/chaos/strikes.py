@@ -40,8 +40,7 @@ class Strikes:
             await self._disconnect(fault)
             return
         struck = [] if fault.kind in CLIENTS else self._cluster.struck_by(fault)
-        now = time.monotonic()
-        self._cluster.struck += [Struck(now, fault, node.name, node.url) for node in struck]
+        self._cluster.note(fault, struck)
         if fault.kind == "log stall":
             for node in struck:
                 self._cluster.logs.stall(node.log)
@@ -56,7 +55,9 @@ class Strikes:
             for node in struck:
                 self._cluster.shim.shift(node.name, 0.0)
         else:
-            self._cluster.struck.append(Struck(now, fault, "clients", ""))
+            assert self._cluster.router is not None
+            missed = self._cluster.router.down_since is not None
+            self._cluster.struck.append(Struck(time.monotonic(), fault, "clients", "", missed))
             await self._rude.do(fault.kind, int(fault.amount), fault.for_s, random.Random(fault.seed))
         self._cluster.over += [(time.monotonic(), fault, node) for node in struck]
 
@@ -66,7 +67,9 @@ class Strikes:
         if fault.kind == "peers cut":  # nodes of one role have nothing to say to each other
             first, others = struck[0], [node for node in cluster.nodes if node.role != struck[0].role]
             struck = [first, random.Random(fault.seed).choice(others)]
-        cluster.struck += [Struck(began, fault, node.name, node.url) for node in struck]
+            cluster.note(fault, struck, missed=any(node.down_since is not None for node in struck))
+        else:
+            cluster.note(fault, struck)
         kind = _bad_kind(fault.kind)
         if fault.kind == "peers cut":
             bads = [Bad(kind, struck[0].name, struck[-1].name)]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: its cluster when faults overlap, when nodes do not come back, and when it is killed."""
+"""`python -m benchmarks.chaos`: faults that overlap, nodes that stay down, and processes that are left behind."""
 
 from __future__ import annotations
 
