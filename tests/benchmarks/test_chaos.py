@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.__main__ import _recorded
 from benchmarks.chaos.asks import KINDS, asks
 from benchmarks.chaos.crowd import Seen
 from benchmarks.chaos.faults import CLIENTS, LONGEST_S, ROUTER, SHORTEST_S, Schedule, drawn, endless, once
@@ -333,3 +335,13 @@ def until(condition: object, within_s: float = 20.0) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_run_that_is_played_again_leaves_its_schedule_as_it_is(tmp_path: Path) -> None:
+    first = argparse.Namespace(seed=3, streams=9, record=tmp_path / "one.json", schedule=None, json=None)
+    faults = once(3, 2.0, range(4), FAULTS, longest_s=5.0)
+    assert _recorded(first, faults) == first.record
+    assert Schedule.read(first.record) == Schedule(3, {"seed": 3, "streams": 9}, faults)
+    again = argparse.Namespace(seed=3, streams=9, record=None, schedule=first.record, json=None)
+    assert _recorded(again, faults[:1]) == first.record
+    assert Schedule.read(first.record).faults == faults
