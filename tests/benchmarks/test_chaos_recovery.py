@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -16,6 +18,7 @@ from benchmarks.chaos.lookout import LATEST_S, Look, recoveries
 from benchmarks.chaos.processes import Cluster, Node
 from benchmarks.chaos.rude import Rude
 from benchmarks.chaos.run import _strike_all
+from benchmarks.chaos.strikes import Strikes
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ async def test_a_node_that_was_up_may_not_fail_those_who_ask_it_alone(cluster: C
     assert seen.end == end
 
 
-class Strikes:
+class Failing:
     """The first one fails, the second one finds nobody to strike."""
 
     crowd = None
@@ -127,8 +130,22 @@ async def test_a_strike_that_fails_and_a_kind_that_never_happens_are_told(
     monkeypatch.setattr(cluster, "whole", whole)
     faults, made = [Fault(0.0, kind, (0,)) for kind in ("cut", "kill", "stop")], list[Fault]()
     options = argparse.Namespace(each_once=True, faults=0, every_s=0.0, soak=0.0, seconds=0.0)
-    await _strike_all(options, cluster, Strikes(cluster), iter(faults), 0.0, made)  # type: ignore[arg-type]
+    await _strike_all(options, cluster, Failing(cluster), iter(faults), 0.0, made)  # type: ignore[arg-type]
     assert made == faults
     first, *others = cluster.surprises
     assert first == "cut at 0.0 s failed: OSError('no such rule')"
     assert others == ["cut has not happened", "kill has not happened"]
+
+
+async def test_clocks_that_jump_while_they_are_off_go_back_in_the_end(cluster: Cluster) -> None:
+    class Clocks:
+        told: ClassVar[list[float]] = []
+
+        def shift(self, _: str, seconds: float) -> None:
+            self.told.append(seconds)
+
+    cluster.shim = Clocks()  # type: ignore[assignment]
+    strikes = Strikes(cluster, None, None)  # type: ignore[arg-type]
+    jumps = [Fault(0.0, "clock jump", (1,), for_s, amount=amount) for for_s, amount in ((0.05, 90.0), (0.5, -5.0))]
+    await asyncio.gather(*map(strikes.strike, jumps))
+    assert Clocks.told == [90.0, 85.0, -5.0, 0.0]
