@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
+
+from node.parent import PARENT_PID
 
 __all__ = ["family", "free_ports", "running"]
 
@@ -28,7 +31,8 @@ def running(command: str, *flags: str) -> Iterator[str]:
     (port,) = free_ports(1)
     argv = [sys.executable, "-m", "kvrelay.cli", command, f"--port={port}", *flags]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
+        env = {**os.environ, PARENT_PID: str(os.getpid())}
+        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=Path(__file__).parents[1])
         try:
             asyncio.run(asyncio.wait_for(_healthy(f"http://127.0.0.1:{port}/health", process), START_DEADLINE_S))
             yield f"http://127.0.0.1:{port}"

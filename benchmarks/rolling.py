@@ -106,7 +106,7 @@ async def _rolled(options: argparse.Namespace, cluster: Cluster, crowd: Crowd) -
     assert cluster.router is not None
     log = cluster.router.log.read_text(errors="replace").splitlines()
     ends, legs = Counter(each.end for each in crowd.seen), broken_legs(log)
-    gaps = Times.of(end - begin for begin, end in (each.gap() for each in crowd.seen if each.times))
+    gaps = Times.of(max(b - a for a, b in each.gaps()) for each in crowd.seen if each.times)
     lost = sum(ends.values()) - ends["done"] + crowd.asked - len(crowd.seen)
     print(
         f"{options.prefill}P{options.decode}D, {options.streams} streams, {seconds:.0f} s: {crowd.asked} requests, "

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.chaos.faults import KINDS, Schedule
+from benchmarks.chaos.faults import KINDS, Fault, Schedule
 from benchmarks.chaos.model import CONTEXT
 from benchmarks.chaos.namespaces import enter, inside
 from benchmarks.chaos.report import print_table, whole
@@ -44,19 +44,33 @@ def main() -> int:
         enter([sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]])
         if options.network == "namespaces":
             parser.error("this machine does not allow network namespaces; leave --network out, and proxies do it")
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    record = options.record or Path(tempfile.gettempdir()) / f"chaos-{options.seed}.schedule.json"
-    result = asyncio.run(run(options, folder, schedule))
-    result.schedule.write(record)
-    print_table(options, result)
-    if options.json is not None:
-        options.json.write_text(json.dumps(whole(options, result), indent=2, default=str), encoding="utf-8")
-    print(f"again: python -m benchmarks.chaos --schedule {record}")
-    if result.verdict.broken:
-        print(f"logs: {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+    folder, made = Path(tempfile.mkdtemp(prefix="chaos-")), list[Fault]()
+    kept, broken = True, True
+    try:
+        result = asyncio.run(run(options, folder, schedule, made))
+        broken = bool(result.verdict.broken)
+        print_table(options, result)
+        if options.json is not None:
+            options.json.write_text(json.dumps(whole(options, result), indent=2, default=str), encoding="utf-8")
+        kept = broken
+    finally:
+        print(f"again: python -m benchmarks.chaos --schedule {_recorded(options, made)}")
+        if kept:
+            print(f"logs: {folder}")
+        else:
+            shutil.rmtree(folder)
+    return int(broken)
+
+
+def _recorded(options: argparse.Namespace, made: list[Fault]) -> Path:
+    """The file that has the faults of this run. One that is played again is in its own already."""
+    file: Path = (
+        options.record or options.schedule or Path(tempfile.gettempdir()) / f"chaos-{options.seed}.schedule.json"
+    )
+    if file != options.schedule:
+        told = {name: value for name, value in vars(options).items() if name not in ("json", "schedule", "record")}
+        Schedule(options.seed, told, made).write(file)
+    return file
 
 
 def _parser() -> argparse.ArgumentParser:

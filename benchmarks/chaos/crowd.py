@@ -52,17 +52,16 @@ class Seen:
     """When parts of a stream came."""
     slow: bool = False
     """The client read slowly, or has filled a node itself: its waits are its own."""
+    past_router: bool = False
 
     @property
     def honest(self) -> bool:
         """It failed, and said so."""
         return self.end in ("refused", "error")
 
-    def gap(self) -> tuple[float, float]:
-        """From when until when the client waited longest between two parts, or for the end."""
-        moments = [*self.times, self.ended] if self.times else []
-        pairs = list(itertools.pairwise(moments))
-        return max(pairs, key=lambda pair: pair[1] - pair[0], default=(self.began, self.began))
+    def gaps(self) -> list[tuple[float, float]]:
+        """From when until when the client waited between two parts, or for the end."""
+        return list(itertools.pairwise([*self.times, self.ended])) if self.times else []
 
     def gap_at(self, moment: float) -> float:
         """Seconds between the two parts around a moment; 0 if it was not between two."""
@@ -123,16 +122,14 @@ class Crowd:
         node: str = "",
     ) -> Seen:
         """One request of any kind, or of these. The client leaves after `leave_s`; a slow one waits `slow_s` before
-        each of the first reads. `node`: the URL of one, to be asked past the router, so that nobody helps if it is
-        lost."""
+        each of the first reads. `node`: the URL of one, to be asked past the router."""
         ask = rng.choice([ask for ask in self._asks if not kinds or ask.kind in kinds])
         salt = {"cache_salt": f"{rng.getrandbits(60):x}"} if rng.random() < SALTED else {}
         self.asked += 1
         seen, heard = await self._ask(ask, salt, leave_s, slow_s, node)
-        if node and seen.end in ("broken", "silent", "refused", "error"):
-            seen.end = "left"
-        if seen.end == "done" and (differs := difference(self._twins[ask.number], heard.answer())):
-            seen.end, seen.error = "unequal", differs
+        if differs := difference(self._twins[ask.number], heard.answer(), ended=seen.end == "done"):
+            seen.error = differs if seen.end == "done" else f"{differs}; and then {seen.end}: {seen.error}"
+            seen.end = "unequal"
         self.seen.append(seen)
         return seen
 
@@ -154,7 +151,8 @@ class Crowd:
         self, ask: Ask, more: dict[str, Any], leave_s: float = float("inf"), slow_s: float = 0.0, node: str = ""
     ) -> tuple[Seen, Heard]:
         fields = {**self._fields[ask.number], **more}
-        seen, heard = Seen(ask.number, ask.kind, time.monotonic(), slow=bool(slow_s or node)), Heard()
+        seen = Seen(ask.number, ask.kind, time.monotonic(), slow=bool(slow_s or node), past_router=bool(node))
+        heard = Heard()
         try:
             async with asyncio.timeout(min(leave_s, self._deadline_s)):
                 await self._read(ask, fields, seen, heard, slow_s, node)
@@ -172,6 +170,8 @@ class Crowd:
 
     async def _read(self, ask: Ask, fields: dict[str, Any], seen: Seen, heard: Heard, slow_s: float, node: str) -> None:
         headers = {"content-type": "application/json"}
+        if node:  # else hundreds would be kept by one node
+            headers["connection"] = "close"
         session = self._slow if slow_s else self.session
         url = (node or self.url) + ask.path
         async with session.post(url, data=msgspec.json.encode(fields), headers=headers) as answer:

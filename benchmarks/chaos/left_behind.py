@@ -28,8 +28,11 @@ async def index_bytes(cluster: Cluster) -> int:
 
 
 async def left_behind(cluster: Cluster) -> list[str]:
-    """What is held a second after all nodes are up again and the leases of lost ones are over. Raises RuntimeError."""
-    await cluster.whole()
+    """What is held a second after all nodes are up again and the leases of lost ones are over; or who is not up."""
+    try:
+        await cluster.whole()
+    except RuntimeError as why:
+        return [str(why)]
     await asyncio.sleep(max(0.0, _last_blow(cluster) + LEASE_S - time.monotonic()))
     deadline = time.monotonic() + _FREE_WITHIN_S
     while held := await _held(cluster):

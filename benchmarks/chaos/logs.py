@@ -10,6 +10,7 @@ import os
 import selectors
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 __all__ = ["Logs"]
@@ -26,7 +27,7 @@ class Logs:
         self._lock = threading.Lock()
         self._files: dict[int, Path] = {}
         self._rests: dict[int, bytes] = {}
-        self._stalled: set[Path] = set()
+        self._stalled: Counter[Path] = Counter()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="chaos-logs", daemon=True)
         self._thread.start()
@@ -38,23 +39,25 @@ class Logs:
         os.set_blocking(ours, False)
         with self._lock:
             self._files[ours], self._rests[ours] = log, b""
-            if log not in self._stalled:
+            if not self._stalled[log]:
                 self._selector.register(ours, selectors.EVENT_READ)
         return theirs
 
     def stall(self, log: Path) -> None:
-        """Nobody reads what goes into this file any more."""
+        """Nobody reads what goes into this file any more, until `go_on` has been called as often."""
         with self._lock:
-            self._stalled.add(log)
-            for ours in [ours for ours, of in self._files.items() if of == log]:
-                self._selector.unregister(ours)
+            self._stalled[log] += 1
+            if self._stalled[log] == 1:
+                for ours in [ours for ours, of in self._files.items() if of == log]:
+                    self._selector.unregister(ours)
 
     def go_on(self, log: Path) -> None:
         """Read again; also what has come meanwhile."""
         with self._lock:
-            self._stalled.discard(log)
-            for ours in [ours for ours, of in self._files.items() if of == log]:
-                self._selector.register(ours, selectors.EVENT_READ)
+            self._stalled[log] -= 1
+            if not self._stalled[log]:
+                for ours in [ours for ours, of in self._files.items() if of == log]:
+                    self._selector.register(ours, selectors.EVENT_READ)
 
     def close(self) -> None:
         """End the thread, after what is there now."""

@@ -15,8 +15,10 @@ from pathlib import Path
 
 from benchmarks.chaos.processes import Cluster, family
 
-__all__ = ["PREEMPTIONS", "Lookout", "Recovery", "Size", "grown", "recoveries", "sizes"]
+__all__ = ["LATEST_S", "PREEMPTIONS", "Lookout", "Recovery", "Size", "grown", "recoveries", "sizes"]
 
+LATEST_S = 15.0
+"""A node that is not taken again so long after its fault's end is lost; the aim is 1 s."""
 _LOOK_S = 0.1
 _SIZES_S = 3.0
 _COUNT_S = 2.0
@@ -48,14 +50,20 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """From the end of a fault until the router had its node up again, and a leg on it; None: not seen, because of the
-    next fault, or because nobody asked."""
+    """From the end of a fault until the router had its node up again, and a leg on it; None: not seen in `watched_s`,
+    which ended with the next fault, or because nobody asked."""
 
     kind: str
     node: str
     ended: float
     up_s: float | None
     leg_s: float | None
+    watched_s: float
+
+    @property
+    def late(self) -> bool:
+        """Whether it took too long, however long."""
+        return (self.watched_s if self.up_s is None else self.up_s) > LATEST_S
 
 
 class Lookout:
@@ -64,7 +72,7 @@ class Lookout:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.looks: dict[str, list[Look]] = defaultdict(list)
-        """By the node's name; only changes, and the last look before each."""
+        """All of them, by the node's name."""
         self.sizes: list[tuple[float, dict[str, Size]]] = []
         """At a monotonic second, by process."""
         self._preemptions: dict[tuple[str, int], float] = {}
@@ -115,22 +123,25 @@ class Lookout:
 
 
 def recoveries(cluster: Cluster, looks: dict[str, list[Look]], until: float) -> list[Recovery]:
-    """Of all faults of nodes that ended while nothing else was wrong there, until the next blow."""
+    """Of all faults of nodes that ended while nothing else was wrong there, until the next blow. The router may have to
+    see first that a node was away: what counts is when it was up for good."""
     assert cluster.router is not None
     blows = [(each.at, each.node) for each in cluster.struck if not each.missed]
+    began = {(id(each.fault), each.node): each.at for each in cluster.struck}
     found = []
     for ended, fault, node in cluster.over:
         if node is cluster.router:
             continue
         next_blow = min((at for at, name in blows if at > ended and name in (node.name, "router")), default=until)
-        away = [(a, b) for a, b in (*node.away, *cluster.router.away) if b != ended]
-        wrong = [*node.down, *away, *((a, b + _ROUTER_S) for a, b in cluster.router.down)]
-        if any(a < ended < b for a, b in wrong) or next_blow - ended < _LOOK_S:
+        own = began.get((id(fault), node.name))
+        wrong = [*node.down, *node.away, *cluster.router.away, *((a, b + _ROUTER_S) for a, b in cluster.router.down)]
+        if any(a < ended < b and a != own for a, b in wrong) or next_blow - ended < _LOOK_S:
             continue
         seen = [look for look in looks.get(node.name, ()) if ended <= look.at < next_blow]
-        up = next((look.at - ended for look in seen if look.up), None)
-        leg = next((look.at - ended for look in seen if look.up and look.legs), None)
-        found.append(Recovery(fault.kind, node.name, ended, up, leg))
+        down = max((look.at for look in seen if not look.up and look.at <= ended + LATEST_S), default=ended)
+        up = next((look.at - ended for look in seen if look.up and look.at >= down), None)
+        leg = next((look.at - ended for look in seen if look.up and look.legs and look.at >= down), None)
+        found.append(Recovery(fault.kind, node.name, ended, up, leg, next_blow - ended))
     return found
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -54,6 +55,9 @@ class Namespaces:
     def __init__(self) -> None:
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers: dict[str, int] = {}
+        self._delays: dict[str, list[float]] = {}
+        """Seconds, by name: all that are under way there. The longest is the one that is felt."""
+        self._lock = threading.Lock()  # of the delays: changes come from any thread
         _do("ip", "link", "set", "lo", "up")
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
         probe = ("tc", "qdisc", "replace", "dev", "lo", "root", "netem", "delay", "0ms")
@@ -102,7 +106,8 @@ class Namespaces:
 
     def _change(self, bad: Bad, how: str) -> None:
         if bad.kind == "delay":
-            self._delay(bad, how == "-I")
+            with self._lock:
+                self._delay(bad, how == "-I")
             return
         what = {
             "cut": ["-j", "DROP"],
@@ -116,13 +121,16 @@ class Namespaces:
             _do("iptables", "-w", how, "FORWARD", "-s", address, "-d", other, *what)
 
     def _delay(self, bad: Bad, begins: bool) -> None:
-        device = f"chaos{self._numbers[bad.name]}"
-        slow = ["netem", "limit", "20000", "delay", f"{bad.amount * 1e3:g}ms"]
-        if not self.netem:
-            slow = ["tbf", "rate", _SLOW, "burst", "16kb", "latency", f"{max(bad.amount, 0.05) * 1e3:g}ms"]
+        under_way = self._delays.setdefault(bad.name, [])
+        (under_way.append if begins else under_way.remove)(bad.amount)
+        device, slow = f"chaos{self._numbers[bad.name]}", []
+        if under_way and self.netem:
+            slow = ["netem", "limit", "20000", "delay", f"{max(under_way) * 1e3:g}ms"]
+        elif under_way:
+            slow = ["tbf", "rate", _SLOW, "burst", "16kb", "latency", f"{max(*under_way, 0.05) * 1e3:g}ms"]
         there = ("nsenter", f"--net=/proc/{self._holders[bad.name].pid}/ns/net")
         for prefix, dev in (((), device), (there, "link0")):
-            _do(*prefix, "tc", "qdisc", "replace" if begins else "del", "dev", dev, "root", *(slow if begins else []))
+            _do(*prefix, "tc", "qdisc", "replace" if under_way else "del", "dev", dev, "root", *slow)
 
     def _address(self, name: str) -> str:
         return f"10.77.{self._numbers[name]}.2"

@@ -27,12 +27,15 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.logs import Logs
 from benchmarks.chaos.network import Loopback, Network
 from benchmarks.chaos.shim import Shim
+from node.parent import PARENT_PID
 
 __all__ = ["Cluster", "Node", "Struck", "family"]
 
 START_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 40.0
 _LOOK_S = 0.05
+_LONGEST_REST_S = 30.0
+"""Of the supervisor, if a process ends again and again."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -64,6 +67,11 @@ class Node:
         """Of its HTTP."""
         return f"http://{self.host}:{self.ports[0]}"
 
+    def was_down(self, begin: float, end: float) -> bool:
+        """At any moment of these."""
+        still = self.down_since is not None and self.down_since <= end
+        return still or any(a <= end and begin <= b for a, b in self.down)
+
     def falls(self, now: float) -> None:
         """It is down from now on."""
         if self.down_since is None:
@@ -78,7 +86,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already, and was spared."""
+    """A fault that has happened to a node, at a monotonic second; `missed`: it was down already. A process is then
+    spared; its network, its log and its clock are struck all the same, but that does not count."""
 
     at: float
     fault: Fault
@@ -135,7 +144,7 @@ class Cluster:
         """From now on start again what ends."""
         self._supervised = True
         assert self.router is not None
-        self._tasks += [asyncio.create_task(self._keep(node)) for node in (*self.nodes, self.router)]
+        self._tasks += [asyncio.create_task(self._keep(node), name=node.name) for node in (*self.nodes, self.router)]
 
     async def strike(self, fault: Fault) -> None:
         """Do it to processes, and wait until it is over: not for those that start again."""
@@ -146,13 +155,34 @@ class Cluster:
         assert self.router is not None
         return [self.nodes[index] if index >= 0 else self.router for index in fault.nodes or (-1,)]
 
+    def note(self, fault: Fault, nodes: Sequence[Node], *, missed: bool | None = None) -> None:
+        """It strikes these now. `missed`: else each that is down is."""
+        now = time.monotonic()
+        self.struck += [
+            Struck(now, fault, node.name, node.url, node.down_since is not None if missed is None else missed)
+            for node in nodes
+        ]
+
     async def whole(self) -> None:
         """Wait until every node is up again, and the router knows it. Raises RuntimeError."""
         assert self.router is not None
-        for node in (*self.nodes, self.router):
-            while node.process.poll() is not None or node.down_since is not None:
-                await asyncio.sleep(_LOOK_S)
+        every = (*self.nodes, self.router)
+        while (told := self.lost()) or any(node.process.poll() is not None or node.down_since for node in every):
+            if told:
+                raise RuntimeError(told)
+            await asyncio.sleep(_LOOK_S)
         await self.seen_whole(START_DEADLINE_S)
+
+    def lost(self) -> str:
+        """Why not all of them will be up again; empty if they may."""
+        for task in self._tasks:
+            if task.done():
+                return f"the supervisor of {task.get_name()} has failed: {task.exception()!r}"
+        for node in (*self.nodes, *([self.router] if self.router else [])):
+            if node.down_since is not None and time.monotonic() - node.down_since > START_DEADLINE_S:
+                how = f"down for more than {START_DEADLINE_S:g} s, {node.starts} times started"
+                return f"{node.name} is {how}: {_tail(node.log)}"
+        return ""
 
     async def seen_whole(self, within_s: float) -> None:
         """Wait until the router says that all nodes are up, and have met. Raises RuntimeError."""
@@ -207,7 +237,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 for pid in reversed(family(node.process.pid)):
                     _signal(pid, signal.SIGKILL)
-                node.process.wait(5)
+                node.process.wait(STOP_DEADLINE_S)
         await self.network.close()
         self.logs.close()
 
@@ -249,6 +279,7 @@ class Cluster:
             node.falls(time.monotonic())
             if not node.ended_by_us:
                 self.surprises.append(f"{node.name} ended with code {node.process.returncode}: {_tail(node.log)}")
+                node.rest_s = min(2 * node.rest_s + 1.0, _LONGEST_REST_S)
             await asyncio.sleep(node.rest_s)
             node.ended_by_us = False
             node.starts += 1
@@ -286,6 +317,7 @@ class Cluster:
     def _popen(self, argv: Sequence[str], log: Path, name: str, role: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(self.code.get(role, _ROOT)), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        env[PARENT_PID] = str(os.getpid())
         if role != "router":
             env["KVRELAY_CLUSTER_SECRET"] = self._secret
         if self.shim is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from benchmarks.chaos.crowd import Crowd
+from benchmarks.chaos.crowd import Crowd, Seen
 from benchmarks.chaos.lookout import PREEMPTIONS
 from benchmarks.chaos.processes import Cluster, Node
 from wire.outputs import Load
@@ -75,7 +75,14 @@ class Rude:
         tokens = self._crowd.mean_tokens("long answer")
         count = min(_MOST, round(_OVERFULL * load.total_blocks * load.block_tokens / tokens))
         rngs = [random.Random(rng.getrandbits(32)) for _ in range(count)]
-        await asyncio.gather(*(self._crowd.ask_one(each, kinds=("long answer",), node=node.url) for each in rngs))
+        await asyncio.gather(*(self._ask_node(node, each) for each in rngs))
+
+    async def _ask_node(self, node: Node, rng: random.Random) -> Seen:
+        """Past the router nobody helps if the node is lost."""
+        seen = await self._crowd.ask_one(rng, kinds=("long answer",), node=node.url)
+        if seen.end in ("broken", "refused", "error") and node.was_down(seen.began, seen.ended):
+            seen.end = "left"
+        return seen
 
     async def _oversized(self, rng: random.Random) -> None:
         model = self._crowd.model.encode()

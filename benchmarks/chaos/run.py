@@ -7,7 +7,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,15 @@ from benchmarks.chaos.rude import Rude
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.soak import Window, not_flat, windows
 from benchmarks.chaos.strikes import Strikes
-from benchmarks.chaos.verdict import MARGIN_S, Verdict, broken_legs, joined, judged, logged_ends, none_up
+from benchmarks.chaos.verdict import MARGIN_S, Outage, Verdict, broken_legs, joined, judged, logged_ends, none_up
 
-__all__ = ["LATEST_S", "Result", "run"]
+__all__ = ["Result", "run"]
 
-LATEST_S = 15.0
-"""A node that is not taken again so long after its fault's end is lost; the aim is 1 s."""
 _MORE = Size(0, 64 << 20, 48, 48, 16)
 """What a process may grow by from the quiet before the faults to the quiet after them: buffers and heaps that a crush
 has stretched, connections that are kept. Each of thousands of requests would leave one if it left any."""
 _DRAIN_S = 20.0
-"""Of a router that is to end."""
+"""Of a router that is to end: from then on it ends what is still under way."""
 _CALM_S = 2.0
 """Of load at the end, when all is well again: the last ones recover, too."""
 _CHANGES_BYTES = 200 << 20
@@ -50,7 +49,6 @@ class Result:
     """What is known at the end."""
 
     verdict: Verdict
-    schedule: Schedule
     cluster: Cluster
     crowd: Crowd
     rude: Rude
@@ -59,8 +57,9 @@ class Result:
     facts: dict[str, Any]
 
 
-async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | None) -> Result:
-    """Raises RuntimeError if the cluster does not even start, or answers wrongly without faults."""
+async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | None, made: list[Fault]) -> Result:
+    """`made`: each fault is written there when it is made, however the run ends. Raises RuntimeError if the cluster
+    does not even start, or answers wrongly without faults, or if a kind was asked for that cannot be done here."""
     flags = [*flags_of(options.model, folder), "--cpu", "--threads", "1", "--max-running", "256"]
     flags += [
         "--kv-cache-memory",
@@ -81,20 +80,22 @@ async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | No
         try:
             await cluster.start(options.prefill, options.decode, session)
             assert cluster.router is not None
-            made = asks(options.seed, options.per_kind, options.longest)
-            crowd = Crowd(cluster.router.url, made, session, options.deadline_s)
+            asked = asks(options.seed, options.per_kind, options.longest)
+            crowd = Crowd(cluster.router.url, asked, session, options.deadline_s)
             began = time.monotonic()
             await crowd.ask_twins(at_once=8)
             print(f"network: {network.name}; twins asked in {time.monotonic() - began:.1f} s", flush=True)
             try:
-                return await _disturbed(options, cluster, crowd, schedule)
+                return await _disturbed(options, cluster, crowd, schedule, made)
             finally:
                 await crowd.close()
         finally:
             await cluster.stop()
 
 
-async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd, schedule: Schedule | None) -> Result:
+async def _disturbed(
+    options: argparse.Namespace, cluster: Cluster, crowd: Crowd, schedule: Schedule | None, made: list[Fault]
+) -> Result:
     """The streams, the faults, and what both leave behind."""
     assert cluster.router is not None
     quiet, quiet_index = sizes(cluster), await index_bytes(cluster)
@@ -103,19 +104,26 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     faults = _faults(options, cluster, strikes, schedule)
     began = time.monotonic()
     cluster.supervise()
-    watching = asyncio.create_task(lookout.run())
+    watching = asyncio.create_task(lookout.run(), name="the lookout")
     going = True
     clients = [
-        asyncio.create_task(crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: going))
+        asyncio.create_task(
+            crowd.keep_asking(random.Random(f"{options.seed} {at}"), lambda: going), name=f"client {at}"
+        )
         for at in range(options.streams)
     ]
-    made = await _strike_all(options, cluster, strikes, faults, began)
-    await cluster.whole()
-    await asyncio.sleep(_CALM_S)
+    await _strike_all(options, cluster, strikes, faults, began, made)
+    with suppress(RuntimeError):  # what is left behind tells of it
+        await cluster.whole()
+        await asyncio.sleep(_CALM_S)
     going = False
-    await asyncio.gather(*clients)
+    cluster.surprises += await _failures(clients)
     ended = time.monotonic()
     left = await left_behind(cluster)
+    for node in (*cluster.nodes, cluster.router):
+        node.rises(ended)  # who is down still is so until the end of what is judged
+    if watching.done():
+        cluster.surprises += await _failures([watching])
     watching.cancel()
     facts: dict[str, Any] = {"began": began, "seconds": ended - began, "network": cluster.network.name}
     await lookout.count()
@@ -123,25 +131,31 @@ async def _disturbed(options: argparse.Namespace, cluster: Cluster, crowd: Crowd
     after = sizes(cluster)
     grew = _index_apart(quiet, after, await index_bytes(cluster) - quiet_index, options.streams)
     facts["sizes"] = {name: [quiet.get(name), size] for name, size in after.items()}
-    log = cluster.router.log.read_text(errors="replace").splitlines()
+    logs = {node.name: node.log.read_text(errors="replace").splitlines() for node in (*cluster.nodes, cluster.router)}
+    log = logs["router"]
     verdict = _judged(options, cluster, crowd, log, facts)
     verdict.broken += [*left, *grew, *cluster.surprises, *_unended(cluster, crowd, log)]
-    verdict.broken += [f"the router's log: {line}" for line in log if "Traceback" in line]
+    verdict.broken += [f"{name}'s log: {line}" for name, of in logs.items() for line in of if "Traceback" in line]
     no_router = cluster.router.down
     verdict.broken += [why for at, why in rude.broken if not any(a <= at + 21 and at <= b + 2 for a, b in no_router)]
     recovered = recoveries(cluster, lookout.looks, ended)
-    late = [each for each in recovered if (each.up_s or 0.0) > LATEST_S]
-    verdict.broken += [f"{each.node} was up {each.up_s:.1f} s after the end of {each.kind}" for each in late]
+    verdict.broken += [
+        f"{each.node} was {'not ' if each.up_s is None else ''}up {each.up_s or each.watched_s:.1f} s after the end of "
+        f"{each.kind} at {each.ended - began:.1f} s"
+        for each in recovered
+        if each.late
+    ]
     of = windows(crowd.seen, lookout.sizes, began, ended) if options.soak else []
     verdict.broken += not_flat(of) if of else []
-    kept = {name: value for name, value in vars(options).items() if name not in ("json", "schedule", "record")}
-    return Result(verdict, Schedule(options.seed, kept, made), cluster, crowd, rude, recovered, of, facts)
+    return Result(verdict, cluster, crowd, rude, recovered, of, facts)
 
 
 def _faults(
     options: argparse.Namespace, cluster: Cluster, strikes: Strikes, schedule: Schedule | None
 ) -> Iterator[Fault]:
     able = [kind for kind in strikes.kinds() if not options.kind or kind in options.kind]
+    if unable := set(options.kind).difference(able):
+        raise RuntimeError(f"cannot be done here, with the network {cluster.network.name}: {', '.join(sorted(unable))}")
     nodes = range(len(cluster.nodes))
     if schedule is not None:
         return (fault for fault in schedule.faults if fault.kind in able)
@@ -155,25 +169,42 @@ def _faults(
 
 
 async def _strike_all(
-    options: argparse.Namespace, cluster: Cluster, strikes: Strikes, faults: Iterator[Fault], began: float
-) -> list[Fault]:
-    """Until there are no more, or there were enough, or the time is over; those that were made."""
-    made: list[Fault] = []
+    options: argparse.Namespace,
+    cluster: Cluster,
+    strikes: Strikes,
+    faults: Iterator[Fault],
+    began: float,
+    made: list[Fault],
+) -> None:
+    """Until there are no more, or there were enough, or the time is over, or a process does not come back."""
     under_way: list[asyncio.Task[None]] = []
     told = time.monotonic()
     for fault in faults:
-        if options.faults and _count(cluster) >= options.faults:
+        if cluster.lost() or (options.faults and _count(cluster) >= options.faults):
             break
-        await asyncio.sleep(began + fault.at - time.monotonic())
+        await asyncio.sleep(options.every_s if options.each_once else began + fault.at - time.monotonic())
+        if options.each_once:
+            try:
+                await cluster.whole()  # so that nobody is spared
+            except RuntimeError:  # what is left behind tells of it
+                break
         made.append(fault)
-        under_way.append(asyncio.create_task(strikes.strike(fault)))
+        under_way.append(asyncio.create_task(strikes.strike(fault), name=f"{fault.kind} at {fault.at:.1f} s"))
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(f"{told - began:.0f} s: {_count(cluster)} faults, {len(strikes.crowd.seen)} answers", flush=True)
-    await asyncio.gather(*under_way)
-    if not options.faults and not options.each_once:
+    cluster.surprises += await _failures(under_way)
+    if options.each_once:
+        happened = {each.fault.kind for each in cluster.struck if not each.missed}
+        cluster.surprises += [f"{fault.kind} has not happened" for fault in made if fault.kind not in happened]
+    elif not (options.faults or cluster.lost()):
         await asyncio.sleep(began + (options.soak or options.seconds) - time.monotonic())
-    return made
+
+
+async def _failures(of: Sequence[asyncio.Task[None]]) -> list[str]:
+    """Wait for these; what of this tool itself went wrong, so that the rest can be judged."""
+    ends = await asyncio.gather(*of, return_exceptions=True)
+    return [f"{task.get_name()} failed: {why!r}" for task, why in zip(of, ends, strict=True) if why is not None]
 
 
 def _count(cluster: Cluster) -> int:
@@ -192,7 +223,10 @@ def _judged(
     facts["without_s"] = {role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without}
     blows = [(each.at, each.fault.kind, each.url) for each in cluster.struck if not each.missed]
     legs = broken_legs(log)
-    verdict = judged(crowd.seen, legs, blows, without["decode"], options.gap_s, cluster.router.down)
+    told_to_end = {each.at for each in cluster.struck if each.fault.kind == "restart router" and not each.missed}
+    no_router = [Outage(a, b, a + _DRAIN_S if a in told_to_end else None) for a, b in cluster.router.down]
+    stalls = _router_stalls(cluster)
+    verdict = judged(crowd.seen, legs, blows, without["decode"], options.gap_s, no_router, stalls)
     if lost := crowd.asked - len(crowd.seen):
         verdict.broken.append(f"{lost} requests have no end at all")
     return verdict
@@ -208,15 +242,18 @@ def _index_apart(before: dict[str, Size], after: dict[str, Size], index_bytes: i
     return [*grown(before, others, allowed), *grown(before, engines, larger)]
 
 
+def _router_stalls(cluster: Cluster) -> list[tuple[float, float]]:
+    """When nobody read the router's log: what it said then came later."""
+    of = [each for each in cluster.struck if each.fault.kind == "log stall" and each.node == "router"]
+    return [(each.at, each.at + each.fault.for_s) for each in of]
+
+
 def _unended(cluster: Cluster, crowd: Crowd, log: list[str]) -> list[str]:
     """Requests that the router says ended another number of times than once; those that were lost with it left out, and
     those of which a stalled log may have lost the word."""
     assert cluster.router is not None
     ends = logged_ends(log)
-    stalls = [
-        (s.at, s.at + s.fault.for_s) for s in cluster.struck if s.fault.kind == "log stall" and s.node == "router"
-    ]
-    spans = [(a - 1.0, b + 2.0) for a, b in itertools.chain(cluster.router.down, stalls)]
+    spans = [(a - 1.0, b + 2.0) for a, b in itertools.chain(cluster.router.down, _router_stalls(cluster))]
     return [
         f"{each.kind} {each.number}, id {each.id}: the router told {ends[each.id]} times of its end"
         for each in crowd.seen

@@ -56,7 +56,7 @@ class Heard:
             for name in ("token_ids", "text", "reasoning", "finish", "stop"):
                 found[f"choice {index} {name}"] = getattr(choice, name)
             for at, call in sorted(choice.calls.items()):
-                found[f"choice {index} call {at}"] = call
+                found[f"choice {index} call {at} name"], found[f"choice {index} call {at} arguments"] = call
             for name, values in sorted(choice.logprobs.items()):
                 found[f"choice {index} logprobs.{name}"] = values
         return found
@@ -132,11 +132,14 @@ class Heard:
         self.pieces += says
 
 
-def difference(twin: Answer, answer: Answer) -> str:
-    """Where an answer differs from its twin first; empty if nowhere."""
+def difference(twin: Answer, answer: Answer, *, ended: bool = True) -> str:
+    """Where an answer differs from its twin first; empty if nowhere. One that has not `ended` may lack the rest of its
+    twin, but nothing else."""
     for name in twin | answer:
         wanted, got = twin.get(name), answer.get(name)
-        if wanted == got:
+        if not ended and isinstance(wanted, list | str) and isinstance(got, list | str):
+            wanted = wanted[: len(got)]
+        if wanted == got or (got is None and not ended):
             continue
         if isinstance(wanted, list | str) and isinstance(got, list | str):
             same = next((at for at, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import defaultdict
 
 from benchmarks.chaos.crowd import Crowd
 from benchmarks.chaos.faults import CLIENTS, NETWORK, PROCESS, ROUTER, Fault
@@ -23,6 +24,8 @@ class Strikes:
 
     def __init__(self, cluster: Cluster, crowd: Crowd, rude: Rude) -> None:
         self._cluster, self.crowd, self._rude = cluster, crowd, rude
+        self._clocks: defaultdict[str, float] = defaultdict(float)
+        """By how many seconds each is off: jumps may overlap."""
 
     def kinds(self) -> list[str]:
         """Those that this machine allows."""
@@ -40,8 +43,7 @@ class Strikes:
             await self._disconnect(fault)
             return
         struck = [] if fault.kind in CLIENTS else self._cluster.struck_by(fault)
-        now = time.monotonic()
-        self._cluster.struck += [Struck(now, fault, node.name, node.url) for node in struck]
+        self._cluster.note(fault, struck)
         if fault.kind == "log stall":
             for node in struck:
                 self._cluster.logs.stall(node.log)
@@ -49,16 +51,22 @@ class Strikes:
             for node in struck:
                 self._cluster.logs.go_on(node.log)
         elif fault.kind == "clock jump":
-            assert self._cluster.shim is not None
             for node in struck:
-                self._cluster.shim.shift(node.name, fault.amount)
+                self._jump(node.name, fault.amount)
             await asyncio.sleep(fault.for_s)
             for node in struck:
-                self._cluster.shim.shift(node.name, 0.0)
+                self._jump(node.name, -fault.amount)
         else:
-            self._cluster.struck.append(Struck(now, fault, "clients", ""))
+            assert self._cluster.router is not None
+            missed = self._cluster.router.down_since is not None
+            self._cluster.struck.append(Struck(time.monotonic(), fault, "clients", "", missed))
             await self._rude.do(fault.kind, int(fault.amount), fault.for_s, random.Random(fault.seed))
         self._cluster.over += [(time.monotonic(), fault, node) for node in struck]
+
+    def _jump(self, name: str, seconds: float) -> None:
+        assert self._cluster.shim is not None
+        self._clocks[name] += seconds
+        self._cluster.shim.shift(name, self._clocks[name])
 
     async def _disconnect(self, fault: Fault) -> None:
         cluster, began = self._cluster, time.monotonic()
@@ -66,7 +74,9 @@ class Strikes:
         if fault.kind == "peers cut":  # nodes of one role have nothing to say to each other
             first, others = struck[0], [node for node in cluster.nodes if node.role != struck[0].role]
             struck = [first, random.Random(fault.seed).choice(others)]
-        cluster.struck += [Struck(began, fault, node.name, node.url) for node in struck]
+            cluster.note(fault, struck, missed=any(node.down_since is not None for node in struck))
+        else:
+            cluster.note(fault, struck)
         kind = _bad_kind(fault.kind)
         if fault.kind == "peers cut":
             bads = [Bad(kind, struck[0].name, struck[-1].name)]

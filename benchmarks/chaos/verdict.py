@@ -1,8 +1,8 @@
 """Which promises were kept: from what clients saw, what was struck, and what the router logged. Pure.
 
 A request may fail if it says so, and if at some moment of it no decode node was up: nothing else could be done then.
-Without a prefill node decode nodes compute the prompts. A request whose router was ended is lost with it, but not
-without a sign.
+Without a prefill node decode nodes compute the prompts. A request whose router was killed is lost with it; one that was
+told to end says so, to whom it does not take any more, and to whom it has not answered when its time is over.
 """
 
 from __future__ import annotations
@@ -12,22 +12,34 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from benchmarks.chaos.crowd import Seen
 from load.measures import percentile
 
-__all__ = ["MARGIN_S", "Times", "Verdict", "broken_legs", "joined", "judged", "logged_ends", "none_up"]
+__all__ = ["MARGIN_S", "Outage", "Times", "Verdict", "broken_legs", "joined", "judged", "logged_ends", "none_up"]
 
 MARGIN_S = 2.5
 """The router sees that a node is up again so much later at most: an interval and a deadline of its health checks."""
 _BROKE = re.compile(r"([0-9.]+) .*id=(\S+): the (prefill|decode) leg broke on (\S+): ")
 _ENDED = re.compile(r"\bid=(\S+) path=\S+ status=")
 _ROUTER_MARGIN_S = 1.0
+_STALL_MARGIN_S = 1.0
+"""So long after its end the lines that a stall has kept have come."""
 Span = tuple[float, float]
 Leg = tuple[float, str, str]
 """When it broke, its role, and the address of its node."""
 Blow = tuple[float, str, str]
 """When, which kind, and the address of the node."""
+
+
+class Outage(NamedTuple):
+    """When there was no router. `drained`: when the time was over that it had for what was under way, if it had been
+    told to end; else it was killed."""
+
+    begin: float
+    end: float
+    drained: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +110,13 @@ def judged(
     blows: Sequence[Blow],
     no_decode: Sequence[Span],
     gap_s: float,
-    no_router: Sequence[Span] = (),
+    no_router: Sequence[Outage] = (),
+    stalls: Sequence[Span] = (),
 ) -> Verdict:
     """`no_decode`: when no decode node was up, `no_router`: when the router was not. `gap_s`: nobody waits longer for a
-    part at any other time."""
+    part at any other time. `stalls`: when nobody read the router's log, so that it is not known when a leg broke."""
     verdict, no_decode = Verdict(), joined(no_decode)
-    excused = joined([*no_decode, *((begin, end + _ROUTER_MARGIN_S) for begin, end in no_router)])
+    excused = joined([*no_decode, *((each.begin, each.end + _ROUTER_MARGIN_S) for each in no_router)])
     gaps: dict[str, list[float]] = {}
     others: list[float] = []
     firsts: list[float] = []
@@ -116,25 +129,28 @@ def judged(
             verdict.equal_by_kind[each.kind] += 1
         elif each.end == "left":
             continue
-        elif each.end in ("broken", "silent", "refused", "error") and _meets(each, no_router, _ROUTER_MARGIN_S):
+        elif not each.past_router and _lost_with(each, no_router):
             verdict.honest["lost with the router"] += 1
         elif each.honest:
             verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
-            if not _meets(each, no_decode):
+            if each.past_router or not _meets(each, no_decode):
                 verdict.broken.append(f"{told}: {each.end} {each.status} though nodes were up: {each.error}")
         else:
             verdict.broken.append(f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}")
-        begin, end = each.gap()
         if each.times and each.end == "done" and not each.slow:
             for at, role, url in broke:
-                if role == "decode" and (gap := each.gap_at(at)):
+                stalled = any(a <= at <= b + _STALL_MARGIN_S for a, b in stalls)
+                if role == "decode" and not stalled and (gap := each.gap_at(at)):
                     gaps.setdefault(_last_blow(blows, url, at), []).append(gap)
             if not broke:
-                others.append(end - begin)
+                others.append(max(b - a for a, b in each.gaps()))
             (late_firsts if broke and broke[0][0] < each.times[0] else firsts).append(each.times[0] - each.began)
-        wait_s = end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in excused)
-        if wait_s > gap_s and not each.slow:
-            verdict.broken.append(f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on")
+        waits = [] if each.slow else [(begin, end) for begin, end in each.gaps() if end - begin > gap_s]
+        verdict.broken += [
+            f"{told}: nothing came for {end - begin:.1f} s from {begin:.1f} on"
+            for begin, end in waits
+            if end - begin - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in excused) > gap_s
+        ]
     verdict.failed_over = sum(bool(legs.get(each.id)) for each in seen)
     verdict.gap_ms, verdict.undisturbed_gap_ms = Times.of(itertools.chain(*gaps.values())), Times.of(others)
     verdict.gap_ms_by_fault = {kind: Times.of(seconds) for kind, seconds in sorted(gaps.items())}
@@ -143,8 +159,22 @@ def judged(
     return verdict
 
 
-def _meets(each: Seen, spans: Iterable[Span], margin_s: float = 0.0) -> bool:
-    return any(a <= each.ended and each.began <= b + margin_s for a, b in spans)
+def _meets(each: Seen, spans: Iterable[Span]) -> bool:
+    return any(a <= each.ended and each.began <= b for a, b in spans)
+
+
+def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:
+    """Whether it ended as it may because there was no router, or only one that did not know its nodes yet."""
+    for router in routers:
+        if router.begin <= each.ended and each.began <= router.end + _ROUTER_MARGIN_S:
+            killed = router.drained is None
+            if each.end == "broken" and (killed or not each.status):
+                return True
+            if each.end == "refused" and each.status == 503:
+                return True
+            if each.end == "error" and router.drained is not None and each.ended >= router.drained:
+                return True
+    return False
 
 
 def _last_blow(blows: Sequence[Blow], url: str, until: float) -> str:

@@ -26,6 +26,7 @@ import aiohttp
 from benchmarks.chaos.model import flags_of
 from benchmarks.local_cluster import family, free_ports
 from kv_transfer.leases import LeaseId
+from node.parent import PARENT_PID
 
 __all__ = ["Port", "Process", "Stand", "Usage"]
 
@@ -290,7 +291,7 @@ class Stand:
         argv += [f"--kv-port={kv_port}"] if kv_port else []
         path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
-        env["KVRELAY_NODE_API_KEY"] = self.keys["node"]
+        env |= {PARENT_PID: str(os.getpid()), "KVRELAY_NODE_API_KEY": self.keys["node"]}
         if role == "router":
             env |= {"KVRELAY_API_KEY": self.keys["user"], "KVRELAY_ADMIN_KEY": self.keys["admin"]}
         else:

@@ -23,6 +23,7 @@ from benchmarks.goodput.works import flips_to
 from benchmarks.local_cluster import free_ports
 from kvrelay.machine import environ, this_machine
 from kvrelay.plan import NODE_API_KEY, ClusterConfig, gpus_of_nodes
+from node.parent import PARENT_PID
 from wire.config import EngineConfig
 
 __all__ = ["Nodes", "cluster", "gpus_taken", "router_cpu_s", "servers"]
@@ -140,7 +141,8 @@ async def _running(asked: Sequence[tuple[str, list[str], dict[str, str], int]], 
             path = logs / f"{command}-{number}.out"
             with path.open("wb") as log:
                 argv = [sys.executable, "-m", "kvrelay.cli", command, *words]
-                children.append((subprocess.Popen(argv, stdout=log, stderr=log, env=environment), path))
+                tied = environment | {PARENT_PID: str(os.getpid())}
+                children.append((subprocess.Popen(argv, stdout=log, stderr=log, env=tied), path))
         async with asyncio.timeout(START_DEADLINE_S), aiohttp.ClientSession(timeout=_CALL) as session:
             for (child, path), (*_, port) in zip(children, asked, strict=True):
                 await _ready(session, f"http://127.0.0.1:{port}/health", child, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.__main__ import _recorded
 from benchmarks.chaos.asks import KINDS, asks
 from benchmarks.chaos.crowd import Seen
 from benchmarks.chaos.faults import CLIENTS, LONGEST_S, ROUTER, SHORTEST_S, Schedule, drawn, endless, once
@@ -25,7 +27,7 @@ from benchmarks.chaos.proxies import Proxies
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.soak import WINDOWS, not_flat, windows
 from benchmarks.chaos.streams import Heard, difference
-from benchmarks.chaos.verdict import MARGIN_S, broken_legs, judged, logged_ends, none_up
+from benchmarks.chaos.verdict import MARGIN_S, Outage, broken_legs, judged, logged_ends, none_up
 
 
 def event(*choices: dict[str, object], **fields: object) -> bytes:
@@ -126,6 +128,23 @@ def test_a_token_that_is_lost_or_doubled_is_named(text: str, says: str) -> None:
     assert says in difference(twin.answer(), got.answer())
 
 
+@pytest.mark.parametrize(
+    ("lines", "differs"),
+    [
+        ((), ""),
+        ((event({"text": "ab", "token_ids": [1, 2]}),), ""),
+        ((event({"text": "ab", "token_ids": [1, 3]}),), "other from 1 on"),
+        ((event({"text": "abcd"}),), "4 instead of 3 long"),
+        ((event({"index": 1, "text": "a"}),), "choice 1"),
+    ],
+)
+def test_what_has_come_of_an_answer_is_how_its_twin_begins(lines: tuple[bytes, ...], differs: str) -> None:
+    twin = heard(event({"text": "abc", "token_ids": [1, 2, 3], "logprobs": {"tokens": ["a", "b", "c"]}}), END, DONE)
+    told = difference(twin.answer(), heard(*lines).answer(), ended=False)
+    assert bool(told) == bool(differs)
+    assert differs in told
+
+
 def test_no_node_is_up_where_all_are_down_at_once() -> None:
     down = {"prefill": [[(0.0, 10.0)], []], "decode": [[(1.0, 5.0), (20.0, 30.0)], [(4.0, 9.0), (25.0, 26.0)]]}
     assert none_up(down) == {"prefill": [], "decode": [(4.0, 5.0 + MARGIN_S), (25.0, 26.0 + MARGIN_S)]}
@@ -149,12 +168,25 @@ def seen(end: str, began: float, ended: float, **fields: object) -> Seen:
         (seen("done", 0, 42, times=[3.0]), ""),  # waited while no decode node was up
         (seen("left", 50, 51), ""),
         (seen("done", 50, 99, times=[51.0, 60.0], slow=True), ""),
-        (seen("broken", 70, 71), ""),  # its router was started again
-        (seen("silent", 74, 75), "silent"),
+        (seen("done", 0, 120, times=[3.0, 43.0, 80.0, 119.0]), "nothing came for 37.0 s from 43.0 on"),  # a second one
+        (seen("broken", 70, 71, status=200), ""),  # its router was killed
+        (seen("refused", 72, 72.5, status=503), ""),
+        (seen("refused", 72, 72.5, status=500), "though nodes were up"),
+        (seen("error", 70, 72, status=200), "though nodes were up"),
+        (seen("silent", 70, 71), "silent"),
+        (seen("broken", 74, 75), "broken"),
+        (seen("broken", 205, 206), ""),  # its router was told to end at 200, and had 20 s for what was under way
+        (seen("broken", 199, 221, status=200), "broken"),
+        (seen("refused", 205, 206, status=503), ""),
+        (seen("error", 199, 210, status=200), "though nodes were up"),
+        (seen("error", 199, 220.5, status=200), ""),
+        (seen("silent", 199, 221), "silent"),
+        (seen("refused", 5, 6, status=503, past_router=True), "though nodes were up"),  # of that node nobody knows
     ],
 )
 def test_what_breaks_a_promise(one: Seen, broken: str) -> None:
-    verdict = judged([one], {}, [], [(5.0, 35.0)], 30.0, [(70.5, 72.0)])
+    routers = [Outage(70.5, 72.0), Outage(200.0, 223.0, 220.0)]
+    verdict = judged([one], {}, [], [(5.0, 35.0)], 30.0, routers)
     assert bool(verdict.broken) == bool(broken)
     assert broken in "".join(verdict.broken)
 
@@ -168,6 +200,8 @@ def test_the_gap_at_a_fail_over_is_that_of_streams_of_which_a_decode_leg_broke()
     verdict = judged([seen("done", 0, 9, times=[1.0, 4.0, 8.0])], legs, blows, [], 30.0)
     assert (verdict.gap_ms.max, verdict.failed_over) == (3000.0, 1)
     assert verdict.gap_ms_by_fault == {"kill": verdict.gap_ms}
+    verdict = judged([seen("done", 0, 9, times=[1.0, 4.0, 8.0])], legs, blows, [], 30.0, stalls=[(1.0, 2.0)])
+    assert (verdict.failed_over, verdict.gap_ms_by_fault) == (1, {})  # when it broke was not read in time
 
 
 def test_a_request_has_ended_as_often_as_the_router_says() -> None:
@@ -301,3 +335,13 @@ def until(condition: object, within_s: float = 20.0) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_run_that_is_played_again_leaves_its_schedule_as_it_is(tmp_path: Path) -> None:
+    first = argparse.Namespace(seed=3, streams=9, record=tmp_path / "one.json", schedule=None, json=None)
+    faults = once(3, 2.0, range(4), FAULTS, longest_s=5.0)
+    assert _recorded(first, faults) == first.record
+    assert Schedule.read(first.record) == Schedule(3, {"seed": 3, "streams": 9}, faults)
+    again = argparse.Namespace(seed=3, streams=9, record=None, schedule=first.record, json=None)
+    assert _recorded(again, faults[:1]) == first.record
+    assert Schedule.read(first.record).faults == faults

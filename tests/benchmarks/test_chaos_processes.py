@@ -1,0 +1,132 @@
+"""`python -m benchmarks.chaos`: faults that overlap, nodes that stay down, and processes that are left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import local_cluster
+from benchmarks.chaos import processes
+from benchmarks.chaos.logs import Logs
+from benchmarks.chaos.processes import Cluster, Node
+from benchmarks.fuzz.stand import Stand
+from benchmarks.goodput import nodes
+
+_SPACE = ["unshare", "--user", "--map-root-user", "--net"]
+_DELAYS = """
+import asyncio, subprocess
+from benchmarks.chaos.namespaces import Namespaces
+from benchmarks.chaos.network import Bad
+
+async def main():
+    network = Namespaces()
+    await network.join({"a": ()})
+    one, other = Bad("delay", "a", amount=0.3), Bad("delay", "a", amount=0.1)
+    for change, bad in (network.begin, one), (network.begin, other), (network.end, one), (network.end, other):
+        await change(bad)
+        print(subprocess.check_output(["tc", "qdisc", "show", "dev", "chaos1"], text=True).splitlines()[0])
+    await network.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_log_that_is_stalled_twice_is_read_again_after_both(tmp_path: Path) -> None:
+    logs, log = Logs(), tmp_path / "log"
+    theirs = logs.pipe(log)
+    try:
+        logs.stall(log)
+        logs.stall(log)
+        os.write(theirs, b"one\n")
+        logs.go_on(log)
+        time.sleep(0.1)
+        assert not log.exists()
+        logs.go_on(log)
+        deadline = time.monotonic() + 20
+        while not log.exists() or b" one\n" not in log.read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.close(theirs)
+        logs.close()
+
+
+def test_two_delays_of_a_node_end_one_after_the_other(repository: Path) -> None:
+    if not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))) or subprocess.run([*_SPACE, "true"]).returncode:
+        pytest.skip("no network namespaces here")
+    done = subprocess.run([*_SPACE, sys.executable, "-c", _DELAYS], cwd=repository, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kinds = [line.split()[1] for line in done.stdout.splitlines()]
+    assert kinds[0] == kinds[1] == kinds[2] in ("netem", "tbf")
+    assert kinds[3] not in ("netem", "tbf")
+
+
+def cluster_of(tmp_path: Path, *names: str) -> Cluster:
+    """Processes that only sleep."""
+    cluster = Cluster(tmp_path, [], [])
+    made = [
+        Node(name, role, "127.0.0.1", (1,), [], tmp_path / "log", subprocess.Popen(["sleep", "600"]))
+        for name, role in zip(names, ("router", "decode", "prefill"), strict=False)
+    ]
+    (tmp_path / "log").write_text("its log\n")
+    cluster.router, *cluster.nodes = made
+    return cluster
+
+
+async def test_a_node_that_does_not_come_back_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "START_DEADLINE_S", 0.2)
+    cluster = cluster_of(tmp_path, "router", "decode0")
+    try:
+        cluster.nodes[0].falls(time.monotonic())
+        assert not cluster.lost()
+        async with asyncio.timeout(20):
+            with pytest.raises(RuntimeError, match=r"decode0 is down for more than 0.2 s, 1 times started: its log"):
+                await cluster.whole()
+    finally:
+        await cluster.stop()
+
+
+async def test_a_supervisor_that_failed_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(_: Node) -> None:
+        raise OSError("no more processes")
+
+    cluster = cluster_of(tmp_path, "router")
+    monkeypatch.setattr(cluster, "_keep", fails)
+    try:
+        cluster.supervise()
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            with pytest.raises(RuntimeError, match=r"the supervisor of router has failed: .*no more processes"):
+                await cluster.whole()
+    finally:
+        await cluster.stop()
+
+
+class Started(Exception):
+    """Instead of a process."""
+
+
+def test_no_benchmark_leaves_its_processes_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tied = []
+
+    def started(*_: object, env: dict[str, str], **__: object) -> None:
+        tied.append(env.get("KVRELAY_PARENT_PID"))
+        raise Started
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises(Started):
+        Cluster(tmp_path, [], [])._launched("router", "router", (1,), [])
+    with pytest.raises(Started):
+        Stand(tmp_path)._launch("router", [])
+    with pytest.raises(Started), local_cluster.running("up"):
+        pass
+    with pytest.raises(Started):
+        asyncio.run(nodes._running([("serve", [], {}, 1)], tmp_path).__aenter__())
+    assert tied == [str(os.getpid())] * 4
