@@ -76,9 +76,9 @@ class Walk:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Known once the prompt was handed over."""
-        handover = self.progress.handover
-        return handover.prompt_tokens or None if handover else None
+        """Known once a node has told of its ids, or has ended the answer."""
+        told = self.progress.handover or self.progress.ticket
+        return self.counts[0] or (told.prompt_tokens or None if told else None)
 
     @property
     def output_tokens(self) -> int:

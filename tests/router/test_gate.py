@@ -7,10 +7,11 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from router_doubles import Call, Cluster, cluster, decode, decode_ok, prefill, until
+from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, handover, prefill, until
 
 from router.admission.gate import _LOOK_S
 from router.admission.keys import hash_of
+from wire.frames import Frame, FrameKind
 from wire.key_config import KeyConfig
 from wire.outputs import Load
 
@@ -281,3 +282,20 @@ async def test_several_prompts_are_one_turn() -> None:
         for _ in range(2):
             assert "[DONE]" in await c.text(body, path="/v1/completions", headers=ALICE)
             await until(lambda: not c.router._live)
+
+
+@pytest.mark.parametrize("how", ["one token", "local", "ahead"])
+async def test_a_prompt_that_was_not_handed_over_is_charged_as_its_node_has_counted_it(how: str) -> None:
+    async def ends(call: Call) -> None:
+        await call.tokens(11, "a", 1)
+        await call.send(Frame(FrameKind.END, WHOLE, usage=(7, 1, 0)))
+
+    async def waits(call: Call) -> None:
+        await call.send(Frame(FrameKind.TICKET, params=handover(call, generated=[], growing=True)))
+        await asyncio.sleep(30)
+
+    nodes = [decode(ends)] if how == "local" else [prefill(ends if how == "one token" else waits), decode(ends)]
+    async with cluster(*nodes, keys=keys()) as c:
+        assert (await asked(c, headers=ALICE))[0] == 200
+        await until(lambda: c.metric("kvrelay_router_key_tokens_total", key="alice", kind="output") == 1)
+        assert c.metric("kvrelay_router_key_tokens_total", key="alice", kind="prompt") == 7
