@@ -57,7 +57,7 @@ class Passage:
         if self.first_s is None:
             self.first_s = now - self._began
             if self._tells:
-                self._standing.samples.legs.append(Sample(now, first_s=self.first_s))
+                self._standing.samples.legs.append(Sample(now, first_s=self.first_s, ended=False))
         if not tokens:
             return False
         if self._gap_since is None:
@@ -93,7 +93,7 @@ class Passage:
             while self._untold:
                 self._succeeded(now)
             if self._gap_since is not None and self.gap_frames >= _GAP_FRAMES:
-                self._tell_gap(now)
+                self._tell_gap(now, ended=True)
             else:
                 self._then.samples.legs.append(Sample(now))
 
@@ -106,13 +106,16 @@ class Passage:
     def _succeeded(self, now: float) -> None:
         standing, probe = self._untold.pop(0)
         standing.breaker.succeeded(now, probe=probe)
+        if standing is not self._then:
+            standing.samples.legs.append(Sample(now))  # its part of the leg is over
 
     def _drop(self) -> None:
         for standing, probe in self._untold:
             standing.breaker.dropped(probe=probe)
         self._untold.clear()
 
-    def _tell_gap(self, now: float) -> None:
+    def _tell_gap(self, now: float, *, ended: bool = False) -> None:
         assert self._gap_since is not None
-        self._then.samples.legs.append(Sample(now, gap_s=(self.heard_at - self._gap_since) / self.gap_frames))
+        gap_s = (self.heard_at - self._gap_since) / self.gap_frames
+        self._then.samples.legs.append(Sample(now, ended=ended, gap_s=gap_s))
         self._gap_since, self.gap_frames = now, 0
