@@ -37,7 +37,7 @@ from router.walk.means import Means
 from router.walk.progress import Diverged, Place, Progress
 from router.walk.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, NodeFailed, Unavailable
+from wire.errors import DeadlineExceeded, KvrelayError, NodeFailed, Unavailable
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
@@ -130,6 +130,10 @@ class Walk:
             if self._decoding is None or not self._decoding.done() or (me is not None and me.cancelling()):
                 raise
             goes_on = True
+        except KvrelayError:
+            if not self.progress.ended:  # else it is nothing to an answer that the decode leg has told
+                raise
+            goes_on = True
         early = self._decoding
         if not goes_on:
             return
@@ -166,7 +170,8 @@ class Walk:
                     ended = await self._leg(lease, prefill_body(self.job, lease.node.leg_version), Place(), None)
                     if ended is FrameKind.HANDOVER:
                         self.timeline.handed_over = time.monotonic()
-                    return ended is FrameKind.HANDOVER
+                    # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
+                    return ended is FrameKind.HANDOVER or not self.progress.ended
                 except asyncio.CancelledError:
                     self._prefill_cut = True
                     raise
