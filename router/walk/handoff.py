@@ -359,7 +359,9 @@ class Walk:
                 passage.ended(time.monotonic())
                 return ended
             except LegFailed as why:
-                failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s") if watch.silent else why
+                failure = why
+                if watch.silent:
+                    failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
                 broke(self._means, self.job.id, lease, role, passage, failure)
                 raise failure from why.__cause__
             except Refused as why:
