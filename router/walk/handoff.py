@@ -66,7 +66,6 @@ class Walk:
         self._pool, self._doors, self._metrics = means.pool, means.doors, means.metrics
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
-        self._prefill_cut = False
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
@@ -172,9 +171,6 @@ class Walk:
                         self.timeline.handed_over = time.monotonic()
                     # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
                     return ended is FrameKind.HANDOVER or not self.progress.ended
-                except asyncio.CancelledError:
-                    self._prefill_cut = True
-                    raise
                 except LegFailed as why:
                     failure = why
                 except Refused as why:
@@ -256,9 +252,6 @@ class Walk:
             self.prefill_node = source
             try:
                 await self._leg(lease, prefill_body(self.job, source.leg_version), Place(again=True), None)
-            except asyncio.CancelledError:
-                self._prefill_cut = True
-                raise
             except (LegFailed, Refused) as why:
                 if isinstance(why, Refused):
                     is_full(self._means, lease, why)
@@ -417,12 +410,11 @@ class Walk:
         return not another
 
     def _give_back(self) -> None:
-        """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""
+        """Whatever is held on a prefill node and will not be fetched by a decode leg is released.
+
+        Of a leg that was cut before it has told of any, nothing is: its node has ended it."""
         node, handover = self.prefill_node, self.progress.held
         if node is None or (self.progress.settled and not self._kv_left):
             return
         if handover is not None and handover.remote_request_id is not None:
             self._means.release(node, [handover.remote_request_id])
-        elif self._prefill_cut:
-            # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
-            self._means.release(node, [self.job.node_id, self.job.response_id])
