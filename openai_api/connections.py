@@ -2,13 +2,17 @@
 
 uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read differently (a length
 beside chunks, two lengths, folded or odd headers). What it lacks is here: bounds on a head's size and time, on
-connections that send nothing, and the end of a request whose client is gone while another one waits behind it on the
-same connection.
+connections that send nothing, on those that are closed and whose peer does not read what is left, and the end of a
+request whose client is gone while another one waits behind it on the same connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
 from asyncio import TimerHandle
 from typing import Any
 
@@ -22,6 +26,9 @@ HEAD_DEADLINE_S = 20.0
 """From the beginning of a connection, or of a further request on it, until its headers are there."""
 _LINGER_S = 5.0
 """A body that still comes when its request is answered is read for so long, that the answer is not lost."""
+_FLUSH_S = 30.0
+_FLUSHED_BYTES = 32 << 10
+"""Who is waited for at the end reads so much in this time, or reads nothing."""
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 128
 _MAX_URL_BYTES = 8 << 10
@@ -46,6 +53,8 @@ class Guarded(HttpToolsProtocol):
         self._whole = True
         self._wrong: KvrelayError | None = None
         self._answering: RequestResponseCycle | None = None
+        self._flushing: TimerHandle | None = None
+        self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,6 +65,7 @@ class Guarded(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self.flush_at_leisure()
         super().connection_lost(exc)
         self._tell_gone()
 
@@ -106,8 +116,50 @@ class Guarded(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.is_closing():
+            self.flush_in_time()
         if not self._whole and self._head_over and not self._busy():
             self._arm(_LINGER_S)
+
+    def timeout_keep_alive_handler(self) -> None:
+        if not self.transport.is_closing():
+            self._close()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self.flush_in_time()
+
+    def flush_in_time(self) -> None:
+        """From now on the peer reads, or the connection ends: a transport that is closed waits for it without limit."""
+        self.flush_at_leisure()
+        self._unread = self._not_taken()
+        self._flushing = self.loop.call_later(_FLUSH_S, self._look_at_flush)
+
+    def flush_at_leisure(self) -> None:
+        """It may take any time."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+
+    def _look_at_flush(self) -> None:
+        if self._unread - self._not_taken() < _FLUSHED_BYTES:
+            self.transport.abort()
+        else:
+            self.flush_in_time()
+
+    def _not_taken(self) -> int:
+        """Bytes that the peer has not taken. The kernel's are among them: it asks for more by megabytes only."""
+        waiting = self.transport.get_write_buffer_size()
+        socket = self.transport.get_extra_info("socket")
+        if socket is not None:
+            with contextlib.suppress(OSError):  # it is closed
+                waiting += int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return waiting
+
+    def _close(self) -> None:
+        self.transport.close()
+        self.flush_in_time()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
@@ -137,7 +189,7 @@ class Guarded(HttpToolsProtocol):
             headers.append((b"retry-after", str(why.retry_after_s).encode()))
         head = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
         self.transport.write(STATUS_LINE[why.status] + head + b"\r\n" + body)
-        self.transport.close()
+        self._close()
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
@@ -153,7 +205,7 @@ class Guarded(HttpToolsProtocol):
         if not self._head_over:
             self._refuse(RequestTimeout(f"the headers did not arrive within {self.head_deadline_s:g} s"))
         elif not self.transport.is_closing():
-            self.transport.close()
+            self._close()
 
 
 def _too_large(message: str, status: int) -> RequestError:

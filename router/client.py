@@ -19,8 +19,6 @@ from router.reply import Flow
 __all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of", "send_written"]
 
 _KEY, _HEADERS = "kvrelay.client", "kvrelay.headers"
-# What a client has not read of an answer that is over is kept no longer than this.
-_FLUSH_DEADLINE_S = 30.0
 
 
 class _Outbox:
@@ -59,11 +57,25 @@ class ClientConnection(Guarded):
 
     on_gone: Callable[[], None] | None = None
     """Of the request that is being answered."""
+    streaming = False
+    """What a client does not read holds an answer up that is not over, for as long as its walk may take."""
 
     def on_headers_complete(self) -> None:
         """The request's task has been made and has not begun."""
         super().on_headers_complete()
         self.scope[_KEY] = Client(self, self.cycle)  # type: ignore[literal-required]
+
+    def pause_writing(self) -> None:
+        """Answers behind this one wait for as long as uvicorn's `send` does."""
+        super().pause_writing()
+        if not self.streaming:
+            self.flush_in_time()
+
+    def resume_writing(self) -> None:
+        """The client reads."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self.flush_at_leisure()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the answer that nobody will read it."""
@@ -102,6 +114,8 @@ class Client:
         if cycle.disconnected:
             return
         cycle.response_started, cycle.waiting_for_100_continue = True, False
+        self._connection.streaming = True
+        self._connection.flush_at_leisure()
         lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
@@ -136,22 +150,18 @@ class Client:
         self.flush()
         cycle.response_complete = True
         cycle.message_event.set()
+        self._connection.streaming = False
         if not cycle.keep_alive:
             cycle.transport.close()
-        cycle.on_response()
         if cycle.flow.write_paused:
-            self._connection.loop.call_later(_FLUSH_DEADLINE_S, self._abandon)
+            self._connection.flush_in_time()
+        cycle.on_response()
 
     def flush(self) -> None:
         """Send what was written."""
         if self._unsent and not self.cycle.disconnected:
             self.cycle.transport.write(b"".join(self._unsent))
         self._unsent.clear()
-
-    def _abandon(self) -> None:
-        """It has not read its answer, nor asked for anything else."""
-        if self._connection.cycle is self.cycle and self.cycle.flow.write_paused:
-            self.cycle.transport.abort()
 
 
 def headers_of(scope: Scope) -> dict[str, str]:

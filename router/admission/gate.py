@@ -198,6 +198,7 @@ class Gate:
             prompt_tokens=prompt,
             cached_tokens=cached,
             output_tokens=math.ceil(each) * max(job.choices, job.best_of),
+            model=job.model,
             ttft_s=targets.ttft_s,
             tpot_s=targets.tpot_s,
             deadline=arrived + self._config.request_deadline_s,

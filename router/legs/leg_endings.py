@@ -40,11 +40,14 @@ class LegFailed(NodeFailed):
         *,
         draining: bool = False,
         lost: bool = False,
+        paid: bool = False,
     ) -> None:
         super().__init__(message)
         self.lost = lost
         """Its process or engine seems to be gone: it says so, refused or cut the connection, or is silent to health
         checks too."""
+        self.paid = paid
+        """It was cut at the cost of the retry budget: another try costs it no more."""
         self.status = status
         self.retry_after_s = retry_after_s
         self.draining = draining

@@ -286,6 +286,7 @@ class _Link:
 
     stream: LegStream | None = None
     generation: str = ""
+    connecting: bool = False
     failures: int = 0
     next_try: float = 0.0
 
@@ -324,9 +325,13 @@ class LegStreams:
             link.stream.give_up("the node stopped answering health checks, or was restarted")
         if link.stream is not None and not link.stream.broken:
             link.stream.ping(now, self._silence_s)
-        if (link.stream is None or link.stream.broken) and now >= link.next_try:
-            link.stream, link.generation = None, report.generation
-            await self._connect(node, link, version)
+        # Checks of a node that is down overlap: the one that connects has not ended yet.
+        if (link.stream is None or link.stream.broken) and now >= link.next_try and not link.connecting:
+            link.stream, link.generation, link.connecting = None, report.generation, True
+            try:
+                await self._connect(node, link, version)
+            finally:
+                link.connecting = False
 
     def forget(self, node: Node) -> None:
         """No legs go there any more."""
@@ -356,11 +361,13 @@ class LegStreams:
                     ssl=self._trusted if secure else None,
                 )
                 await stream.ready
+            if self._links.get(node) is link:
+                link.stream, link.failures = stream, 0
         except (OSError, TimeoutError) as why:
             link.failures += 1
             link.next_try = time.monotonic() + min(_LONGEST_BACKOFF_S, 2.0 ** min(link.failures, 10))
             _log.warning("node %s has no leg stream, its legs go over HTTP: %s", node.url, why or type(why).__name__)
-            if stream is not None:
+        finally:
+            # Whoever waited for it was cancelled, or the node was forgotten meanwhile.
+            if stream is not None and link.stream is not stream:
                 stream.give_up("the connection failed")
-            return
-        link.stream, link.failures = stream, 0

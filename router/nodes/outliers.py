@@ -36,10 +36,12 @@ _MAD = 1.4826  # of a normal distribution: standard deviations per median absolu
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One leg. `first_s`, `gap_s`: seconds, None where they say nothing of the node."""
+    """One leg, or of one that goes on a part. `first_s`, `gap_s`: seconds, None where they say nothing of the node."""
 
     at: float
     failed: bool = False
+    ended: bool = True
+    """Each leg is that once: shares are of those."""
     first_s: float | None = None
     gap_s: float | None = None
 
@@ -78,14 +80,16 @@ def outliers(samples: Mapping[str, Samples], out: Collection[str], now: float) -
 
 def _failures(legs: list[Sample], others: Mapping[str, list[Sample]]) -> tuple[float, str] | None:
     share = _failed_share(legs)
-    usual = median(map(_failed_share, others.values())) if others else 1.0
-    if share < FAILED_SHARE or share <= FAILED_TIMES * usual:
+    theirs = [known for leg in others.values() if (known := _failed_share(leg)) is not None]
+    usual = median(theirs) if theirs else 1.0
+    if share is None or share < FAILED_SHARE or share <= FAILED_TIMES * usual:
         return None
     return share / max(usual, 0.01), f"{share:.0%} of its legs failed, of the others' {usual:.0%}"
 
 
-def _failed_share(legs: list[Sample]) -> float:
-    return sum(leg.failed for leg in legs) / len(legs)
+def _failed_share(legs: list[Sample]) -> float | None:
+    ended = sum(leg.ended for leg in legs)
+    return sum(leg.failed for leg in legs) / ended if ended >= ENOUGH else None
 
 
 def _slow(name: str, legs: list[Sample], others: Mapping[str, list[Sample]]) -> tuple[float, str] | None:

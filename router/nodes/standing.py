@@ -2,7 +2,7 @@
 through it. Pure: `now` is an argument.
 
 Legs of prefill and of decoding count apart, also where one node does both: a decode leg that computes its prompt itself
-counts as the first kind until its first token, and as the second from then on.
+counts as the first kind until its first token, and as the second from then on, which its second one speaks for.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Passage:
         """Of a frame with tokens there is nothing to do but to set `heard_at` and to count it, up to GAP_EVERY."""
         self.gap_frames = 0
         self._standing, self._then = standing, then
-        self._probe = standing.breaker.begin(now)
+        self._untold = [(standing, standing.breaker.begin(now))]
+        """Whose breakers were told that it began, whether as a probe, and not yet how it is."""
+        if then is not standing:
+            self._untold.append((then, then.breaker.begin(now)))
         self._began = now
         self._tells = waits_for_us
         self._answered = self._closed = False
@@ -54,7 +57,7 @@ class Passage:
         if self.first_s is None:
             self.first_s = now - self._began
             if self._tells:
-                self._standing.samples.legs.append(Sample(now, first_s=self.first_s))
+                self._standing.samples.legs.append(Sample(now, first_s=self.first_s, ended=False))
         if not tokens:
             return False
         if self._gap_since is None:
@@ -63,13 +66,11 @@ class Passage:
             self.gap_frames += 1
             if self.gap_frames >= GAP_EVERY:
                 self._tell_gap(now)
-        self.plain = True
-        if self._answered:
-            return False
-        self._answered = True
-        self._standing.breaker.succeeded(now, probe=self._probe)
-        self._probe = False
-        return True
+        if self._untold:
+            self._succeeded(now)
+        self.plain = not self._untold
+        first, self._answered = not self._answered, True
+        return first
 
     def held_up(self) -> None:
         """The client has no room: the gaps of now are not the node's."""
@@ -80,18 +81,19 @@ class Passage:
         if self._closed:
             return False
         self._closed = True
-        whose = self._then if self._answered else self._standing
+        whose, probe = self._untold.pop(0) if self._untold else (self._then, False)
         whose.samples.legs.append(Sample(now, failed=True))
-        return whose.breaker.failed(now, why, probe=self._probe)
+        self._drop()
+        return whose.breaker.failed(now, why, probe=probe)
 
     def ended(self, now: float) -> None:
         """The leg has ended well."""
         if not self._closed:
             self._closed = True
-            if not self._answered:
-                self._standing.breaker.succeeded(now, probe=self._probe)
+            while self._untold:
+                self._succeeded(now)
             if self._gap_since is not None and self.gap_frames >= _GAP_FRAMES:
-                self._tell_gap(now)
+                self._tell_gap(now, ended=True)
             else:
                 self._then.samples.legs.append(Sample(now))
 
@@ -99,9 +101,21 @@ class Passage:
         """If nothing was said of how it ended, nothing is known of the node: a refusal, or a client that went away."""
         if not self._closed:
             self._closed = True
-            self._standing.breaker.dropped(probe=self._probe)
+            self._drop()
 
-    def _tell_gap(self, now: float) -> None:
+    def _succeeded(self, now: float) -> None:
+        standing, probe = self._untold.pop(0)
+        standing.breaker.succeeded(now, probe=probe)
+        if standing is not self._then:
+            standing.samples.legs.append(Sample(now))  # its part of the leg is over
+
+    def _drop(self) -> None:
+        for standing, probe in self._untold:
+            standing.breaker.dropped(probe=probe)
+        self._untold.clear()
+
+    def _tell_gap(self, now: float, *, ended: bool = False) -> None:
         assert self._gap_since is not None
-        self._then.samples.legs.append(Sample(now, gap_s=(self.heard_at - self._gap_since) / self.gap_frames))
+        gap_s = (self.heard_at - self._gap_since) / self.gap_frames
+        self._then.samples.legs.append(Sample(now, ended=ended, gap_s=gap_s))
         self._gap_since, self.gap_frames = now, 0

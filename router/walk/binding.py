@@ -134,24 +134,29 @@ class Binding:
         waiting = _Waiting(self, wish)
         waiter = Waiter(wish.ask, waiting.candidates, waiting.grant)
         self._queue.add(waiter)
-        self._turn()
-        if waiting.placed.done():
-            return waiting.placed.result()
+        try:
+            self._turn()
+            placed = waiting.placed.result() if waiting.placed.done() else await self._waited(wish, waiting)
+        finally:
+            self._queue.drop(waiter)
+        return placed or self._late(wish)
+
+    async def _waited(self, wish: Wish, waiting: _Waiting) -> tuple[Lease, bool] | None:
+        """Its place, counted; None if it has taken too long."""
         outcome = "gone"
         try:
-            placed = await self._waited(wish, waiting)
+            placed = await self._in_turn(wish, waiting)
             outcome = "late" if placed is None else "room"
         except KvrelayError:
             outcome = "failed"
             raise
         finally:
             self._metrics.room_waits.labels(outcome).inc()
-            self._queue.drop(waiter)
             if outcome != "room" and waiting.placed.done() and waiting.placed.exception() is None:
                 self._pool.give_back(waiting.placed.result()[0])
-        return placed or self._late(wish)
+        return placed
 
-    async def _waited(self, wish: Wish, waiting: _Waiting) -> tuple[Lease, bool] | None:
+    async def _in_turn(self, wish: Wish, waiting: _Waiting) -> tuple[Lease, bool] | None:
         """In turn, with the KV kept meanwhile; None if it has taken too long."""
         every_s = _RENEW_S
         if wish.peer is not None and wish.peer.kv is not None and wish.peer.kv.lease_s:

@@ -37,7 +37,7 @@ from router.walk.means import Means
 from router.walk.progress import Diverged, Place, Progress
 from router.walk.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, NodeFailed, Unavailable
+from wire.errors import DeadlineExceeded, KvrelayError, NodeFailed, Unavailable
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
@@ -66,7 +66,6 @@ class Walk:
         self._pool, self._doors, self._metrics = means.pool, means.doors, means.metrics
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
-        self._prefill_cut = False
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
@@ -76,9 +75,9 @@ class Walk:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Known once the prompt was handed over."""
-        handover = self.progress.handover
-        return handover.prompt_tokens or None if handover else None
+        """Known once a node has told of its ids, or has ended the answer."""
+        told = self.progress.handover or self.progress.ticket
+        return self.counts[0] or (told.prompt_tokens or None if told else None)
 
     @property
     def output_tokens(self) -> int:
@@ -143,6 +142,10 @@ class Walk:
             if self._decoding is None or not self._decoding.done() or (me is not None and me.cancelling()):
                 raise
             goes_on = True
+        except KvrelayError:
+            if not self.progress.ended:  # else it is nothing to an answer that the decode leg has told
+                raise
+            goes_on = True
         early = self._decoding
         if not goes_on:
             return
@@ -179,10 +182,8 @@ class Walk:
                     ended = await self._leg(lease, prefill_body(self.job, lease.node.leg_version), Place(), None)
                     if ended is FrameKind.HANDOVER:
                         self.timeline.handed_over = time.monotonic()
-                    return ended is FrameKind.HANDOVER
-                except asyncio.CancelledError:
-                    self._prefill_cut = True
-                    raise
+                    # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
+                    return ended is FrameKind.HANDOVER or not self.progress.ended
                 except LegFailed as why:
                     failure = why
                 except Refused as why:
@@ -264,9 +265,6 @@ class Walk:
             self.prefill_node = source
             try:
                 await self._leg(lease, prefill_body(self.job, source.leg_version), Place(again=True), None)
-            except asyncio.CancelledError:
-                self._prefill_cut = True
-                raise
             except (LegFailed, Refused) as why:
                 if isinstance(why, Refused):
                     is_full(self._means, lease, why)
@@ -367,7 +365,9 @@ class Walk:
                 passage.ended(time.monotonic())
                 return ended
             except LegFailed as why:
-                failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s") if watch.silent else why
+                failure = why
+                if watch.silent:
+                    failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
                 broke(self._means, self.job.id, lease, role, passage, failure)
                 raise failure from why.__cause__
             except Refused as why:
@@ -423,12 +423,11 @@ class Walk:
         return not another
 
     def _give_back(self) -> None:
-        """Whatever is held on a prefill node and will not be fetched by a decode leg is released."""
+        """Whatever is held on a prefill node and will not be fetched by a decode leg is released.
+
+        Of a leg that was cut before it has told of any, nothing is: its node has ended it."""
         node, handover = self.prefill_node, self.progress.held
         if node is None or (self.progress.settled and not self._kv_left):
             return
         if handover is not None and handover.remote_request_id is not None:
             self._means.release(node, [handover.remote_request_id])
-        elif self._prefill_cut:
-            # Cut off by us: its hand-over may be on its way, unread. Nodes ignore ids that they do not know.
-            self._means.release(node, [self.job.node_id, self.job.response_id])

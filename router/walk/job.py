@@ -220,6 +220,8 @@ def parse_job(
     prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
     default = None if path == CHAT_PATH else _DEFAULT_COMPLETION_TOKENS
     _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
+    # Before admission reckons with them: what no node would take must not move its key's clock.
+    check_choices(1, max(asked.n or 1, asked.best_of or 1))
     prompt_tokens, counted = _length(bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")))
     return Job(
         id=job_id,

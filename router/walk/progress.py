@@ -105,7 +105,8 @@ class Progress:
         begin = place.at.get(frame.choice, 0)
         place.at[frame.choice] = begin + len(ids)
         if place.again:
-            self.claim = frame.params or self.claim
+            if not self.settled:  # else a decode leg has it already
+                self.claim = frame.params or self.claim
             return False
         if kind is FrameKind.TICKET:
             self.ticket = frame.params

@@ -56,7 +56,7 @@ class Tries:
         `begun`: the client has a part of the answer. What a lost process had to do must be done elsewhere, too."""
         if self._in_vain >= self._means.attempts:
             return False
-        if why.lost or why.draining or begun or self._means.retries.take(time.monotonic()):
+        if why.lost or why.draining or why.paid or begun or self._means.retries.take(time.monotonic()):
             return True
         self._means.metrics.retries_refused.inc()
         return False

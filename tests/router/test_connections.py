@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
@@ -14,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
-from router_doubles import Call, Cluster, cluster, decode, decode_ok, prefill, refuse, until
+from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, prefill, refuse, until
 
 import router.server as server_module
 from openai_api.connections import connections
 from router.server import make_server
 from wire.errors import ConfigError
-from wire.frames import FRAMES_MEDIA_TYPE
+from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind
 from wire.leg_stream import LEGS_VERSION_HEADER
 from wire.router_config import RouterConfig
 
@@ -234,6 +236,51 @@ async def test_a_client_that_leaves_with_a_second_request_behind_the_first_ends_
             await until(lambda: len(d.calls) == 1)
         await asyncio.wait_for(d.aborted.wait(), 5)
         await until(lambda: not c.router._live)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("last", [b"connection: close\r\n", b""])
+async def test_a_client_that_does_not_read_holds_nothing_for_ever(
+    last: bytes, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("openai_api.connections._FLUSH_S", 0.3)
+    large = msgspec.json.encode({**msgspec.json.decode(WHOLE), "padding": "x" * (12 << 20)})
+
+    async def answer(call: Call) -> None:
+        await call.send(Frame(FrameKind.END, b"data: " + large + b"\n\n" if call.streams else large))
+
+    d = decode(answer)
+    async with cluster(prefill(), d, max_connections=1) as c:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(c.url.rpartition(":")[2])))
+            body = BODY.replace(b"{", b'{"stream":true,', 1) if streamed else BODY
+            length = b"content-length: %d\r\n" % len(body)
+            client.sendall(CHAT + length + b"\r\n" + body + CHAT + LENGTH + last + b"\r\n" + BODY)
+            await until(lambda: len(d.calls) == 2)
+            await until(lambda: not c.router._live, 5)
+            assert c.router.gate.waiting() == 0
+            async with asyncio.timeout(5):
+                while status(await said(c, b"GET /ping HTTP/1.0\r\n\r\n")) != 200:
+                    await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openai_api.connections._FLUSH_S", 0.2)
+    padding = 12 << 20
+    large = msgspec.json.encode({**msgspec.json.decode(WHOLE), "padding": "x" * padding})
+
+    async def answer(call: Call) -> None:
+        await call.send(Frame(FrameKind.END, large))
+
+    async with cluster(prefill(), decode(answer)) as c, connection(c) as (reader, writer):
+        writer.write(CHAT + LENGTH + b"connection: close\r\n\r\n" + BODY)
+        read = 0
+        async with asyncio.timeout(20):
+            while some := await reader.read(1 << 20):
+                read += len(some)
+                await asyncio.sleep(0.02)
+        assert read > padding
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,11 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from router_doubles import Call, Cluster, cluster, decode, decode_ok, prefill, until
+from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, handover, prefill, until
 
+from router.admission.gate import _LOOK_S
 from router.admission.keys import hash_of
+from wire.frames import Frame, FrameKind
 from wire.key_config import KeyConfig
 from wire.outputs import Load
 
@@ -82,6 +84,22 @@ async def test_a_request_waits_while_there_is_no_room_and_begins_when_there_is()
         assert c.metric("kvrelay_router_admitted_total", how="queued") == 1
         assert c.metric("kvrelay_router_queue_wait_seconds_count") == 1
         assert c.router.gate.waiting() == 0
+
+
+async def test_who_waits_for_nodes_of_one_model_is_not_let_go_by_those_of_another() -> None:
+    held = Held()
+    p, d = prefill(), decode(held, load=ROOM)
+    async with cluster(p, d, prefill(model="other"), decode(model="other", load=ROOM)) as c:
+        first = await one_under_way(c, d)
+        second = soon(asked(c))
+        await waiting(c, 1)
+        other = soon(asked(c, {"model": "other"}))  # a turn that is given back looks at its own queue only
+        assert (await other)[0] == 200
+        await asyncio.sleep(5 * _LOOK_S)
+        assert (c.router.gate.waiting(), len(p.calls)) == (1, 1)
+        held.permits.release()
+        held.permits.release()
+        assert [(await each)[0] for each in (first, second)] == [200, 200]
 
 
 async def test_a_full_queue_is_a_429_that_says_when_to_return() -> None:
@@ -264,3 +282,20 @@ async def test_several_prompts_are_one_turn() -> None:
         for _ in range(2):
             assert "[DONE]" in await c.text(body, path="/v1/completions", headers=ALICE)
             await until(lambda: not c.router._live)
+
+
+@pytest.mark.parametrize("how", ["one token", "local", "ahead"])
+async def test_a_prompt_that_was_not_handed_over_is_charged_as_its_node_has_counted_it(how: str) -> None:
+    async def ends(call: Call) -> None:
+        await call.tokens(11, "a", 1)
+        await call.send(Frame(FrameKind.END, WHOLE, usage=(7, 1, 0)))
+
+    async def waits(call: Call) -> None:
+        await call.send(Frame(FrameKind.TICKET, params=handover(call, generated=[], growing=True)))
+        await asyncio.sleep(30)
+
+    nodes = [decode(ends)] if how == "local" else [prefill(ends if how == "one token" else waits), decode(ends)]
+    async with cluster(*nodes, keys=keys()) as c:
+        assert (await asked(c, headers=ALICE))[0] == 200
+        await until(lambda: c.metric("kvrelay_router_key_tokens_total", key="alice", kind="output") == 1)
+        assert c.metric("kvrelay_router_key_tokens_total", key="alice", kind="prompt") == 7

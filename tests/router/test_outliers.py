@@ -1,11 +1,14 @@
 """Which nodes are taken out because they are far worse than the others."""
 
 import math
+import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.nodes.outliers import ENOUGH, MOST, Sample, Samples, outliers
+from router.nodes.standing import Passage, Standing
 
 NOW = 100.0
 
@@ -24,6 +27,39 @@ def test_a_node_that_fails_far_oftener_than_the_others_is_taken_out() -> None:
     why = outliers({"a": node(failed=0.5), "b": node(), "c": node()}, (), NOW)
     assert why == {"a": "50% of its legs failed, of the others' 0%"}
     assert found(node(failed=0.5), node(failed=0.4), node(failed=0.5)) == []  # what fails for all is nobody's fault
+
+
+def legs(failed: int, count: int = 20, tokens: int = 1000) -> Samples:
+    """What prefill legs and long decode legs leave, one after the other, of which some fail."""
+    standing = Standing(random.Random(7))
+    for at in range(count):
+        leg = Passage(standing, standing, NOW, waits_for_us=True)
+        if at < failed:
+            leg.failed("it broke", NOW)
+            continue
+        for _ in range(tokens):
+            leg.heard(NOW, tokens=True)
+        leg.ended(NOW)
+    return standing.samples
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_the_share_of_failures_is_of_legs_whatever_else_they_have_told(tokens: int) -> None:
+    others = {"b": legs(0, tokens=tokens), "c": legs(0, tokens=tokens)}
+    assert outliers({"a": legs(7, tokens=tokens), **others}, (), NOW)["a"].startswith("35% of its legs failed")
+    assert outliers({"a": legs(5, tokens=tokens), **others}, (), NOW) == {}
+    few = Samples()  # one leg that has failed, beside others that go on
+    few.legs += [Sample(NOW, failed=True), *[Sample(NOW, ended=False, gap_s=0.01)] * ENOUGH]
+    assert outliers({"a": few, **others}, (), NOW) == {}
+
+
+def test_a_leg_that_computes_its_prompt_is_one_of_each_kind() -> None:
+    prefill, decode = Standing(random.Random(7)), Standing(random.Random(7))
+    leg = Passage(prefill, decode, NOW, waits_for_us=False)
+    for _ in range(3):
+        leg.heard(NOW, tokens=True)
+    leg.ended(NOW)
+    assert [[each.ended for each in standing.samples.legs] for standing in (prefill, decode)] == [[True], [True]]
 
 
 def test_a_node_that_is_far_slower_is_taken_out() -> None:

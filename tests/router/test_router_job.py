@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from openai_api.body import MAX_CHOICES
 from router.walk.job import CHAT_PATH, COMPLETIONS_PATH, Job, decode_body, parse_job, prefill_body
 from wire.errors import RequestError
 from wire.transfer import KvTransferParams
@@ -164,3 +165,11 @@ def test_the_session_is_the_headers_or_the_cache_key_or_the_user() -> None:
 def test_the_priority_goes_along_and_is_known() -> None:
     assert (parse(priority=-3).priority, parse().priority) == (-3, 0)
     assert prefill(parse(priority=-3))["priority"] == -3
+
+
+@pytest.mark.parametrize("fields", [{"n": 9 * 10**18}, {"best_of": 9 * 10**18}, {"n": MAX_CHOICES + 1}])
+def test_more_choices_than_a_request_may_have_are_refused_before_anything_reckons_with_them(fields: Any) -> None:
+    for path in (CHAT_PATH, COMPLETIONS_PATH):
+        with pytest.raises(RequestError, match="the limit of one request is"):
+            parse(path, **fields)
+    assert parse(COMPLETIONS_PATH, n=MAX_CHOICES, best_of=MAX_CHOICES).choices == MAX_CHOICES

@@ -11,8 +11,8 @@ import pytest
 from router_doubles import Call, cluster, decode, decode_ok, event, prefill, until
 
 from router.legs.leg_endings import LegFailed, Refused
-from router.legs.leg_stream import LegStream
-from router.nodes.node import Lease, Node
+from router.legs.leg_stream import LegStream, LegStreams
+from router.nodes.node import HealthReport, Lease, Node
 from wire.config import Role
 from wire.errors import ErrorBody
 from wire.frames import Frame, FrameKind
@@ -357,3 +357,50 @@ async def test_after_a_large_read_others_have_their_turn_first(stream: Stream) -
     assert stream.transport.reads
     stream.hear(frame_message(1, FRAMES[2]))
     assert await leg is FrameKind.END
+
+
+class Slow:
+    """A node that says nothing on its streams until it is let."""
+
+    def __init__(self) -> None:
+        self.opened = self.closed = 0
+        self.go = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.opened += 1
+        await self.go.wait()
+        writer.write(HEAD + answer(message(Kind.PONG)))
+        while await reader.read(1 << 16):
+            pass
+        self.closed += 1
+        writer.close()
+
+
+async def test_checks_that_overlap_open_one_stream_and_leave_none_behind() -> None:
+    slow = Slow()
+    report = HealthReport(Role.DECODE, "tiny", leg_stream=LEGS.oldest)
+    async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
+        node = Node(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", role=Role.DECODE)
+        streams = LegStreams({}, False, 5.0, 5.0)
+
+        def check() -> asyncio.Task[None]:
+            return asyncio.ensure_future(streams.heard(node, report))
+
+        checks = [check(), check()]
+        await until(lambda: slow.opened == 1)
+        await asyncio.wait(checks, timeout=0.1)
+        for each in checks:
+            each.cancel()
+        await asyncio.wait(checks)
+        assert slow.opened == 1
+        last = check()  # the next one tries again, and the node is forgotten meanwhile
+        await until(lambda: slow.opened == 2)
+        streams.forget(node)
+        slow.go.set()
+        await last
+        await until(lambda: slow.closed == 2, 5)
+        assert streams.ready(node) is None
+        await check()
+        assert streams.ready(node) is not None
+        streams.close()
+        await until(lambda: slow.closed == 3, 5)

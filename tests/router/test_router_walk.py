@@ -299,11 +299,9 @@ async def test_a_client_that_goes_away_stops_its_leg_and_frees_the_kv(stream: bo
         request.cancel()
         async with asyncio.timeout(1):
             await node.aborted.wait()
-            if at != "decoding":
+            if at == "decode":
                 await p.released_event.wait()
-        on_nodes = p.calls[0].headers["x-request-id"]
-        expected = {"prefill": [[on_nodes, f"chatcmpl-{on_nodes}"]], "decode": [["held-1"]], "decoding": []}
-        assert p.released == expected[at]
+        assert p.released == ([["held-1"]] if at == "decode" else [])
         await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
         path = "/v1/chat/completions"
         assert c.metric("kvrelay_router_requests_total", path=path, status="499") == 1

@@ -45,8 +45,10 @@ from router_doubles import (
 
 import router.nodes.doors
 import router.walk.binding
+from router.policies.policy import Ask
+from router.walk.binding import Wish
 from wire.config import Role
-from wire.errors import KvNotLoaded
+from wire.errors import KvNotLoaded, NoNode
 from wire.frames import Frame, FrameKind
 from wire.outputs import Load
 from wire.transfer import KvFacts, KvTransferParams
@@ -380,6 +382,23 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(
         await until(lambda: len(p.released) == 2)
 
 
+async def test_who_can_have_no_place_does_not_stay_in_the_queue(all_begin: None) -> None:
+    p, d = prefill(), decode(hold, load=ROOMY)
+    async with cluster(p, d, decode(model="other")) as c:
+        c.node(d).rates.generated(10**6)
+        tasks = [asyncio.create_task(c.text({"stream": True, "max_tokens": 900})) for _ in range(2)]
+        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
+        assert c.router._means is not None
+        no, soon = lambda: False, time.monotonic() + 1
+        wish = Wish(Ask(Role.DECODE, "gone", 1), list, None, None, is_new=True, begun=no, outlasts=no, until=soon)
+        with pytest.raises(NoNode):
+            await c.router._means.binding.place(wish)
+        assert c.metric("kvrelay_router_waiting_for_room") == 1
+        for task in tasks:
+            task.cancel()
+        await until(lambda: c.metric("kvrelay_router_requests_running") == 0)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_who_waits_too_long_is_refused_or_served_anyway_if_an_answer_has_begun(
     stream: bool, all_begin: None, monkeypatch: pytest.MonkeyPatch
@@ -518,6 +537,8 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: 
         assert (len(hung.calls), len(good.calls)) == (1, 1)
         assert c.node(hung).up  # it answers its health checks; its breaker counts
         await asyncio.wait_for(hung.aborted.wait(), 2)
+        assert c.router._means is not None
+        assert sum(c.router._means.retries._retries) == 1
 
 
 async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_computed(
