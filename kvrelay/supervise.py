@@ -66,6 +66,8 @@ async def _keep(command: Sequence[str], name: str, backoff: Backoff | None = Non
         child = await asyncio.create_subprocess_exec(
             *command, process_group=0, env={**environ(), PARENT_PID: str(os.getpid())}
         )
+        if stopped.is_set():  # while it was being started
+            child.terminate()
         code = await _end_of(child, stopped, _ROUTER_STOP_DEADLINE_S if name == "router" else _STOP_DEADLINE_S)
         if stopped.is_set() or code == 0 or (code == WRONG and first):
             return max(code, 0)

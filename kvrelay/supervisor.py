@@ -6,6 +6,7 @@ Owns processes and their log files. Does not know what the children are: command
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -206,15 +207,21 @@ class Supervisor:
     async def _keep(self, child: Child) -> None:
         """The life of one child: live, end, wait, start again. Ends only if it never got ready."""
         while True:
-            await self._live(child)
-            if not child.ready.done():
-                child.ready.set_exception(ChildFailed(cause_of(child)))
-                return
-            lived_s = time.monotonic() - child.started_at
-            delay_s = child.backoff.delay_s(lived_s)
-            self._say(f"{child.spec.name} {child.fate} after {lived_s:.1f} s; starting it again in {delay_s:g} s")
-            await asyncio.sleep(delay_s)
-            child.spawn()
+            try:
+                await self._live(child)
+                if not child.ready.done():
+                    child.ready.set_exception(ChildFailed(cause_of(child)))
+                    return
+                lived_s = time.monotonic() - child.started_at
+                delay_s = child.backoff.delay_s(lived_s)
+                self._say(f"{child.spec.name} {child.fate} after {lived_s:.1f} s; starting it again in {delay_s:g} s")
+                await asyncio.sleep(delay_s)
+                child.spawn()
+            except OSError as why:  # no more processes or files, a full disk: that passes
+                delay_s = child.backoff.delay_s(0.0)
+                with contextlib.suppress(OSError):
+                    self._say(f"{child.spec.name} cannot be kept running ({why}); trying again in {delay_s:g} s")
+                await asyncio.sleep(delay_s)
 
     async def _live(self, child: Child) -> None:
         """Watch one life of a child until it ends: show its warnings, tell when it is ready, kill it if it never is."""

@@ -239,7 +239,7 @@ class _Fitting:
             is_figure = name.startswith(">")
             table.add_column(name.lstrip(">"), justify="right" if is_figure else "left", no_wrap=True)
         for row in self._rows:
-            table.add_row(*(row[at] for at in kept))
+            table.add_row(*(Text(cell) if isinstance(cell := row[at], str) else cell for at in kept))
         return table
 
 

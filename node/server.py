@@ -42,7 +42,7 @@ def run(config: NodeConfig) -> int:
 
     Exit code 0 after an orderly end, 1 when the engine failed.
     """
-    tracing = tracing_to(config.otlp_traces_endpoint, f"kvrelay-{config.role}", f"{config.host}:{config.port}")
+    tracing = tracing_to(config.otlp_traces_endpoint, f"kvrelay-{config.role}")
     node = Node(config, EngineClient(config), created=int(time.time()), tracing=tracing)
     server = _Server(
         node,

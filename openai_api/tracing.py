@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -40,14 +41,14 @@ def endpoint_of(configured: str, environ: Mapping[str, str]) -> str:
     return configured or environ.get(_OURS, "") or (f"{base}/v1/traces" if base else "")
 
 
-def tracing_to(configured: str, service: str, instance: str) -> Tracing | None:
+def tracing_to(configured: str, service: str) -> Tracing | None:
     """Tracing of this process, or None if no endpoint is given, by configuration or environment.
 
-    `service` is its name unless OTEL_SERVICE_NAME gives one, `instance` tells it from its equals. Raises ConfigError
-    if OpenTelemetry is not installed.
+    `service` is its name unless OTEL_SERVICE_NAME gives one. Raises ConfigError if OpenTelemetry is not
+    installed.
     """
     endpoint = endpoint_of(configured, os.environ)
-    return Tracing(endpoint, service, instance) if endpoint else None
+    return Tracing(endpoint, service) if endpoint else None
 
 
 def trace_id_of(traceparent: str) -> str:
@@ -92,7 +93,7 @@ class RequestSpan:
 class Tracing:
     """All spans of a process. Sent in the background; those that nobody takes are dropped."""
 
-    def __init__(self, endpoint: str, service: str, instance: str) -> None:
+    def __init__(self, endpoint: str, service: str) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -107,6 +108,8 @@ class Tracing:
         if not endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"traces are sent by OTLP over HTTP, to an http:// or https:// URL, got {endpoint!r}")
         named = os.environ.get("OTEL_SERVICE_NAME") or service
+        # All pods listen at one address, and all workers of a router at one port.
+        instance = f"{socket.gethostname()}:{os.getpid()}"
         resource = Resource.create({"service.name": named, "service.instance.id": instance})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

@@ -107,7 +107,7 @@ class Router:
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
         self.metrics.running.set_function(lambda: len(self._live))
-        self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router", f"{config.host}:{config.port}")
+        self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
         self.shared = shared(self.pool, self.doors, self.metrics)
         self.shared.reloads(config, self.take_over)
         self.gate = Gate(config, self.pool, self.shared.limits, self.metrics.admission)

@@ -200,10 +200,11 @@ class _Nodes(Collector):
     def collect(self) -> Iterator[Metric]:
         """Two gauges."""
         labels = ("node", "role")
-        up = GaugeMetricFamily("kvrelay_router_node_up", "1 if the node takes legs.", labels=labels)
+        says = "1 if the node takes legs. No model: it has not told yet."
+        up = GaugeMetricFamily("kvrelay_router_node_up", says, labels=(*labels, "model"))
         depth = GaugeMetricFamily("kvrelay_router_queue_depth", "Depth that the choice sees.", labels=labels)
         for node in (*self._pool.nodes, *self._pool.leaving):
-            up.add_metric((node.url, node.role), float(node.up))
+            up.add_metric((node.url, node.role, node.model), float(node.up))
             depth.add_metric((node.url, node.role), node.depth)
         yield up
         yield depth

@@ -34,33 +34,48 @@ def _burns(times: float, long: str, short: str) -> str:
 
 
 _UP = "max by (node, role) (kvrelay_router_node_up)"
+# By model; a node whose model is not known yet is none of a model of its own.
+_UP_OF_MODEL = 'max by (node, role, model) (kvrelay_router_node_up{model!=""})'
+_BREAKER = "kvrelay_router_breaker_state"
+
+
+def _of_any_model(expr: str) -> str:
+    return f'label_replace({expr}, "model", "any model", "", "")'
+
 
 ALERTS = (
     Alert(
-        "KvrelayTargetDown", 'up{job=~".*kvrelay.*"} == 0', "1m", "critical", "{{ $labels.instance }} is not scraped"
+        "KvrelayTargetDown",
+        'up{job=~".*kvrelay.*"} == 0',
+        "12m",  # a pod drains for 600 s at most, and a node listens only when it has its model
+        "warning",
+        "{{ $labels.instance }} is not scraped: it is gone or hangs, or drains or downloads its model for very long",
     ),
     # What is gone has no series that could be 0: pods are forgotten, and a container's name leads nowhere.
     Alert(
         "KvrelayNothingServes",
-        'absent(kvrelay_router_node_up{role="decode"})',
+        _of_any_model('absent(kvrelay_router_node_up{role="decode"})')
+        + ' or group by (model) (kvrelay_router_node_up{role="prefill",model!=""})'
+        ' unless on (model) group by (model) (kvrelay_router_node_up{role="decode"})',
         "1m",
         "critical",
-        "no router is scraped that knows a decode node: nobody is answered",
+        "no router is scraped that knows a decode node of {{ $labels.model }}: nobody is answered",
     ),
     Alert(
         "KvrelayRoleDown",
-        f"sum by (role) ({_UP}) == 0",
+        f"sum by (role, model) ({_UP_OF_MODEL}) == 0 or on (role) " + _of_any_model(f"sum by (role) ({_UP}) == 0"),
         "30s",
         "critical",
-        "no {{ $labels.role }} node takes requests: without decode nodes nothing is answered, without prefill nodes "
-        "decode nodes compute prompts",
+        "no {{ $labels.role }} node of {{ $labels.model }} takes requests: without decode nodes nothing is answered, "
+        "without prefill nodes decode nodes compute prompts",
     ),
     Alert(
         "KvrelayNodeDown", f"{_UP} == 0", "5m", "warning", "{{ $labels.role }} node {{ $labels.node }} takes nothing"
     ),
     Alert(
         "KvrelayBreakerOpen",
-        "max by (node, leg) (kvrelay_router_breaker_state) == 2",
+        # Open for a minute at most, then tried: it is open now and then, and never closed.
+        f"max by (node, leg) ({_BREAKER}) > 0 and max by (node, leg) (max_over_time({_BREAKER}[3m])) == 2",
         "2m",
         "warning",
         "{{ $labels.leg }} legs break on {{ $labels.node }}: its log says why",

@@ -8,7 +8,7 @@ from kvrelay.monitoring.targets import AVAILABLE, FIRST_TOKEN_S, IN_TIME, NEXT_T
 __all__ = ["DASHBOARDS"]
 
 # Each router sees all nodes, so the largest of what they say and not the sum.
-_UP = "max by (node, role) (kvrelay_router_node_up)"
+_UP = "max by (node, role, model) (kvrelay_router_node_up)"
 _ALL = rate("kvrelay_router_requests_total")
 _BROKEN = rate('kvrelay_router_requests_total{status=~"5.."}')
 
@@ -53,7 +53,7 @@ _TRAFFIC = Row(
 _NODES = Row(
     "Nodes",
     (
-        Panel("Nodes up", (Query(f"sum by (role) ({_UP})", "{{role}}"),)),
+        Panel("Nodes up", (Query(f"sum by (role, model) ({_UP})", "{{role}} {{model}}"),)),
         Panel(
             "Roles of nodes",
             (Query("sum by (role) (kvrelay_node_role)", "{{role}}"),),

@@ -143,13 +143,14 @@ class KeyLimits:
     def _state(self, key: str, quota: Quota, now: float) -> _State:
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = _State(
-                _full(quota.requests_per_minute, now), _full(quota.tokens_per_minute, now)
-            )
-            named = (("requests", state.requests), ("tokens", state.tokens))
-            state.buckets = [(what, bucket) for what, bucket in named if bucket is not None]
+            state = self._states[key] = _State(None, None)
         for _, bucket in state.buckets:
             bucket.refill(now)
+        # Quotas change with a reload: what is left is kept, as far as it goes into the new bucket.
+        state.requests = _sized(state.requests, quota.requests_per_minute, now)
+        state.tokens = _sized(state.tokens, quota.tokens_per_minute, now)
+        named = (("requests", state.requests), ("tokens", state.tokens))
+        state.buckets = [(what, bucket) for what, bucket in named if bucket is not None]
         return state
 
 
@@ -168,8 +169,11 @@ class HeldHere:
         self._limits.give_back(taken, used, now)
 
 
-def _full(size: int, now: float) -> _Bucket | None:
-    return _Bucket(size, float(size), now) if size else None
+def _sized(bucket: _Bucket | None, size: int, now: float) -> _Bucket | None:
+    if bucket is not None and bucket.size == size:
+        return bucket
+    level = float(size) if bucket is None else min(bucket.level, float(size))
+    return _Bucket(size, level, now) if size else None
 
 
 def _headers(state: _State) -> dict[str, str]:

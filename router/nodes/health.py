@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from router.nodes.pool import Pool
 from router.prefix.kv_events import KvEvents
 
 __all__ = ["watching"]
+
+_log = logging.getLogger("kvrelay.router")
 
 
 @asynccontextmanager
@@ -55,7 +58,11 @@ async def _watch(node: Node, pool: Pool, legs: Legs, events: KvEvents, interval_
                 checks, timeout=None if node.up else interval_s, return_when=asyncio.FIRST_COMPLETED
             )
             for check in done:
-                check.result()
+                try:
+                    check.result()
+                except Exception as why:  # noqa: BLE001 - a mistake of ours must not end the watch
+                    _log.exception("the health check of %s node %s failed", node.role, node.url)
+                    pool.miss(node, f"its health check failed: {why!r}", began, time.monotonic())
             if node.up:  # what older checks did not hear is not true any more
                 _cancel(checks)
                 began = time.monotonic()
@@ -88,8 +95,8 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
         if isinstance(report, HealthReport):
             pool.report(node, report, started, time.monotonic())
             if report.kind is NodeKind.KVRELAY:
-                events.heard(node.url, report.generation, report.kv_events)
+                events.heard(node.url, node.generation, report.kv_events)
             else:
-                events.heard_vllm(node.url, report.generation, report.engines, report.aliases)
+                events.heard_vllm(node.url, node.generation, report.engines, report.aliases)
         else:
             pool.unready(node, report, time.monotonic())

@@ -244,13 +244,15 @@ class Pool(Roster):
 
     def report(self, node: Node, report: HealthReport, started: float, now: float) -> None:
         """A health check that was started at `started` succeeded."""
-        if node.generation and report.generation != node.generation:
+        # A vLLM node whose metrics are not to be had does not say which process it is: none other, for all we know.
+        generation = report.generation or node.generation
+        if node.generation and generation != node.generation:
             self._cut(node)
             self.prefixes.forget(node.url)
             node.drain_asked = False
         node.misses, node.reported_at = 0, max(node.reported_at, started)
         known = (node.kind, node.model, node.adapters, node.up)
-        node.generation, node.engine_id, node.kind = report.generation, report.engine_id, report.kind
+        node.generation, node.engine_id, node.kind = generation, report.engine_id, report.kind
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
         node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version or 1
         node.note_load(report.load)

@@ -14,7 +14,7 @@ __all__ = ["HeldBlocks"]
 
 LIMIT = 4_000_000
 """Blocks that are remembered: about 100 bytes each, and 330 GPUs with pools of 12,000 blocks of 8 MiB."""
-# What is swept with each call that tells something.
+# What is swept at once.
 _SWEEP = 1_000
 
 
@@ -41,7 +41,7 @@ class HeldBlocks:
             holders[key] = mark if before is None else before | mark
         if len(holders) > self._limit:
             self._drop_oldest()
-        self._sweep()
+        self.sweep()
 
     def removed(self, mark: int, keys: Iterable[int]) -> None:
         """It holds these no more."""
@@ -54,7 +54,7 @@ class HeldBlocks:
                     holders[key] = self._alone.get(after, after)
                 else:
                     del holders[key]
-        self._sweep()
+        self.sweep()
 
     def steps(self, keys: Sequence[int], marks: int) -> list[tuple[int, int]]:
         """How many of these blocks, from the first on, which of the nodes in `marks` hold. The most come last."""
@@ -89,7 +89,8 @@ class HeldBlocks:
         """The marks that are being cleared; 0 if none are."""
         return self._sweeping
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Clear a piece of what `forget` has begun to."""
         if not self._sweeping:
             return
         piece = self._to_sweep[-_SWEEP:]

@@ -254,6 +254,7 @@ class PrefixIndex:
 
     def _recycle(self) -> None:
         """Numbers of nodes that are gone are given again once nothing is left of them; else integers grew for ever."""
+        self.blocks.sweep()  # events, which do so too, may never come
         if self.blocks.sweeping:
             return
         self._free += [number for number in range(self._next) if self._clearing >> number & 1]

@@ -48,6 +48,8 @@ RETRY_S = 2.0
 LOOK_AGAIN_S = 5.0
 """Between two replays that a quiet vLLM node is asked for, in case its last batches were lost."""
 _MAX_MESSAGE_BYTES = 64 << 20
+# Of each kind; ZeroMQ's own limit is 1,023, and there is one per node.
+_MAX_SOCKETS = 16_384
 # Batches that are taken before requests have their turn again.
 _AT_ONCE = 32
 _WAITING_BATCHES = 4_096
@@ -70,27 +72,32 @@ class KvEvents:
         self._metrics = metrics
         self._vllm_ports = vllm_ports
         self._sources: dict[str, _Source] = {}
-        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in self._sources))
+        self._unheard: set[str] = set()
+        """Nodes that cannot be listened to, as the log has said."""
+        for kind in (zmq.Context, zmq.asyncio.Context):
+            kind.instance().set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        metrics.doubted.set_function(lambda: sum(not index.trusts(url) for url in (*self._sources, *self._unheard)))
 
     def heard(self, url: str, generation: str, report: KvEventsReport | None) -> None:
         """A node's health report came. From the first one on its events are listened to, as long as it tells any."""
         if report is None:
             self.leave(url)
             return
-        self._follow(url, generation, report.port, report.replay_port)
-        self._sources[url].should_have(report.next_number)
+        source = self._follow(url, generation, report.port, report.replay_port)
+        if source is not None:
+            source.should_have(report.next_number)
 
     def heard_vllm(self, url: str, generation: str, engines: int, aliases: Sequence[str]) -> None:
         """The same of a vLLM node, with so many engines behind its address, and further names of its model."""
         ports = self._vllm_ports.get(url, self._vllm_ports.get(""))
         if ports is None or engines > 1:  # each engine has a cache of its own, and nobody knows who gets a request
             self.leave(url)
-        else:
-            self._follow(url, generation, *ports, vllm=True)
+        elif (source := self._follow(url, generation, *ports, vllm=True)) is not None:
             self._index.contents[url].aliases = frozenset(aliases)
-            self._sources[url].look_again()
+            source.look_again()
 
-    def _follow(self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False) -> None:
+    def _follow(self, url: str, generation: str, port: int, replay_port: int, *, vllm: bool = False) -> _Source | None:
+        """None if it cannot be listened to; its next health report tries again."""
         host = urlsplit(url).hostname or ""
         host = f"[{host}]" if ":" in host else host
         told_at = (generation, f"tcp://{host}:{port}", f"tcp://{host}:{replay_port}" if replay_port else "")
@@ -101,11 +108,20 @@ class KvEvents:
         if source is None:
             # Without replays, what it held before is never told.
             contents = BlockContents(whole=bool(replay_port)) if vllm else None
-            self._sources[url] = _Source(url, told_at, contents, self._index, self._metrics)
+            try:
+                source = self._sources[url] = _Source(url, told_at, contents, self._index, self._metrics)
+            except zmq.ZMQError as why:
+                level = logging.DEBUG if url in self._unheard else logging.WARNING
+                _log.log(level, "node %s: cannot listen to its KV events at %s: %s", url, told_at[1], why)
+                self._unheard.add(url)
+                return None
+            self._unheard.discard(url)
+        return source
 
     def leave(self, url: str) -> None:
         """The node is gone, or another process now: what was known of it is forgotten."""
         source = self._sources.pop(url, None)
+        self._unheard.discard(url)
         if source is not None:
             source.close()
             self._index.forget(url)
@@ -137,8 +153,6 @@ class _Source:
         self._contents = contents
         self._newest = 0.0
         """When the newest batch that was taken was made, by the node's clock."""
-        if contents is not None:
-            index.contents[url] = contents
         self._index = index
         self._metrics = metrics
         self._expected = 0
@@ -155,7 +169,13 @@ class _Source:
         for option, value in _OPTIONS:
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(events)
+        try:
+            self._socket.connect(events)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        if contents is not None:
+            index.contents[url] = contents
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._read()
         self._catch_up()
@@ -173,15 +193,17 @@ class _Source:
     def should_have(self, next_number: int) -> None:
         """The node has told all batches before this one; those of the report before must have come by now."""
         self._read()
-        if self._stream.next_number < self._expected:
-            self._catch_up()
+        missing = self._stream.next_number < self._expected
+        if missing or not self._index.trusts(self._url):
+            self._catch_up(missing=missing)
         self._expected = next_number
 
     def look_again(self) -> None:
         """The node does not say which number comes next: ask whether batches are missing at the end, if none come."""
         self._read()
         number, now = self._stream.next_number, time.monotonic()
-        if number == self._expected and not self._sure and now >= self._look_at and self._replays:
+        sure = self._sure and self._index.trusts(self._url)
+        if number == self._expected and not sure and now >= self._look_at and self._replays:
             self._look_at, self._sure = now + LOOK_AGAIN_S, self._live
             self._catch_up(missing=False)
         elif number != self._expected:

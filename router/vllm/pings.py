@@ -95,8 +95,12 @@ async def hearing_pings(pool: Listener, host: str, port: int) -> AsyncIterator[N
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_PING_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
+    address = "127.0.0.1" if host == "localhost" else host
+    if ":" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+        address = f"[{address}]"
     try:
-        socket.bind(f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}")
+        socket.bind(f"tcp://{address}:{port}")
     except zmq.ZMQError as why:
         context.destroy(0)
         raise RequestError(f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port") from why

@@ -228,7 +228,11 @@ class VllmWalk:
                 ending = plain_answer(answer)
             except NodeFailed as why:
                 raise LegFailed(why.message) from why
-            self.timeline.tokens(now := time.monotonic())
+            now = time.monotonic()
+            if self.timeline.handed_over is not None:
+                # By then the first token was computed; without a prefill leg nobody knows when that was.
+                self.timeline.tokens(self.timeline.handed_over)
+                self.timeline.tokens(now)
             self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
             if one:
                 times.whole(ending.prompt_tokens, ending.output_tokens, now)

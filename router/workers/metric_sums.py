@@ -1,7 +1,8 @@
 """The metrics of several worker processes as those of one. Pure.
 
 Counters and histograms are summed, also those of workers that have ended: a sum never goes back. Gauges are summed
-where they count what a worker has, and the largest is taken where they say what each of them sees of the same thing.
+where they count what a worker has, and the largest is taken where they say what each of them sees of the same thing, or
+how near each is to a limit of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ LARGEST = frozenset(
         "kvrelay_router_prefix_texts",
         "kvrelay_router_prefix_blocks",
         "process_start_time_seconds",
+        "process_open_fds",
+        "process_max_fds",
     }
 )
-"""Gauges of what all workers see."""
+"""Gauges of what all workers see, and of what each must have enough of by itself."""
 ADDED = frozenset(
     {
         "kvrelay_router_requests_running",
@@ -36,8 +39,6 @@ ADDED = frozenset(
         "kvrelay_router_prefix_text_bytes",
         "process_virtual_memory_bytes",
         "process_resident_memory_bytes",
-        "process_open_fds",
-        "process_max_fds",
     }
 )
 """Gauges of what each worker has."""

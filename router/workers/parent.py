@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 
 from openai_api.response_store import ResponseStore
 from router.admission.rate_limits import KeyLimits, Taken
@@ -145,6 +145,7 @@ class Parent:
             "Processes that were replaced because they did not answer their parent.",
             registry=registry,
         )
+        ProcessCollector(registry=registry)  # this process's files run out, too
         self._members.tell(Source.STATIC, static_nodes(config))
 
     @asynccontextmanager

@@ -76,8 +76,11 @@ ROUTER, NODE = 'job="kvrelay-router",instance="r"', 'job="kvrelay-node",instance
 WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "KvrelayTargetDown": ({f"up{{{NODE}}}": "0x99"}, {f"up{{{NODE}}}": "1x99"}),
     "KvrelayNothingServes": (
-        {'kvrelay_router_node_up{node="p",role="prefill"}': "1x99"},
-        {'kvrelay_router_node_up{node="d",role="decode"}': "1x99"},
+        {'kvrelay_router_node_up{node="p",role="prefill",model=""}': "1x99"},
+        {
+            'kvrelay_router_node_up{node="p",role="prefill",model="m"}': "1x99",
+            'kvrelay_router_node_up{node="d",role="decode",model="m"}': "1x99",
+        },
     ),
     "KvrelayRoleDown": (
         {'kvrelay_router_node_up{node="d",role="decode"}': "1x8 0x91"},
@@ -94,8 +97,8 @@ WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         },
     ),
     "KvrelayBreakerOpen": (
-        {'kvrelay_router_breaker_state{node="d",leg="decode"}': "2x99"},
-        {'kvrelay_router_breaker_state{node="d",leg="decode"}': "1x99"},
+        {'kvrelay_router_breaker_state{node="d",leg="decode"}': "1x2 2x3 1x2 2x3 1x2 2x3 " * 7},
+        {'kvrelay_router_breaker_state{node="d",leg="decode"}': "0x50 2x9 1x39"},
     ),
     **{
         name: (
@@ -200,11 +203,50 @@ WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 """By alert: series of 25 minutes, a sample each 15 s, at whose end it fires, and others at whose end it does not."""
 
 
+ALSO: list[tuple[str, tuple[dict[str, str], dict[str, str]]]] = [
+    (  # breaks each time that it is tried, after ever longer times; or in an instant
+        "KvrelayBreakerOpen",
+        (
+            {'kvrelay_router_breaker_state{node="d",leg="decode"}': "2x9 " * 10},
+            {'kvrelay_router_breaker_state{node="d",leg="decode"}': "0x90 2x4 0x4"},
+        ),
+    ),
+    (  # of one model of two
+        "KvrelayRoleDown",
+        (
+            {
+                'kvrelay_router_node_up{node="d",role="decode",model="m"}': "1x8 0x91",
+                'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99",
+            },
+            {  # a node that starts is of no model of its own
+                'kvrelay_router_node_up{node="d",role="decode",model=""}': "0x99",
+                'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99",
+            },
+        ),
+    ),
+    (
+        "KvrelayNothingServes",
+        (
+            {
+                'kvrelay_router_node_up{node="p",role="prefill",model="m"}': "1x99",
+                'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99",
+            },
+            {'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99"},
+        ),
+    ),
+    (  # a drain of ten minutes
+        "KvrelayTargetDown",
+        ({f"up{{{NODE}}}": "1x20 0x79"}, {f"up{{{NODE}}}": "1x59 0x40"}),
+    ),
+]
+"""More of the same."""
+
+
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool here (apt-get install prometheus)")
 def test_each_alert_fires_when_it_should_and_not_else(repository: Path, tmp_path: Path) -> None:
     assert set(WRONG_AND_RIGHT) == {alert.name for alert in ALERTS}
     cases = []
-    for name, both in WRONG_AND_RIGHT.items():
+    for name, both in (*WRONG_AND_RIGHT.items(), *ALSO):
         for series, fires in zip(both, (True, False), strict=True):
             expr = f'count(ALERTS{{alertname="{name}",alertstate="firing"}})'
             samples = [{"labels": "{}", "value": 1}] if fires else []

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -105,6 +106,22 @@ async def test_signals_go_to_the_child_and_one_that_waits_ends_at_once(
             await asyncio.sleep(0.02)
     os.kill(os.getpid(), signal.SIGINT)
     assert await keeping == 0
+
+
+async def test_a_signal_that_comes_while_a_child_is_started_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, begin = StandIn(tmp_path), asyncio.create_subprocess_exec
+
+    async def begun(*command: str, **how: Any) -> asyncio.subprocess.Process:
+        os.kill(os.getpid(), signal.SIGTERM)
+        child = await begin(*command, **how)
+        await until_it_serves(node)
+        return child
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", begun)
+    assert await node.keep(Backoff()) == 0
+    assert node.lines()[-1] == "SIGTERM"
 
 
 @pytest.mark.parametrize("words", [["supervise", "chat"], ["supervise", "up"], ["supervise", "--port", "1"]])

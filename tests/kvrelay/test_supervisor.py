@@ -91,6 +91,30 @@ async def test_a_dead_child_is_started_again_and_that_is_told(tmp_path: Path) ->
     assert said[0].endswith("starting it again in 0.5 s")
 
 
+async def test_a_child_that_cannot_be_started_again_is_tried_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    spawn, failures = Child.spawn, 2
+
+    def refused(self: Child) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise BlockingIOError("Resource temporarily unavailable")
+        spawn(self)
+
+    async with Supervisor(healthy, said.append) as supervisor:
+        child = supervisor.start(child_spec(tmp_path, _SLEEP))
+        child.backoff.longest_s = 0.5
+        await child.ready
+        first = pid_of(child)
+        monkeypatch.setattr(Child, "spawn", refused)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: pid_of(child) != first and any("ready again" in line for line in said))
+    assert sum("cannot be kept running (Resource temporarily unavailable)" in line for line in said) == 2
+
+
 async def test_a_child_that_ends_before_it_is_ready_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     async def never(url: str) -> bool:
         return False

@@ -70,6 +70,17 @@ async def test_a_narrow_terminal_gets_whole_columns_and_fewer_of_them() -> None:
     assert "breakers" not in text
 
 
+async def test_an_ipv6_address_is_shown_whole() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        seen = await c.router.lookout.picture(0.0)
+    nodes = [msgspec.structs.replace(node, url="http://[fd00::1]:8100") for node in seen.nodes]
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as told:
+        console.print(drawn(msgspec.structs.replace(seen, nodes=nodes)))
+    assert "[fd00::1]:8100" in told.get()
+
+
 async def test_it_shows_the_balance_of_roles() -> None:
     async with cluster() as c:
         seen = await c.router.lookout.picture(0.0)

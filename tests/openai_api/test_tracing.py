@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -33,16 +34,16 @@ def test_the_trace_that_a_header_names() -> None:
 
 def test_an_endpoint_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="localhost:4317"):
-        tracing_to("localhost:4317", "kvrelay", "a")
+        tracing_to("localhost:4317", "kvrelay")
 
 
 def test_switched_off_no_sdk_is_imported(repository: Path) -> None:
     code = (
         "import sys, router.app, openai_api.tracing as t\n"
-        "assert t.tracing_to('', 'kvrelay', 'a') is None\n"
+        "assert t.tracing_to('', 'kvrelay') is None\n"
         "assert not {'opentelemetry.sdk', 'opentelemetry.exporter', 'opentelemetry.proto'} & set(sys.modules)\n"
         "sys.modules['opentelemetry.sdk.trace'] = None\n"
-        "try: t.tracing_to('http://a/v1/traces', 'kvrelay', 'a')\n"
+        "try: t.tracing_to('http://a/v1/traces', 'kvrelay')\n"
         "except Exception as why: print(why)\n"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
@@ -54,8 +55,17 @@ def test_switched_off_no_sdk_is_imported(repository: Path) -> None:
     assert "kvrelay[tracing]" in done.stdout
 
 
+def test_an_instance_is_told_from_its_equals_on_other_machines_and_beside_it() -> None:
+    tracing = Tracing("http://127.0.0.1:9/v1/traces", "kvrelay")
+    try:
+        told = tracing._provider.resource.attributes
+        assert told["service.instance.id"] == f"{socket.gethostname()}:{os.getpid()}"
+    finally:
+        tracing.close(within_s=0.1)
+
+
 def test_what_is_asked_of_others_carries_on_the_trace() -> None:
-    tracing = Tracing("http://127.0.0.1:9/v1/traces", "kvrelay", "a")  # nobody is there, and nobody minds
+    tracing = Tracing("http://127.0.0.1:9/v1/traces", "kvrelay")  # nobody is there, and nobody minds
     try:
         told = tracing.begin("request", {"traceparent": PARENT, "tracestate": "a=1"}, 1.0).headers
         assert trace_id_of(told["traceparent"]) == trace_id_of(PARENT)

@@ -234,6 +234,53 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
     run(test)
 
 
+def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            report = node.report()
+            for _ in range(2):
+                router.events.heard(URL, "g1", KvEventsReport(-1, report.replay_port, report.next_number))
+            assert sum("cannot listen" in line for line in caplog.messages) == 1
+            assert router.count("kv_event_doubted_nodes") == 1
+            router.heard(node)
+            await router.trusted()
+            assert router.count("kv_event_doubted_nodes") == 0
+
+    run(test)
+
+
+def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay failed, and the live batches then filled its gap."""
+    monkeypatch.setattr("router.prefix.kv_events.LOOK_AGAIN_S", 0.0)
+
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            report = node.report()
+            router.heard(node)
+            await router.trusted()
+            router.index.doubt(URL)
+            router.heard(node)
+            await router.trusted()
+            assert router.count("kv_event_gaps_total") == 0
+            source = router.events._sources[URL]
+            source._sure = True  # as after a vLLM node's quiet time
+            router.index.doubt(URL)
+            source.look_again()
+            await router.trusted()
+            assert (report.next_number, router.count("kv_event_replays_total", outcome="ok")) == (0, 3)
+
+    run(test)
+
+
+def test_there_may_be_a_thousand_nodes_and_more() -> None:
+    async def test() -> None:
+        async with listening():
+            for context in (zmq.Context.instance(), zmq.asyncio.Context.instance()):
+                assert context.get(zmq.MAX_SOCKETS) > 10_000
+
+    run(test)
+
+
 def test_a_listener_that_speaks_as_vllm_s_do() -> None:
     """Subscribes with no topic, asks for a replay from a number on, and is told when it ends."""
 

@@ -81,6 +81,18 @@ def test_a_request_that_never_began_costs_nothing() -> None:
     assert refused(limits, quota, 1).retry_after_s == pytest.approx(60.0)
 
 
+def test_another_quota_keeps_what_is_left_as_far_as_it_goes() -> None:
+    limits = KeyLimits()
+    for _ in range(4):
+        take(limits, BOTH, 100)
+    more = take(limits, Quota(requests_per_minute=60, tokens_per_minute=6_000)).headers
+    assert (more["x-ratelimit-limit-requests"], more["x-ratelimit-remaining-requests"]) == ("60", "1")
+    assert (more["x-ratelimit-limit-tokens"], more["x-ratelimit-remaining-tokens"]) == ("6000", "200")
+    assert refused(limits, Quota(requests_per_minute=60, tokens_per_minute=50), 51).retry_after_s is None
+    assert take(limits, Quota()).headers == {}
+    assert take(limits, Quota(tokens_per_minute=10)).headers["x-ratelimit-remaining-tokens"] == "10"
+
+
 def test_what_can_never_be_taken_is_told_so() -> None:
     exceeded = refused(KeyLimits(), BOTH, 601)
     assert exceeded.retry_after_s is None

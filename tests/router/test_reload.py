@@ -144,6 +144,21 @@ async def test_keys_aliases_limits_policies_and_nodes_change_while_requests_run(
             assert "[DONE]" in await begun  # of a key and a node that are gone
 
 
+async def test_a_key_that_has_asked_before_gets_its_new_limits() -> None:
+    p, d = prefill(), decode(decode_ok)
+    async with running(p, d):
+        file = File(p, d, keys=(KeyConfig("ann", hash_of("ann"), requests_per_minute=1),))
+        async with router_over(file.read(), file.read) as c:
+            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            assert [await status(c, "ann") for _ in range(2)] == [200, 429]
+            file.write(keys=(KeyConfig("ann", hash_of("ann")),))
+            assert await reloaded(c) == (200, {"changed": ["keys"]})
+            assert [await status(c, "ann") for _ in range(2)] == [200, 200]
+            file.write(keys=(KeyConfig("ann", hash_of("ann"), requests_per_minute=2),))
+            assert await reloaded(c) == (200, {"changed": ["keys"]})
+            assert [await status(c, "ann") for _ in range(3)] == [200, 200, 429]
+
+
 async def test_a_fixed_setting_or_a_file_that_is_wrong_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     p, d = prefill(), decode()
     async with running(p, d):

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from router_doubles import Call, Cluster, FakeNode, cluster, decode, prefill, until
+from router_doubles import MODEL, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
 from router.membership.members import NodeSpec, Source
 from router.nodes.doors import Doors
@@ -160,8 +160,8 @@ async def test_a_node_is_asked_and_gets_what_its_new_role_gets() -> None:
         await under_way
         p.flipped()
         await until(lambda: c.node(p).up)
-        assert c.metric("kvrelay_router_node_up", node=p.url, role="decode") == 1
-        assert c.metric("kvrelay_router_node_up", node=p.url, role="prefill") == 0
+        assert c.metric("kvrelay_router_node_up", node=p.url, role="decode", model=MODEL) == 1
+        assert c.metric("kvrelay_router_node_up", node=p.url, role="prefill", model=MODEL) == 0
         before = len(p.calls)
         for _ in range(6):
             await c.text()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_doubles import cluster, decode, prefill, until
+from router_doubles import MODEL, cluster, decode, prefill, until
 
 
 async def error_of(answer: Any) -> dict[str, Any]:
@@ -177,7 +177,7 @@ async def test_metrics_are_exposed() -> None:
         await c.text()
         async with c.http.get(f"{c.url}/metrics") as answer:
             text = await answer.text()
-        assert f'kvrelay_router_node_up{{node="{p.url}",role="prefill"}} 1.0' in text
+        assert f'kvrelay_router_node_up{{model="{MODEL}",node="{p.url}",role="prefill"}} 1.0' in text
         assert 'kvrelay_router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
         assert "kvrelay_router_queue_depth" in text
 

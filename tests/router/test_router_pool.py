@@ -179,6 +179,16 @@ def test_legs_on_a_restarted_node_are_cut(pool: Pool) -> None:
     assert (pool.nodes[0].up, cuts) == (True, ["cut"])
 
 
+def test_a_node_that_does_not_say_which_process_it_is_is_the_one_that_it_was(pool: Pool) -> None:
+    node = pool.nodes[0]
+    cuts, _context = cut_count(pool, node)
+    pool.drain(node, 1.0)
+    pool.report(node, report(generation=""), 2.0, 2.0)
+    assert (cuts, node.generation, node.drain_asked) == ([], "g1", True)
+    pool.report(node, report(generation="g2"), 3.0, 3.0)
+    assert (cuts, node.drain_asked) == (["cut"], False)
+
+
 def test_our_own_legs_count_at_once_and_their_tokens_until_they_answer(pool: Pool) -> None:
     node = pool.nodes[0]
     pool.report(node, report(load=Load(free_blocks=100, total_blocks=100, block_tokens=16)), 1.0, 1.0)

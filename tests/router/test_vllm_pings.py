@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.nodes.node import NodeKind
-from router.vllm.pings import EXPIRY_S, PingBook
+from router.nodes.pool import Pool
+from router.vllm.pings import EXPIRY_S, PingBook, hearing_pings
 from tests.router.router_doubles import MODEL, Cluster, cluster, until
 from tests.router.vllm_doubles import Store, VllmNode, cut, deltas, ok
 from wire.config import Role
@@ -85,6 +87,25 @@ async def pinged(*nodes: VllmNode) -> AsyncIterator[Cluster]:
             pool = c.router.pool
             await until(lambda: len(pool.nodes) == len(nodes) and all(node.up for node in pool.nodes))
             yield c
+    finally:
+        context.destroy(0)
+
+
+@pytest.mark.parametrize("host", ["::", "::1"])
+async def test_pings_are_heard_at_ipv6_addresses(host: str) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
+            port = probe.getsockname()[1]
+    except OSError:
+        pytest.skip("no IPv6 here")
+    context, pool = zmq.asyncio.Context(), Pool([], [], random.Random(1))
+    try:
+        async with hearing_pings(pool, host, port):
+            pings = context.socket(zmq.DEALER)
+            pings.setsockopt(zmq.IPV6, 1)
+            pings.connect(f"tcp://[::1]:{port}")
+            await pings.send(ping("P", "10.0.0.1:8100", "10.0.0.1:9100"))
+            await until(lambda: [node.url for node in pool.nodes] == ["http://10.0.0.1:8100"])
     finally:
         context.destroy(0)
 

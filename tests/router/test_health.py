@@ -1,0 +1,42 @@
+"""The health loop: nothing that a check does ends it."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+
+from router.nodes.health import watching
+from router.nodes.node import HealthReport, Node
+from router.nodes.pool import Pool
+from tests.router.router_doubles import until
+from wire.config import Role
+
+
+class Asked:
+    """Legs and KV events at once: `failures` of the checks raise what nobody thought of."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.checks = failures, 0
+
+    async def health(self, node: Node) -> HealthReport:
+        self.checks += 1
+        return HealthReport(Role.PREFILL, "m", generation="g")
+
+    def forget(self, node: Node) -> None: ...
+
+    def heard(self, url: str, generation: str, report: object) -> None:
+        if self.checks <= self.failures:
+            raise ValueError("a defect")
+
+
+async def test_a_check_that_fails_in_any_way_is_a_miss_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+    pool, asked = Pool(["http://p"], [], random.Random(1)), Asked(2)
+    doubles: Any = asked
+    with caplog.at_level(logging.WARNING, "kvrelay.router"):
+        async with watching(pool, doubles, doubles, 0.01):
+            await until(lambda: asked.checks > 3 and pool.nodes[0].up)
+    assert [line for line in caplog.messages if "a defect" in line]
+    assert sum(record.exc_info is not None for record in caplog.records) == 2
