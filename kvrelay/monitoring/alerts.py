@@ -35,7 +35,7 @@ def _burns(times: float, long: str, short: str) -> str:
 
 _UP = "max by (node, role) (kvrelay_router_node_up)"
 # By model; a node whose model is not known yet is none of a model of its own.
-_UP_OF_MODEL = 'max by (node, role, model) (kvrelay_router_node_up{model!=""})'
+_UP_OF_MODEL = 'max by (node, role, model) (kvrelay_router_node_up{model=~".+"})'
 _BREAKER = "kvrelay_router_breaker_state"
 
 
@@ -55,7 +55,7 @@ ALERTS = (
     Alert(
         "KvrelayNothingServes",
         _of_any_model('absent(kvrelay_router_node_up{role="decode"})')
-        + ' or group by (model) (kvrelay_router_node_up{role="prefill",model!=""})'
+        + ' or group by (model) (kvrelay_router_node_up{role="prefill",model=~".+"})'
         ' unless on (model) group by (model) (kvrelay_router_node_up{role="decode"})',
         "1m",
         "critical",
