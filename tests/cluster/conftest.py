@@ -50,7 +50,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder, router_flags = tmp_path_factory.mktemp("embedded"), ["--api-key", EMBEDDED_KEY]
     with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
         yield ours
-        ours.all_blocks_free(within_s=4)
+        ours.all_blocks_free(within_s=15)
 
 
 @pytest.fixture(scope="session")
@@ -63,4 +63,4 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     decode_flags = ["--speculative-tokens", "4", "--ngram-min", "1", "--max-body-bytes", str(SMALL_LONGEST_BODY)]
     with running(folder, prefill=1, decode=1, flags=flags, decode_flags=decode_flags) as ours:
         yield ours
-        ours.all_blocks_free(within_s=4)
+        ours.all_blocks_free(within_s=15)

@@ -109,7 +109,7 @@ def test_the_first_request_finds_its_pair_connected(cluster: Cluster) -> None:
         assert answer.json()["model"] == "tiny"
     counted(cluster.of("decode"), "kvrelay_fetches_total", fetched + 4)
     assert [connections(node) for node in cluster.of("decode")] == before
-    cluster.all_blocks_free(within_s=4)
+    cluster.all_blocks_free(within_s=15)
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, at: int, stop: asyncio.Event) -> int:
@@ -161,7 +161,7 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
     # Nothing was computed twice: KV was fetched from prefill nodes that were ending.
     counted(cluster.of("decode"), "kvrelay_recomputed_prompts_total", 0)
     cluster.wait_met(4)
-    cluster.all_blocks_free(within_s=4)
+    cluster.all_blocks_free(within_s=15)
 
 
 def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process, was: dict[str, str]) -> None:

@@ -149,7 +149,7 @@ async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster:
     assert float(generated["decode"]) > 4 * TOKENS
     assert float(generated["prefill"]) < float(generated["decode"])
     assert 'kvrelay_node_role{model_name="tiny",role="prefill"} 1.0' in text
-    cluster.all_blocks_free(within_s=4)
+    cluster.all_blocks_free(within_s=15)
 
 
 def _seen(cluster: Cluster, wanted: tuple[int, int]) -> bool:

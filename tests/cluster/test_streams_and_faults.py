@@ -45,7 +45,7 @@ def cluster(tmp_path_factory):
 def nothing_is_lost(cluster: Cluster):
     """After every test all blocks of all nodes are free."""
     yield
-    cluster.all_blocks_free(within_s=4)
+    cluster.all_blocks_free(within_s=15)
 
 
 def client(cluster: Cluster) -> openai.OpenAI:
