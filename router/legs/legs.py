@@ -154,7 +154,8 @@ class Legs:
                     return True
                 _log.warning("prefill node %s answered a %s with %d", node.url, what, answer.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
-            _log.warning("prefill node %s could not be told to %s %s: %s", node.url, what, request_ids[0], why)
+            said = str(why) or f"no answer within {_RELEASE_DEADLINE_S:g} s"
+            _log.warning("prefill node %s could not be told to %s %s: %s", node.url, what, request_ids[0], said)
         return False
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
