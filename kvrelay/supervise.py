@@ -16,7 +16,7 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 
 from kvrelay.machine import environ
-from kvrelay.supervisor import Backoff
+from kvrelay.supervisor import Backoff, fate_of
 from node.parent import PARENT_PID
 from wire.errors import ConfigError
 from wire.router_config import MAX_DRAIN_S
@@ -74,7 +74,7 @@ async def _keep(command: Sequence[str], name: str, backoff: Backoff | None = Non
         first = False
         lived_s = time.monotonic() - began
         delay_s = backoff.delay_s(lived_s)
-        _log.error("%s ended (%s) after %.1f s; starting it again in %g s", name, _fate(code), lived_s, delay_s)
+        _log.error("%s ended (%s) after %.1f s; starting it again in %g s", name, fate_of(code), lived_s, delay_s)
         try:
             await asyncio.wait_for(stopped.wait(), delay_s)
         except TimeoutError:
@@ -94,7 +94,3 @@ async def _end_of(child: Process, stopped: asyncio.Event, deadline_s: float) -> 
         return await ended
     finally:
         told.cancel()
-
-
-def _fate(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -21,7 +21,7 @@ from typing import Self
 from node.parent import PARENT_PID
 from wire.errors import KvrelayError
 
-__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of"]
+__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of", "fate_of"]
 
 _TICK_S = 0.1
 _TAIL_LINES = 15
@@ -263,3 +263,8 @@ def cause_of(child: Child) -> str:
     lines = child.tail.last_lines(_TAIL_LINES) or ["(its log is empty)"]
     log = "\n".join(f"    {line}" for line in lines)
     return f"{child.spec.name} {child.fate} before it was ready; the end of {child.spec.log}:\n{log}"
+
+
+def fate_of(code: int) -> str:
+    """What a process ended by, in few words: its exit code, or the name of the signal for a negative one."""
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

@@ -19,7 +19,7 @@ from functools import partial
 
 import uvloop
 
-from kvrelay.supervisor import Backoff, ChildFailed
+from kvrelay.supervisor import Backoff, ChildFailed, fate_of
 from node.parent import PARENT_PID, die_with_parent
 from node.process_log import log_to_stderr
 from router.reload import Reread, reload_on_hangup
@@ -102,9 +102,9 @@ class _Worker:
             code = await process.wait()
             lived_s = time.monotonic() - began
             if not ready:
-                raise ChildFailed(f"worker {self._index} ended ({_fate(code)}) before it served; its log says why")
+                raise ChildFailed(f"worker {self._index} ended ({fate_of(code)}) before it served; its log says why")
             delay_s = self._backoff.delay_s(lived_s)
-            fate = (self._index, _fate(code), lived_s, delay_s)
+            fate = (self._index, fate_of(code), lived_s, delay_s)
             _log.error("worker %d ended (%s) after %.1f s; another one starts in %g s", *fate)
             await asyncio.sleep(delay_s)
             self._parent.restarts.inc()
@@ -151,10 +151,6 @@ class _Worker:
 def _kill(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-
-
-def _fate(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def main() -> None:

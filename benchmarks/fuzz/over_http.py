@@ -46,8 +46,10 @@ class Half:
     """The monotonic second in which it was closed."""
 
 
-async def exchange(port: int, pieces: Sequence[bytes]) -> bytes | None:
-    """Send the pieces, one after the other, and read to the end; None if that does not come in time."""
+async def exchange(port: int, pieces: Sequence[bytes], *, half_close: bool = False) -> bytes | None:
+    """Send the pieces, one after the other, and read to the end; None if that does not come in time.
+
+    `half_close`: nothing more can come from us, which a server sees behind what it can answer."""
     said = b""
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -56,9 +58,14 @@ async def exchange(port: int, pieces: Sequence[bytes]) -> bytes | None:
                 for piece in pieces:
                     writer.write(piece)
                     await writer.drain()
-                    if len(pieces) > 1:
+                    if len(pieces) > 1 and not half_close:
                         await asyncio.sleep(_SLOW_S / len(pieces))
-                while len(said) < _MOST_BYTES:
+                if half_close:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_SLOW_S):
+                            said += await reader.read(1 << 16)
+                    writer.write_eof()
+                while half_close or len(said) < _MOST_BYTES:
                     heard = await reader.read(1 << 16)
                     if not heard:
                         break
@@ -105,7 +112,7 @@ async def framing(rng: random.Random, process: Process, cases: int, key: str) ->
     for at in range(0, cases, AT_ONCE):
         some = asked[at : at + AT_ONCE]
         # An ended half shows that nothing follows: what is incomplete is closed without an answer.
-        answers = await asyncio.gather(*(_half_closed(process.port, pieces) for pieces in some))
+        answers = await asyncio.gather(*(exchange(process.port, pieces, half_close=True) for pieces in some))
         for pieces, answer in zip(some, answers, strict=True):
             wrong = _judged(answer, may_be_silent=True)
             if wrong:
@@ -238,30 +245,6 @@ def _raw(rng: random.Random, key: str) -> list[bytes]:
         case _:
             first = rng.choice((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /health\r\n"))
             return [first, b"\x16\x03\x01\x02\x00", b"\r\n" * 50]
-
-
-async def _half_closed(port: int, pieces: Sequence[bytes]) -> bytes | None:
-    said = b""
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                for piece in pieces:
-                    writer.write(piece)
-                    await writer.drain()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_SLOW_S):  # a server sees the end behind what it can answer
-                        said += await reader.read(1 << 16)
-                writer.write_eof()
-                while heard := await reader.read(1 << 16):
-                    said += heard
-            finally:
-                writer.close()
-    except TimeoutError:
-        return None
-    except OSError:
-        return said
-    return said
 
 
 def _leg_message(rng: random.Random, held: str) -> bytes:

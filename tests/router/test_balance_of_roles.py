@@ -290,19 +290,6 @@ async def state(c: Cluster) -> Any:
         return await answer.json()
 
 
-async def test_requests_of_a_router_are_counted_once_each() -> None:
-    async with cluster(prefill(), decode(), **TARGETS) as c:
-        counted = c.router.counted
-        assert counted is not None
-        for _ in range(3):
-            await c.text()
-        async with c.post({"model": "nobody"}) as answer:
-            assert answer.status == 404
-        await until(lambda: counted._work[MODEL].computed == 3)
-        work = counted.take()[MODEL]
-        assert (work.asked, work.first, work.first_met, work.answered) == (3, 3, 3, 3)
-
-
 async def test_a_router_has_an_idle_node_change_and_shows_it() -> None:
     """Prompts take so long that one prefill node is not enough; three decode nodes have nothing to do."""
 
