@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import sys
 import termios
 from asyncio import TimerHandle
@@ -163,7 +164,19 @@ class Guarded(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, functools.partial(self._answer, cycle, app))
+
+    async def _answer(self, cycle: RequestResponseCycle, app: Any, *args: Any) -> None:
+        """Whom the server cuts off at its end is told so, if nothing was told yet; uvicorn would say 500 and log a
+        traceback."""
+        try:
+            await app(*args)
+        except asyncio.CancelledError:
+            if cycle.response_started:
+                self._close()
+            else:
+                self._refuse(Unavailable("this server ends, and could not answer in the time left; try another one"))
+            cycle.disconnected = True
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._wrong or RequestError("this is no HTTP request that could be read one way only"))

@@ -25,12 +25,14 @@ import msgspec
 from benchmarks.chaos.asks import Ask
 from benchmarks.chaos.streams import Answer, Heard, difference
 
-__all__ = ["Crowd", "Seen"]
+__all__ = ["KEPT_S", "Crowd", "Seen"]
 
 SALTED = 0.5
 # A refused client comes back so much later, and one that has lost its router.
 _AGAIN_S = 1.0
 _SLOW_READS = 50
+KEPT_S = 2.0
+"""A client's idle connection is closed after so long, up to twice that."""
 
 
 @dataclass(slots=True)
@@ -197,7 +199,7 @@ class Crowd:
 def slow_session() -> aiohttp.ClientSession:
     """Of clients with little room for what they have not read: the router soon has to wait for them."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=_small_socket),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S, socket_factory=_small_socket),
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=1 << 16,
     )

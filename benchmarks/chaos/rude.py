@@ -12,7 +12,8 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -20,9 +21,10 @@ import msgspec
 from benchmarks.chaos.crowd import Crowd, Seen
 from benchmarks.chaos.lookout import PREEMPTIONS
 from benchmarks.chaos.processes import Cluster, Node
+from benchmarks.chaos.verdict import Span
 from wire.outputs import Load
 
-__all__ = ["Rude"]
+__all__ = ["Rude", "Rudeness"]
 
 _ANSWER_S = 20.0
 _OVER_BYTES = 17 << 20
@@ -31,14 +33,27 @@ _OVERFULL, _MOST, _FILL_S = 1.4, 200, 60.0
 _Body = Callable[[random.Random, str], bytes]
 
 
+class Rudeness(NamedTuple):
+    """What was answered wrongly, and when it was asked. A router that is down excuses it. No node that is up excuses a
+    503: what only a node could say of it is not known then."""
+
+    asked: float
+    told: str
+    status: int = 0
+
+    def excused(self, no_router: Iterable[Span], no_node: Iterable[Span]) -> bool:
+        """Whether it is; spans may have begun or ended while it was waited for."""
+        spans = [*no_router, *(no_node if self.status == 503 else ())]
+        return any(a <= self.asked + _ANSWER_S + 1 and self.asked <= b + 2 for a, b in spans)
+
+
 class Rude:
     """All of them. `answers`: how often nonsense was answered how."""
 
     def __init__(self, cluster: Cluster, crowd: Crowd, longest: int) -> None:
         self._cluster, self._crowd, self._longest = cluster, crowd, longest
         self.answers: Counter[str] = Counter()
-        self.broken: list[tuple[float, str]] = []
-        """When, and what: it may be excused by a router that was down."""
+        self.broken: list[Rudeness] = []
 
     async def do(self, kind: str, count: int, for_s: float, rng: random.Random) -> None:
         """So many clients at once, until they are done."""
@@ -108,12 +123,12 @@ class Rude:
                 told = (await answer.read())[:200]
             self.answers[str(answer.status)] += 1
             if answer.status not in (*allowed, 429):
-                self.broken.append((now, f"{what} was answered with {answer.status}: {told!r}"))
+                self.broken.append(Rudeness(now, f"{what} was answered with {answer.status}: {told!r}", answer.status))
         except (aiohttp.ClientError, OSError) as why:
             # A server may answer and close while a body too long is still being sent.
             self.answers[type(why).__name__] += 1
             if isinstance(why, TimeoutError):
-                self.broken.append((now, f"{what} was not answered within {_ANSWER_S:g} s"))
+                self.broken.append(Rudeness(now, f"{what} was not answered within {_ANSWER_S:g} s"))
 
     async def _raw(self, rng: random.Random) -> None:
         """Bytes that are no HTTP, to any port; then the connection ends, whoever ends it."""
@@ -130,7 +145,7 @@ class Rude:
                 told = await reader.read(200)
             self.answers["closed" if not told else "raw answer"] += 1
             if told.startswith(b"HTTP/1.1 5"):
-                self.broken.append((now, f"bytes that are no HTTP were answered by {node.name} with {told!r}"))
+                self.broken.append(Rudeness(now, f"bytes that are no HTTP were answered by {node.name} with {told!r}"))
         except (OSError, TimeoutError):
             self.answers["we left"] += 1
         finally:

@@ -17,7 +17,18 @@ from typing import NamedTuple
 from benchmarks.chaos.crowd import Seen
 from load.measures import percentile
 
-__all__ = ["MARGIN_S", "Outage", "Times", "Verdict", "broken_legs", "joined", "judged", "logged_ends", "none_up"]
+__all__ = [
+    "MARGIN_S",
+    "Outage",
+    "Span",
+    "Times",
+    "Verdict",
+    "broken_legs",
+    "joined",
+    "judged",
+    "logged_ends",
+    "none_up",
+]
 
 MARGIN_S = 2.5
 """The router sees that a node is up again so much later at most: an interval and a deadline of its health checks."""

@@ -24,10 +24,11 @@ from benchmarks.chaos.logs import Logs
 from benchmarks.chaos.lookout import Size, grown
 from benchmarks.chaos.network import Bad
 from benchmarks.chaos.proxies import Proxies
+from benchmarks.chaos.rude import Rudeness
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.soak import WINDOWS, not_flat, windows
 from benchmarks.chaos.streams import Heard, difference
-from benchmarks.chaos.verdict import MARGIN_S, Outage, broken_legs, judged, logged_ends, none_up
+from benchmarks.chaos.verdict import MARGIN_S, Outage, Span, broken_legs, judged, logged_ends, none_up
 
 
 def event(*choices: dict[str, object], **fields: object) -> bytes:
@@ -345,3 +346,21 @@ def test_a_run_that_is_played_again_leaves_its_schedule_as_it_is(tmp_path: Path)
     again = argparse.Namespace(seed=3, streams=9, record=None, schedule=first.record, json=None)
     assert _recorded(again, faults[:1]) == first.record
     assert Schedule.read(first.record).faults == faults
+
+
+@pytest.mark.parametrize(
+    ("status", "no_router", "no_node", "excused"),
+    [
+        (500, [], [(90.0, 110.0)], False),
+        (503, [], [(90.0, 110.0)], True),
+        (503, [], [(122.0, 130.0)], False),
+        (503, [], [(50.0, 97.0)], False),
+        (500, [(110.0, 111.0)], [], True),
+        (0, [(110.0, 111.0)], [], True),
+        (503, [], [], False),
+    ],
+)
+def test_nonsense_may_be_answered_wrongly_without_a_router_and_by_503_without_a_node(
+    status: int, no_router: list[Span], no_node: list[Span], *, excused: bool
+) -> None:
+    assert Rudeness(100.0, "an answer", status).excused(no_router, no_node) is excused
