@@ -70,7 +70,8 @@ WORKS = {
 
 
 def parse_work(text: str) -> Work:
-    """A name of WORKS, or NAME=IN:OUT:TTFT_MS:TPOT_MS:P:D:RATE:COLOCATED_RATE:SECONDS. Raises ValueError."""
+    """A name of WORKS, or NAME=IN:OUT:TTFT_MS:TPOT_MS:P:D:RATE:COLOCATED_RATE:SECONDS, whose answers have to be smooth
+    if those of this name in WORKS have. Raises ValueError."""
     name, equals, rest = text.partition("=")
     if not equals:
         if name not in WORKS:
@@ -83,7 +84,8 @@ def parse_work(text: str) -> Work:
     ttft_ms, tpot_ms, rate, colocated, window_s = (float(parts[at]) for at in (2, 3, 6, 7, 8))
     if min(prompt, output, prefill, decode) < 1 or min(ttft_ms, tpot_ms, rate, colocated, window_s) <= 0:
         raise ValueError(f"{text!r}: all of its numbers must be above 0")
-    return Work(name, Lengths(prompt, output, ttft_ms, tpot_ms), prefill, decode, rate, colocated, window_s)
+    smooth = name in WORKS and WORKS[name].smooth
+    return Work(name, Lengths(prompt, output, ttft_ms, tpot_ms), prefill, decode, rate, colocated, window_s, smooth)
 
 
 def flips_to(roles: dict[str, str], prefill: int) -> list[tuple[str, str]]:
