@@ -39,10 +39,14 @@ _HALF_LIFE_S = 30.0
 
 
 class View(Streaming, Protocol):
-    """One node, and its room for KV."""
+    """One node, and its room for KV. What is there for certain may be less than what it is chosen by."""
 
     @property
     def url(self) -> str: ...
+    @property
+    def certain_requests(self) -> int: ...
+    @property
+    def certain_tokens(self) -> int: ...
     @property
     def kv_room(self) -> float: ...
     @property
@@ -110,10 +114,10 @@ def prefill_speed(nodes: Sequence[View]) -> float:
 
 def _waits_s(node: View, more_requests: float, more_tokens: float) -> float:
     """Until a prefill node wants more work; 0 if it does now."""
-    requests = node.requests + more_requests
+    requests = node.certain_requests + more_requests
     if requests < _ENOUGH_REQUESTS:
         return 0.0
-    return max(0.0, node.rates.queue_ms(node.tokens + more_tokens, math.ceil(requests)) / 1e3 - _ENOUGH_S)
+    return max(0.0, node.rates.queue_ms(node.certain_tokens + more_tokens, math.ceil(requests)) / 1e3 - _ENOUGH_S)
 
 
 def until_prefill_s(nodes: Nodes, promised: Promised) -> float:
@@ -138,7 +142,7 @@ def until_decode_s(entrant: Entrant, nodes: Nodes, promised: Promised, freed: Fr
     may_lack = (promised.decode_requests + ahead.requests) * share < _AHEAD_REQUESTS
     lacking, to_end = math.inf, math.inf
     for node in nodes.decode:
-        idle = not (node.requests or promised.decode_requests)
+        idle = not (node.certain_requests or promised.decode_requests)
         lacks = 0.0 if may_lack or idle else max(0.0, needed - node.kv_room)
         lacking = min(lacking, lacks)
         if entrant.tpot_s is None:
@@ -156,7 +160,7 @@ def until_decode_s(entrant: Entrant, nodes: Nodes, promised: Promised, freed: Fr
 
 def _to_end(node: View, more_requests: float, tpot_s: float) -> float:
     """How many requests must end on a decode node before one more keeps its target there."""
-    running = node.requests + math.ceil(more_requests)
+    running = node.certain_requests + math.ceil(more_requests)
     if node.rates.step_ms(running + 1) <= tpot_s * 1e3:
         return 0
     low, high = 0, running  # the most that may run beside it
@@ -184,7 +188,9 @@ def ttft_s(entrant: Entrant, nodes: Nodes, promised: Promised, ahead: Ahead, dec
         return 0.0
     tokens = promised.prefill_tokens / len(nodes.prefill)
     requests = math.ceil(promised.prefill_requests / len(nodes.prefill))
-    queue_ms = min(node.rates.queue_ms(node.tokens + tokens, node.requests + requests) for node in nodes.prefill)
+    queue_ms = min(
+        node.rates.queue_ms(node.certain_tokens + tokens, node.certain_requests + requests) for node in nodes.prefill
+    )
     waits = ahead.uncached / prefill_speed(nodes.prefill) if ahead.uncached else 0.0
     known = decode_s if decode_s < math.inf else 0.0
     expected = max(queue_ms / 1e3 + waits, known) + own_ttft_s(entrant, nodes)

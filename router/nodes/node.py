@@ -178,9 +178,15 @@ class Node(NodeView):
     load: Load = field(default_factory=Load)
     foreign_requests: int = 0
     foreign_tokens: int = 0
+    foreign_now: tuple[int, int] = (0, 0)
+    """Of both, what the newest report has, too."""
     usual_requests: float | None = None
     usual_tokens: float = 0.0
     """What others have had there of late; no requests: nothing was reported yet."""
+    certain_requests: int = 0
+    certain_tokens: int = 0
+    """As `requests` and `tokens`, but of others no more than the newest report has: what they usually have and have not
+    now is a reason to choose another node, and none to refuse."""
     leases: set[Lease] = field(default_factory=set)
     own_tokens: int = 0
     """Sum over the leases."""
@@ -194,6 +200,11 @@ class Node(NodeView):
         self.rates_as[self.role] = self.rates
         self.rates = self.rates_as.pop(role, NodeRates())
         self.role, self.flips_to = role, None
+        self.begins_anew()
+
+    def begins_anew(self) -> None:
+        """It is another process, or does another work: what others usually had there says nothing any more."""
+        self.usual_requests = None
 
     @property
     def computes_prompts(self) -> bool:
@@ -216,6 +227,7 @@ class Node(NodeView):
         self.usual_requests, self.usual_tokens = usual_requests, usual_tokens
         self.foreign_requests = max(0, round(usual_requests + _NEWS_BELIEVED * (requests - usual_requests)))
         self.foreign_tokens = max(0, round(usual_tokens + _NEWS_BELIEVED * (tokens - usual_tokens)))
+        self.foreign_now = max(0, min(self.foreign_requests, requests)), max(0, min(self.foreign_tokens, tokens))
         self.context_tokens = load.context_tokens
         self.credit.reported()
         self._sum_up()
@@ -252,5 +264,7 @@ class Node(NodeView):
         """Our own legs, exact, plus what others were seen to have there."""
         self.requests = len(self.leases) + self.foreign_requests
         self.tokens = self.own_tokens + self.foreign_tokens
+        requests, tokens = self.foreign_now
+        self.certain_requests, self.certain_tokens = len(self.leases) + requests, self.own_tokens + tokens
         if self.load.block_tokens:
             self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_tokens

@@ -249,6 +249,7 @@ class Pool(Roster):
         if node.generation and generation != node.generation:
             self._cut(node)
             self.prefixes.forget(node.url)
+            node.begins_anew()
             node.drain_asked = False
         node.misses, node.reported_at = 0, max(node.reported_at, started)
         known = (node.kind, node.model, node.adapters, node.up)

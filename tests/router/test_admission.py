@@ -46,6 +46,14 @@ class ModelNode:
     url: str = "http://node"
     computes_prompts: bool = False
 
+    @property
+    def certain_requests(self) -> int:
+        return self.requests
+
+    @property
+    def certain_tokens(self) -> int:
+        return self.tokens
+
 
 class ModelCluster:
     """A prefill node and a decode node, as fluid as their rates; a router's admission in front of them."""

@@ -71,15 +71,42 @@ def test_news_of_others_are_believed_in_part_until_they_are_usual(pool: Pool) ->
     node.note_load(Load())
     assert 6 <= node.requests <= 9
     assert 600 <= node.tokens <= 900
+    assert (node.certain_requests, node.certain_tokens) == (0, 0)  # nobody is refused for what is not there
     for _ in range(300):
         node.note_load(Load())
     assert (node.requests, node.tokens) == (0, 0) == (node.foreign_requests, node.foreign_tokens)
 
 
+def test_more_than_usual_is_certain_only_as_far_as_it_is_believed(pool: Pool) -> None:
+    """One report of a burst of others refuses nobody, either."""
+    node = pool.nodes[0]
+    with pool.lease(Ask(Role.PREFILL, tokens=100), [pool.nodes[1]]):
+        for _ in range(300):
+            node.note_load(Load(running=1, waiting_tokens=100))
+        node.note_load(Load(running=101, waiting_tokens=100_100))
+        assert (node.certain_requests, node.certain_tokens) == (node.requests, node.tokens)
+        assert node.requests < 30
+
+
 def test_the_first_report_of_a_node_is_believed() -> None:
     node = Node("http://n", role=Role.PREFILL)
     node.note_load(Load(running=10, waiting_tokens=1_000))
-    assert (node.requests, node.tokens) == (10, 1_000)
+    assert (node.requests, node.tokens) == (10, 1_000) == (node.certain_requests, node.certain_tokens)
+
+
+def test_so_is_the_first_report_in_another_role_and_of_another_process(pool: Pool) -> None:
+    node = pool.nodes[0]
+    for _ in range(100):
+        node.note_load(Load(running=10, waiting_tokens=1_000))
+    node.take_role(Role.DECODE)
+    node.note_load(Load())
+    assert (node.requests, node.tokens) == (0, 0)
+    other = pool.nodes[1]
+    for at in range(100):
+        pool.report(other, report(load=Load(running=10, waiting_tokens=1_000), generation="one"), at, at)
+    assert (other.requests, other.tokens) == (10, 1_000)
+    pool.report(other, report(load=Load(), generation="two"), 101.0, 101.0)
+    assert (other.requests, other.tokens) == (0, 0)
 
 
 def test_a_blamed_node_returns_only_by_a_check_started_after_the_blame(pool: Pool) -> None:
