@@ -114,17 +114,19 @@ async def _drain(node: str, router: str, keys: tuple[str, str], wait_s: float, c
 async def call(
     session: aiohttp.ClientSession, method: str, url: str, key: str, body: Any = None, *, draining: bool = False
 ) -> bytes:
-    """The body of a node's or router's answer. `draining`: a 503 is one, too. Raises DrainFailed."""
+    """The body of a node's or router's answer. `draining`: a 503 that is no error is one, too. Raises DrainFailed."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         async with session.request(method, url, json=body, headers=headers) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         raise DrainFailed(f"{url} cannot be reached: {why or type(why).__name__}") from why
-    if answer.status in (200, 202) or (draining and answer.status == 503):
+    if answer.status in (200, 202):
         return said
     try:
         message = msgspec.json.decode(said, type=Refusal).error.message
-        raise DrainFailed(f"{url}: {message}{_WHICH_KEY if answer.status == 401 else ''}")
     except msgspec.DecodeError as why:
+        if draining and answer.status == 503:
+            return said
         raise DrainFailed(f"{url} answers {answer.status}") from why
+    raise DrainFailed(f"{url}: {message}{_WHICH_KEY if answer.status == 401 else ''}")

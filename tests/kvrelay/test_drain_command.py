@@ -73,6 +73,9 @@ async def test_a_node_that_is_not_idle_in_time_and_one_that_refuses_end_with_1(
     assert (await drained({"/drain": [(401, refusal)]}))[0] == 1
     told = capsys.readouterr().err.replace("\n", " ")
     assert "API key" in told
+    dead = 503, {"error": {"message": "the engine has ended", "type": "service_unavailable"}}
+    assert (await drained({"/drain": [(200, {})], "/health": [left(1, 0), dead]}))[0] == 1
+    assert "the engine has ended" in capsys.readouterr().err
     assert "--node-api-key (KVRELAY_NODE_API_KEY)" in told
 
 
