@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -11,6 +12,9 @@ from router.nodes.node import Lease
 from router.nodes.standing import Passage
 
 __all__ = ["LegWatch", "LegWatches"]
+
+_AGAIN_S = 1.0
+"""How often a leg that waits is looked at."""
 
 
 class LegWatches:
@@ -50,18 +54,26 @@ class LegWatches:
 
 
 class LegWatch:
-    """A context around one leg. `silent` once it was cut for its silence."""
+    """A context around one leg. `silent` once it was cut for its silence, `moves` if because another node has room."""
 
     def __init__(
-        self, among: LegWatches, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]
+        self,
+        among: LegWatches,
+        lease: Lease,
+        passage: Passage,
+        patience_s: float,
+        may_cut: Callable[[], bool],
+        waits_s: float = math.inf,
+        may_move: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again."""
+        """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again. `may_move` is
+        asked again and again while the leg has waited for longer than `waits_s` without a word."""
         self.patience_s = patience_s
-        self.silent = False
+        self.silent = self.moves = False
         self._among, self._lease, self._passage = among, lease, passage
-        self._may_cut = may_cut
+        self._may_cut, self._waits_s, self._may_move = may_cut, waits_s, may_move
         self._since = time.monotonic()
-        self.due = self._since + patience_s
+        self.due = self._since + min(patience_s, waits_s)
         """The first moment at which it may be too late."""
 
     def __enter__(self) -> LegWatch:
@@ -75,12 +87,15 @@ class LegWatch:
 
     def look(self, now: float) -> None:
         """Cut the leg if its node has said nothing for too long."""
-        self.due = max(self._since, self._passage.heard_at) + self.patience_s
-        if self.due > now or self.silent:
-            return
-        if self._lease.cut is None or not self._may_cut():
-            self._since = now
-        else:
-            self.silent = True
-            self._lease.cut()
-        self.due = now + self.patience_s
+        heard = max(self._since, self._passage.heard_at)
+        if not (self.silent or self.moves or self._lease.cut is None):
+            self.silent = heard + self.patience_s <= now and self._may_cut()
+            waits = self._passage.first_s is None and heard + self._waits_s <= now
+            self.moves = not self.silent and waits and self._may_move()
+            if self.silent or self.moves:
+                self._lease.cut()
+        if heard + self.patience_s <= now:
+            heard = self._since = now
+        self.due = heard + self.patience_s
+        if self._passage.first_s is None:
+            self.due = min(self.due, max(heard + self._waits_s, now + _AGAIN_S))

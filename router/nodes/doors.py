@@ -30,6 +30,9 @@ _PATIENCE_S = 60.0
 _PATIENCE_S_PER_TOKEN = 0.01
 _PATIENCE_TIMES = 8.0
 _FADING = 0.999
+# A decode leg that has waited so long goes to a node that has room. Its node may be computing the prompt after all, if
+# its KV did not come: the longer that takes, the longer it stays.
+_WAITS_S = 10.0
 
 _UNTIL_THEY_MEET_AGAIN_S = 75.0
 
@@ -113,6 +116,11 @@ class Doors:
     def patience_s(self, tokens: int) -> float:
         """How long a leg that has so many tokens to wait for may say nothing before it is taken to be lost."""
         return max(_PATIENCE_S + tokens * _PATIENCE_S_PER_TOKEN, _PATIENCE_TIMES * self._slowest_s)
+
+    @staticmethod
+    def waits_s(tokens: int) -> float:
+        """How long a decode leg that fetches KV of so many tokens waits on its node, if another one has room."""
+        return _WAITS_S + tokens * _PATIENCE_S_PER_TOKEN
 
     def began(self, passage: Passage) -> None:
         """The leg's first frame came."""

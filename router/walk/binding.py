@@ -22,7 +22,7 @@ from router.nodes.doors import Doors
 from router.nodes.node import Lease, Node, NodeKind
 from router.nodes.pairing import unlike
 from router.nodes.pool import Pool
-from router.nodes.room import RoomQueue, Waiter, with_room
+from router.nodes.room import RoomQueue, Waiter, has_room, with_room
 from router.policies.policy import Ask
 from router.walk.conditional import Decision, decide
 from wire.config import Role
@@ -89,6 +89,16 @@ class Binding:
                 if roomy:
                     return self._pool.hold(wish.ask, roomy), fetches
         return await self._waited_for(wish)
+
+    def has_room_beside(self, wish: Wish, node: Node) -> bool:
+        """Whether a leg that waits on this node would find room on another one now, and nobody is before it."""
+        if self._queue:
+            return False
+        try:
+            able, _ = self._able(wish)
+        except KvrelayError:
+            return False
+        return any(has_room(each, wish.ask) for each in able if each is not node)
 
     def give_back(self, lease: Lease) -> None:
         """The leg has ended: somebody else may have its place."""

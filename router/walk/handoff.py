@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -46,6 +47,10 @@ __all__ = ["Walk"]
 _log = logging.getLogger("kvrelay.router")
 
 
+class _Moves(Exception):
+    """A decode leg was cut because it waits for room that another node has."""
+
+
 class Walk:
     """One request on its way through two nodes. `run` once."""
 
@@ -68,6 +73,7 @@ class Walk:
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
         self._handed = False
         self._kv_left = False  # the decode node computes what the prefill node holds
+        self._moves = 0  # of decode legs; each puts it at the end of another queue, so they become rare
         self._bound_by: float | None = None  # the monotonic second until which a decode leg may wait for room
         self._prefilling: asyncio.Task[bool] | None = None
         self._claimed: asyncio.Event | None = None  # the prefill leg of a rebuilding has told where its KV is
@@ -201,7 +207,7 @@ class Walk:
 
     async def _decode(self) -> None:
         """Decode legs, each from where the answer stands, until one ends it."""
-        tries = Tries(self._means)
+        tries, doors = Tries(self._means), self._doors
         if self._bound_by is None:
             self._bound_by = time.monotonic() + ROOM_DEADLINE_S
         while True:
@@ -216,8 +222,14 @@ class Walk:
                 self.on_placed(Role.DECODE)
                 params = self._bound(params, fetches)
                 body = decode_body(self.job, params, lease.node.leg_version)
-                await self._leg(lease, body, Place.behind(params), params)
+                await self._leg(lease, body, Place.behind(params), params, wish)
                 return
+            except _Moves:
+                self._moves += 1
+                doors.rest(lease.node, Role.DECODE, None, time.monotonic())  # or it would be chosen again
+                self._metrics.full.labels(Role.DECODE.value).inc()
+                self._bound_by = time.monotonic() + ROOM_DEADLINE_S
+                continue
             except Diverged as why:
                 # Nobody's fault; the next leg begins behind what the client has.
                 _log.warning("id=%s: the decode leg on %s is begun again: %s", self.job.id, lease.node.url, why)
@@ -304,8 +316,11 @@ class Walk:
             self._metrics.local_prefills.labels("incompatible").inc()
         return self.progress.without_kv()
 
-    async def _leg(self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None) -> FrameKind:
-        """One leg on one node, its frames passed on; of a decode leg `params`. Raises LegFailed, Refused, Diverged."""
+    async def _leg(
+        self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None, wish: Wish | None = None
+    ) -> FrameKind:
+        """One leg on one node, its frames passed on; of a decode leg `params` and `wish`. Raises LegFailed, Refused,
+        Diverged, _Moves."""
         decoding, node = place.decoding, lease.node
         peer = self.prefill_node if params is not None and params.remote_engine_id is not None else None
         role = Role.DECODE if decoding else Role.PREFILL
@@ -356,8 +371,19 @@ class Walk:
             passage.held_up()
             return flow.drain()
 
-        patience_s = self._doors.patience_s(lease.tokens)
-        with LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding)) as watch:
+        patience_s, waits_s = self._doors.patience_s(lease.tokens), math.inf
+        if peer is not None and wish is not None:
+            waits_s = self._doors.waits_s(kv_tokens) * 2**self._moves
+        watch = LegWatch(
+            self._means.watches,
+            lease,
+            passage,
+            patience_s,
+            lambda: self._may_give_up(decoding),
+            waits_s,
+            lambda: self._may_move(wish, node),
+        )
+        with watch:
             try:
                 ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
                 if decoding and ended is FrameKind.HANDOVER:
@@ -366,6 +392,9 @@ class Walk:
                 return ended
             except LegFailed as why:
                 failure = why
+                if watch.moves:
+                    _log.info("id=%s: its decode leg goes from %s to where there is room", self.job.id, node.url)
+                    raise _Moves from why
                 if watch.silent:
                     failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
                 broke(self._means, self.job.id, lease, role, passage, failure)
@@ -399,6 +428,12 @@ class Walk:
             self._claimed.set()
         if self._decoding is None and not again:
             self._decoding = asyncio.create_task(self._decode_early())
+
+    def _may_move(self, wish: Wish | None, node: Node) -> bool:
+        """Whether a decode leg, which has waited for long on this node, has all that it waits for on another."""
+        if wish is None or (self._prefilling is not None and not self._prefilling.done()):
+            return False
+        return self._means.binding.has_room_beside(wish, node)
 
     def _may_give_up(self, decoding: bool) -> bool:
         """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""

@@ -43,6 +43,7 @@ from router_doubles import (
     until,
 )
 
+import router.legs.leg_watch
 import router.nodes.doors
 import router.walk.binding
 from router.policies.policy import Ask
@@ -539,6 +540,40 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: 
         await asyncio.wait_for(hung.aborted.wait(), 2)
         assert c.router._means is not None
         assert sum(c.router._means.retries._retries) == 1
+
+
+FULL = Load(running=9, waiting=9, total_blocks=100, free_blocks=0, block_tokens=16)
+
+
+@pytest.mark.parametrize("elsewhere", [Load(running=5), FULL], ids=["room", "no room"])
+async def test_a_decode_leg_that_waits_goes_to_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: Load
+) -> None:
+    """Nobody is blamed for it; and where no other node has room it stays."""
+    monkeypatch.setattr(router.nodes.doors, "_WAITS_S", 0.2)
+    monkeypatch.setattr(router.legs.leg_watch, "_AGAIN_S", 0.05)
+    let_in = asyncio.Event()
+
+    async def wait_in_line(call: Call) -> None:
+        await call.send()
+        await asyncio.wait_for(let_in.wait(), 5)
+        await decode_ok(call)
+
+    p, waits, other = prefill(), decode(wait_in_line), decode(load=elsewhere)
+    async with cluster(p, waits, other) as c:
+        asked = asyncio.create_task(c.text({"stream": True}))
+        if elsewhere is FULL:
+            await asyncio.sleep(0.6)
+            let_in.set()
+        assert await asyncio.wait_for(asked, 5) == STREAMED
+        moved = elsewhere is not FULL
+        assert (len(p.calls), len(waits.calls), len(other.calls)) == (1, 1, int(moved))
+        assert c.metric("kvrelay_router_full_nodes_total", leg="decode") == moved
+        assert c.metric("kvrelay_failovers_total", leg="decode") == 0
+        assert c.node(waits).up
+        if moved:
+            await asyncio.wait_for(waits.aborted.wait(), 2)
+            assert c.node(waits).standing[Role.DECODE].breaker.state(time.monotonic()) == "closed"
 
 
 async def test_a_silent_decode_leg_is_waited_for_as_long_as_the_prompt_is_computed(
