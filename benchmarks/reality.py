@@ -57,6 +57,7 @@ _SPLIT = re.compile(r"(\d+)P(\d+)D")
 _COLOCATED = re.compile(r"(\d+) ")
 _WARM_UP_S, _IDLE_S, _IDLE_RATE, _IDLE_USE = 5.0, 8.0, 5.0, 0.15
 _PROFILE_DEADLINE_S = 600.0
+_MAX_QUEUE = 1_000  # a router's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,8 @@ def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compa
         prefill, decode = (int(match[1]), int(match[2])) if match else (0, nodes)
         targets = None if each.arm == "direct" else Targets(result.slo.ttft_ms, result.slo.tpot_ms)
         policy = "round_robin" if each.arm == "direct" else "cost"
-        setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets)
+        queue = 0 if targets is None else _MAX_QUEUE
+        setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets, max_queue=queue)
         runs = sorted(result.runs, key=lambda run: run.rate)
         first = [row.ttft_ms for row in runs[0].rows if not row.failure]
         between_ms = max(0.0, min(first, default=0.0) - card.prompt_ms(result.work.prompt))

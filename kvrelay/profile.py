@@ -120,9 +120,10 @@ def _card(
         except ValueError as why:
             raise ConfigError(f"--{kind}: {why}; ask for less, or raise max_model_len or the KV pool") from why
 
-    until = math.inf if points else time.monotonic() + seconds
-    mixed = [] if points else _mixed(engine, point_s, console)
+    sizes = [] if points else mixed_sizes(_limits(engine))
+    until = math.inf if points else time.monotonic() + seconds - len(sizes) * point_s
     times = _measured(points or units(_limits(engine)), timed, until, console)
+    mixed = _mixed(engine, sizes, point_s, console)
     card = RateCard(
         model=config.served_model_name or engine.model,
         hardware=engine.hardware,
@@ -136,13 +137,15 @@ def _card(
         decode=[DecodePoint(*size, statistics.median(runs)) for size, runs in _of("decode", times)],
         tensor_parallel=config.engine.tensor_parallel,
         mixed=mixed,
+        ahead=engine.ahead,
     )
     return card, times
 
 
-def _mixed(engine: Measured, point_s: float, console: Console) -> list[MixedPoint]:
+def _mixed(
+    engine: Measured, sizes: Sequence[tuple[int, int, int]], point_s: float, console: Console
+) -> list[MixedPoint]:
     """Steps of decodes and chunks together: what a chunk costs those beside it is not what it costs alone."""
-    sizes = mixed_sizes(_limits(engine))
     found = []
     with _progress(len(sizes), console) as tell:
         for requests, context, tokens in sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,12 +30,15 @@ class Measured:
     block_tokens: int
     max_running: int
     step_tokens: int
+    ahead: bool
+    """Whether its steps are launched while others run."""
 
 
 @contextlib.contextmanager
 def measured_engine(config: EngineConfig) -> Iterator[Measured]:
     """Open an engine for the length of the block. Raises ConfigError."""
     engine = Engine(config, join_as_rank_0(config))
+    gc.freeze()  # as in a node's own process (node/collector.py)
     try:
         yield Measured(
             TimedSteps(engine),
@@ -45,8 +49,10 @@ def measured_engine(config: EngineConfig) -> Iterator[Measured]:
             block_tokens=engine.pool.block_tokens,
             max_running=min(engine.max_running, engine.max_batched_tokens),
             step_tokens=engine.max_batched_tokens,
+            ahead=engine.runs_ahead,
         )
     finally:
+        gc.unfreeze()
         engine.close()
 
 

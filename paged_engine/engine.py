@@ -39,6 +39,8 @@ from wire.versions import RELEASE
 
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
 
+# Who waits so long for a step's tokens has seen when it ended; taking those that are there takes less.
+_WAITED_S = 2e-4
 # Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
 _ASIDE = b"\xc1"
 assert ABOUT_ADAPTERS.startswith(_ASIDE)
@@ -138,11 +140,17 @@ class Engine:
         )
         self.counters = Counters()
         self._in_flight: _InFlight | None = None
+        self._tokens_at = 0.0  # when the host had the newest step's tokens
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do something now, without news from outside."""
         return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step is launched while the one before it runs on the device."""
+        return self._runner.runs_ahead
 
     @property
     def in_flight(self) -> bool:
@@ -199,15 +207,24 @@ class Engine:
                 handover.offer(request)
         if before is None:
             self._fetch(plan, handover)
+        begin: list[Request] = []
         if plan.chunks:
             self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks)
             self.counters.launched(sum([chunk.count for chunk in plan.chunks]))
             for chunk in plan.chunks:
                 self._count(chunk)
-                chunk.request.launched(chunk.start, began)
+                request = chunk.request
+                request.launched(chunk.start, began)
+                if request.first_scheduled_s == began or request.first_step_s == began:
+                    begin.append(request)
                 self.scheduler.launched(chunk)
         if before is not None:
+            launched = self._clock()
             updated = self._take_tokens(before, handover)
+            # Had the step before ended sooner than this one's launch, nobody would know when.
+            if self._tokens_at - launched > _WAITED_S:
+                for request in begin:
+                    request.started(began, self._tokens_at)
         if self._in_flight is not None:
             self._in_flight.launched.sample()
         if before is not None:
@@ -228,7 +245,7 @@ class Engine:
     def _take_tokens(self, step: _InFlight, handover: Handover | None) -> list[Request]:
         """Give each request of a launched step its token; those that take it."""
         tokens, logprobs = step.launched.wait()
-        now = self._clock()
+        now = self._tokens_at = self._clock()
         self.counters.steps += 1
         if handover is not None:
             for chunk in step.chunks:

@@ -139,6 +139,13 @@ class Request:
         if self.first_step is None and (handed_over or start >= self.prompt_tokens):
             self.first_step, self.first_step_s = start, now
 
+    def started(self, launched: float, now: float) -> None:
+        """A step that was launched then, behind another one, begins now: what it waited for that was a queue."""
+        if self.first_scheduled_s == launched:
+            self.first_scheduled_s = now
+        if self.first_step_s == launched:
+            self.first_step_s = now
+
     def appended(self, now: float) -> None:
         """Its newest token is known."""
         if self.first_token_s is None:

@@ -17,6 +17,7 @@ _FEWEST_CONTEXT = 32
 # Time grows linearly with what is there already, so few contexts say it all.
 _CONTEXTS = [4**power for power in range(4, 12)]
 _MIXED_CONTEXT = 1_024
+_MIXED_PARTS = (128, 16, 4)  # of a step's tokens; and all of them
 _LONGEST_TRANSFER = 32_768
 _TRANSFER_STEP = 4
 
@@ -77,7 +78,7 @@ def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
         each = room // (requests * limits.block_tokens) * limits.block_tokens - limits.decode_steps - 1
         context = min(_MIXED_CONTEXT, each, limits.max_model_len - limits.decode_steps - 2)
         if requests < limits.max_running and context >= _FEWEST_CONTEXT and most >= _FEWEST_TOKENS:
-            tokens = {max(_FEWEST_TOKENS, limits.step_tokens // 128), max(_FEWEST_TOKENS, limits.step_tokens // 16)}
+            tokens = {max(_FEWEST_TOKENS, limits.step_tokens // part) for part in _MIXED_PARTS}
             found += [
                 (requests, _power(context), count) for count in sorted({min(most, each) for each in tokens} | {most})
             ]

@@ -76,6 +76,9 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     """By connector; of a pair of nodes on one host unless `hardware` says otherwise."""
     tensor_parallel: int = 1
     mixed: list[MixedPoint] = []
+    ahead: bool = False
+    """Its steps are launched while the ones before them run, as a GPU's are: a step takes what the device or its launch
+    takes, whichever is longer, and who comes while one runs is in the second one behind it."""
     version: int = _VERSION
 
     @property

@@ -4,6 +4,9 @@ As paged_engine/scheduler.py, which tests hold beside it: decodes first, then ch
 shortest prompt first with ageing; a request begins at the end of a step when its KV finds room; one that finds no block
 for its next token preempts the last in turn, whose KV is computed again. Between two changes of a batch without chunks
 all steps are alike but for the KV that grows, so their times have a closed form: an event is a change, not a step.
+
+Steps that are launched ahead (planning/rate_card.py) are made up when the step before them begins, or when the launch
+of that one has ended: who comes later is in the next one.
 """
 
 from __future__ import annotations
@@ -58,6 +61,9 @@ class Engine:
         """Whose first step is the next one that ends, and how long they have waited for it to begin."""
         self._steps = self._context = self._planned = self._plan = 0
         self._began = self._each = self._growth = 0.0
+        self._ahead = speeds.ahead
+        self._launched = self._launching = float("-inf")
+        """When the launch of the step that runs had ended; and when that of the next one began."""
         self._changing = self._again = False
         self._slow_steps: list[int] = []
         self._slow_ms: list[float] = []
@@ -104,7 +110,7 @@ class Engine:
 
     def submit(self, stream: Stream, leg: Leg, now: float, generated: int = 0) -> None:
         """A leg comes; `generated` as of a decode leg's beginning."""
-        seat = self._seats[stream] = Seat(stream, leg, now, generated)
+        seat = self._seats[stream] = Seat(stream, leg, now, generated, came=now)
         if leg is Leg.DECODE:
             work, arrives = 0, stream.prompt + generated
         else:
@@ -180,7 +186,7 @@ class Engine:
         elif not self._planned:
             self._change(now)
         else:
-            self._cut_short(self._steps_by(now) + 1)
+            self._cut_short(self._steps_by(now) + 1 + self._ahead)
 
     # --- who begins ----------------------------------------------------------------------------------------------
 
@@ -235,6 +241,7 @@ class Engine:
         # Preempted, it is computed here.
         seat.leg = Leg.WHOLE
         seat.told = True
+        seat.came = now
         self._hears.fetched(seat.stream, now, seat.exposed)
         self._ready.append(seat)
         self._wake(now)
@@ -273,7 +280,11 @@ class Engine:
     def _change(self, now: float) -> None:
         """The end of a step, or the beginning of the first: who leaves, who comes, and how many steps follow."""
         self._changing, self._again = True, True
+        self._launching = now
         if self._planned:
+            if self._ahead:
+                last_ms = self._elapsed(self._planned) - self._elapsed(self._planned - 1)
+                self._launching = min(now, max(self._launched, now - last_ms))
             self._settle(now)
         while self._again and not self._planned:
             self._again = False
@@ -281,25 +292,44 @@ class Engine:
         self._changing = False
 
     def _next(self, now: float) -> None:
-        for seat in self._ready:
-            self._join(seat, now)
-        self._ready.clear()
-        pieces = [] if self._preempted(now) else self._chunks(now)
+        pieces = self._made_up(now)
         running = len(self._batch)
+        if self._launching < now and not running and not pieces:  # it had nothing to launch, and looks again
+            self._launching = now
+            pieces = self._made_up(now)
+            running = len(self._batch)
         if not running and not pieces:
             return
-        self._began = now
+        self._began, speeds = now, self.speeds
         if pieces:
             self._planned = 1
-            ms = self.speeds.mixed_ms(running, self._context, pieces) if running else self.speeds.chunk_ms(pieces)
-            self._each, self._growth = ms * self.pace, 0.0
+            before = now - self._launching
+            self._launched = self._launching + speeds.launch_ms(running, pieces) * self.pace
+            mixed = running and speeds.mixed_ms(running, self._context, pieces, before)
+            self._each, self._growth = (mixed or speeds.chunk_ms(pieces, before)) * self.pace, 0.0
         else:
             steps = self._batch[0][0] - self._steps
+            if self._hides_some():
+                steps = 1
             self._planned = steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
             first = self.speeds.step_ms(running, self._context)
             last = self.speeds.step_ms(running, self._context + running * steps)
             self._each, self._growth = first * self.pace, (last - first) / steps * self.pace
         self._schedule()
+
+    def _made_up(self, now: float) -> list[tuple[int, int]]:
+        """Let into the next step who was there when its launch began; its chunks of prompts."""
+        ready, self._ready = self._ready, []
+        for seat in ready:
+            if seat.came <= self._launching:
+                self._join(seat, now)
+            else:
+                self._ready.append(seat)
+        return [] if self._preempted(now) else self._chunks(now)
+
+    def _hides_some(self) -> bool:
+        """Whether somebody came too late for the step that is made up."""
+        return self._ahead and bool(self._ready or any(entry[3].came > self._launching for entry in self._line))
 
     def _settle(self, now: float) -> None:
         """The planned steps have ended."""
@@ -385,6 +415,9 @@ class Engine:
             seat = entry[3]
             if budget <= enough:
                 break
+            if seat.came > self._launching:
+                kept.append(entry)
+                continue
             if not seat.begun:
                 admits = admits and self._begin(seat, now, reserved)
                 if not admits:

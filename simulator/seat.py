@@ -50,6 +50,8 @@ class Seat:
     arrived: float
     generated: int
     """Tokens that are there already; of a decode leg, with the one that its prefill node computes."""
+    came: float = float("-inf")
+    """When it was there for a step to be launched with it, if it is in none yet."""
     turn: tuple[int, int, int] = (0, 0, 0)
     known: int = 0
     """Tokens whose KV is to be computed here."""

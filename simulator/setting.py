@@ -72,7 +72,8 @@ class Setting:
     conditional: bool = True
     """Whether decode nodes compute prompts where routers think that this is better."""
     max_queue: int = 0
-    """How many requests may wait at a router's admission; 0: all begin at once."""
+    """How many requests may wait at a router's admission, which refuses who would miss `targets`; 0: all begin at
+    once."""
     speeds: Speeds = field(default_factory=lambda: Speeds(H200))
     decode_speeds: Speeds | None = None
     """Of decode nodes, if theirs are others."""

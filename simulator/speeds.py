@@ -3,6 +3,10 @@ prompts, and steps of prompts and decodes together. Times are milliseconds.
 
 A step that decodes and computes chunks reads the weights once. Chunks of several prompts count as one of all their
 tokens, with the attention that each has to itself. Where nobody has measured, H200 stands for a card.
+
+On a device whose steps are launched ahead, what was measured is the longer of two times, the device's and the launch's.
+A step of few tokens that took as long as one of many was waiting for its launch; the device alone would take in
+proportion, and never less than a decode step.
 """
 
 from __future__ import annotations
@@ -16,22 +20,48 @@ from planning.rate_card import DecodePoint, PrefillPoint, RateCard, TransferPoin
 
 __all__ = ["H200", "Speeds", "slowed"]
 
+_BY_LAUNCH = 1.25
+"""A step that took so many times what its device needs was waiting for its launch."""
+
 
 class Speeds:
     """Of all nodes with this card."""
 
     def __init__(self, card: RateCard) -> None:
         self.card = card
+        self.ahead = card.ahead
         self.kv_tokens, self.step_tokens, self.max_running = card.kv_tokens, card.step_tokens, card.max_running
-        self._prefill = _lines([(each.context, each.tokens, each.ms) for each in card.prefill])
         self._decode = _lines([(each.requests, each.context, each.ms) for each in card.decode])
         self._steps: dict[int, tuple[list[float], list[float]]] = {}
+        points = [(each.context, each.tokens, each.ms) for each in card.prefill]
+        device = [(context, tokens, self._of_device(context, tokens)) for context, tokens, _ in points]
+        self._prefill = _lines(device)
+        # Of steps that wait for their launch: how long that takes, by tokens; of mixed ones by requests, then tokens.
+        launches = [
+            (0, tokens, ms)
+            for (context, tokens, ms), (_, _, needed) in zip(points, device, strict=True)
+            if not context and ms > _BY_LAUNCH * needed
+        ]
+        self._launches = _by_requests(launches)
         self._weights = min(self._piece_ms(1, 0), self._line_of(1)[1][0])
         self._pair = self._attention()
-        self._seams = self._measured_seams()
+        self._seams, self._mixed_launches = self._measured_mixed()
 
-    def chunk_ms(self, pieces: Sequence[tuple[int, int]]) -> float:
-        """One step that computes, of each prompt, so many tokens behind so many."""
+    def _of_device(self, context: int, tokens: int) -> float:
+        """What the device needs of a measured step of one prompt."""
+        line = [each for each in self.card.prefill if each.context == context and each.tokens >= tokens]
+        measured = min(each.ms for each in line if each.tokens == tokens)
+        if not self.ahead:
+            return measured
+        in_proportion = min(each.ms * tokens / each.tokens for each in line)
+        return min(measured, max(in_proportion, self.card.step_ms(1, context)))
+
+    def chunk_ms(self, pieces: Sequence[tuple[int, int]], launched_ms: float = 0.0) -> float:
+        """One step that computes, of each prompt, so many tokens behind so many. Its launch began `launched_ms` ago."""
+        ms = self._chunk_ms(pieces)
+        return max(ms, self.launch_ms(0, pieces) - launched_ms) if self._launches else ms
+
+    def _chunk_ms(self, pieces: Sequence[tuple[int, int]]) -> float:
         if len(pieces) == 1:
             return self._piece_ms(*pieces[0])
         tokens = squares = 0
@@ -43,21 +73,32 @@ class Speeds:
                 behind_ms += self._piece_ms(count, behind) - self._piece_ms(count, 0)
         return self._piece_ms(tokens, 0) - self._pair * (tokens * tokens - squares) / 2 + behind_ms
 
+    def launch_ms(self, running: float, pieces: Sequence[tuple[int, int]]) -> float:
+        """How long the launch of a step takes that computes these, beside so many that decode; 0 if it is never what is
+        waited for."""
+        launches = self._mixed_launches if running else self._launches
+        return _between(launches, running, sum([count for count, _ in pieces])) if launches else 0.0
+
     def beside_ms(self, pieces: Sequence[tuple[int, int]]) -> float:
         """By how much longer a decode step is that computes these, too."""
-        return max(0.0, self.chunk_ms(pieces) - self._weights)
+        return max(0.0, self._chunk_ms(pieces) - self._weights)
 
-    def mixed_ms(self, running: float, context: float, pieces: Sequence[tuple[int, int]]) -> float:
-        """A decode step as in step_ms() that computes these, too; what was measured of such steps is in it."""
+    def mixed_ms(
+        self, running: float, context: float, pieces: Sequence[tuple[int, int]], launched_ms: float = 0.0
+    ) -> float:
+        """A decode step as in step_ms() that computes these, too; what was measured of such steps is in it. Its launch
+        began `launched_ms` ago."""
         ms = self.step_ms(running, context) + self.beside_ms(pieces)
-        return max(0.0, ms + self._seam_ms(running, sum([count for count, _ in pieces]))) if self._seams else ms
+        if self._seams:
+            ms = max(0.0, ms + _between(self._seams, running, sum([count for count, _ in pieces])))
+        return max(ms, self.launch_ms(running, pieces) - launched_ms) if self._mixed_launches else ms
 
     def prompt_ms(self, tokens: int, cached: int = 0) -> float:
         """A prompt alone, of which some is cached, in as many steps as it needs."""
         total = 0.0
         while cached < tokens:
             count = min(self.step_tokens, tokens - cached)
-            total += self._piece_ms(count, cached)
+            total += self.chunk_ms([(count, cached)])
             cached += count
         return total
 
@@ -91,21 +132,17 @@ class Speeds:
             found = self._steps[running] = places, [self.card.step_ms(running, running * at) for at in places]
         return found
 
-    def _measured_seams(self) -> list[tuple[int, list[int], list[float]]]:
-        """By requests, and then by tokens of the chunk: by how much longer a mixed step took than its two parts say."""
-        seams: dict[int, dict[int, float]] = {}
+    def _measured_mixed(self) -> tuple[_ByRequests, _ByRequests]:
+        """By requests, and then by tokens of the chunk: by how much longer a mixed step took than its two parts say;
+        and how long its launch took, of those that waited for it."""
+        seams, launches = [], []
         for each in self.card.mixed:
             parts = self.step_ms(each.requests, each.requests * each.context) + self.beside_ms([(each.tokens, 0)])
-            seams.setdefault(each.requests, {})[each.tokens] = each.ms - parts
-        return [(requests, sorted(of), [of[at] for at in sorted(of)]) for requests, of in sorted(seams.items())]
-
-    def _seam_ms(self, running: float, tokens: int) -> float:
-        """Straight between what was measured, and beyond it as there."""
-        at = bisect_right([requests for requests, _, _ in self._seams], running)
-        low, high = self._seams[max(0, at - 1)], self._seams[min(at, len(self._seams) - 1)]
-        first, last = (_within(tokens, places, values) for _, places, values in (low, high))
-        span = high[0] - low[0]
-        return first + (last - first) * (running - low[0]) / span if span else first
+            if self.ahead and each.ms > _BY_LAUNCH * parts:
+                launches.append((each.requests, each.tokens, each.ms))
+            else:
+                seams.append((each.requests, each.tokens, each.ms - parts))
+        return _by_requests(seams), _by_requests(launches)
 
     def _attention(self) -> float:
         """Milliseconds of a token and a token before it, where it was measured behind any context."""
@@ -115,6 +152,26 @@ class Speeds:
         count = places[-1][-1]
         more = values[-1][-1] - _on(places[0], values[0], count)
         return max(0.0, more / (count * (lines[-1] - lines[0])))
+
+
+_ByRequests = list[tuple[int, list[int], list[float]]]
+
+
+def _by_requests(points: Sequence[tuple[int, int, float]]) -> _ByRequests:
+    """Points (requests, tokens, ms) by requests, and then tokens and times in order."""
+    found: dict[int, dict[int, float]] = {}
+    for requests, tokens, ms in points:
+        found.setdefault(requests, {})[tokens] = ms
+    return [(requests, sorted(of), [of[at] for at in sorted(of)]) for requests, of in sorted(found.items())]
+
+
+def _between(points: _ByRequests, running: float, tokens: int) -> float:
+    """Straight between what was measured, and beyond it as there."""
+    at = bisect_right([requests for requests, _, _ in points], running)
+    low, high = points[max(0, at - 1)], points[min(at, len(points) - 1)]
+    first, last = (_within(tokens, places, values) for _, places, values in (low, high))
+    span = high[0] - low[0]
+    return first + (last - first) * (running - low[0]) / span if span else first
 
 
 _Lines = tuple[list[float], tuple[list[list[float]], list[list[float]]]]

@@ -74,7 +74,9 @@ class _World:
         self._omniscient: Omniscient | None = None
         if setting.policy == OMNISCIENT:
             self._omniscient = Omniscient(self._nodes, f"omniscient {setting.seed}")
-        self._doors = [Door(router.pool, setting.max_queue) for router in self._routers] if setting.max_queue else []
+        self._doors: list[Door] = []
+        if setting.max_queue:
+            self._doors = [Door(router.pool, setting, self._clock.later) for router in self._routers]
         self._watch: Watch | None = None
         if setting.balancing is not None:
             self._watch = Watch(setting, self._cluster, self._clock, self._result)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
+from tiny_models import make_tiny
+
+from paged_engine.engine import Engine
 from paged_engine.request import Request
+from paged_engine.step_plan import Chunk
+from wire.config import EngineConfig
 from wire.engine_messages import Submit, Timing
 from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
@@ -50,6 +57,20 @@ def test_a_first_step_that_is_launched_before_token_1_is_known_ends_with_token_2
     assert close(req.timing(10.6), prefill_s=0.5, decode_s=0.1, first_step_s=0.2)
 
 
+def test_a_step_that_was_launched_behind_another_begins_when_that_ends() -> None:
+    req = request()
+    req.first_scheduled_s = 10.0
+    req.launched(0, 10.0)
+    req.started(10.0, 10.3)
+    req.launched(20, 10.4)
+    req.token_ids.append(7)
+    req.appended(10.5)
+    req.started(10.4, 10.5)
+    req.token_ids.append(7)
+    req.appended(10.6)
+    assert close(req.timing(10.6), queue_s=0.3, prefill_s=0.2, decode_s=0.1, first_step_s=0.1)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_a_request_whose_kv_comes_from_elsewhere(early: bool) -> None:
     req = request(fetch=KvTransferParams(), generated=[] if early else [7])
@@ -72,3 +93,57 @@ def test_a_prompt_that_is_computed_after_a_failed_fetch_is_prefill() -> None:
     step(req, 20, 10.8, 10.9)
     wanted = {"queue_s": 0.2, "transfer_s": 0.3, "prefill_s": 0.3, "decode_queue_s": 0.2}
     assert close(req.timing(11.0), decode_s=0.2, first_step_s=0.1, **wanted)
+
+
+class Device:
+    """The CPU's runner as a GPU's, on a clock of its own: a launch takes `launch_s`, and then the device `step_s`."""
+
+    runs_ahead = True
+
+    def __init__(self, engine: Engine, launch_s: float, step_s: float) -> None:
+        self.now = self.free_at = 0.0
+        self._runner, self._launch_s, self._step_s = engine._runner, launch_s, step_s
+        engine._runner, engine._clock = self, lambda: self.now  # type: ignore[assignment]
+
+    def launch(self, chunks: Sequence[Chunk]) -> Later:
+        self.now += self._launch_s
+        self.free_at = max(self.free_at, self.now) + self._step_s
+        return Later(self, self.free_at, [chunk.request for chunk in chunks if chunk.samples])
+
+
+class Later:
+    def __init__(self, device: Device, ends: float, requests: list[Request]) -> None:
+        self.requests, self._device, self._ends = requests, device, ends
+
+    def sample(self) -> None:
+        pass
+
+    def wait(self) -> tuple[list[int], list[None]]:
+        self._device.now = max(self._device.now, self._ends)
+        return [7] * len(self.requests), [None] * len(self.requests)
+
+    def scores(self) -> list[object]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("launch_s", "queue_s", "prefill_s"),
+    [(0.01, 0.1, 0.1), (0.3, 0.0, 0.4)],
+    ids=["the device is waited for", "the launch is waited for"],
+)
+def test_behind_a_step_that_runs_a_prompt_waits_for_its_turn(
+    tmp_path: Path, launch_s: float, queue_s: float, prefill_s: float
+) -> None:
+    make_tiny("Qwen3ForCausalLM", tmp_path)
+    engine = Engine(EngineConfig(str(tmp_path), device="cpu", prefix_cache=False))
+    device = Device(engine, launch_s, 0.1)
+    first, second = (
+        Request.of(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0) for name in ("a", "b")
+    )
+    engine.scheduler.add(first)
+    engine.step()
+    second.arrival_s = device.now
+    engine.scheduler.add(second)
+    while engine.has_work:
+        engine.step()
+    assert close(second.timing(device.now), queue_s=queue_s, prefill_s=prefill_s)

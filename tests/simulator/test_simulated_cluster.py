@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import msgspec
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.rate_card import MixedPoint
+from planning.rate_card import MixedPoint, PrefillPoint
 from simulator.engine import Engine
 from simulator.seat import Leg
-from simulator.setting import OMNISCIENT, NodeEvent, Result, Setting, What
+from simulator.setting import OMNISCIENT, NodeEvent, Result, Setting, Targets, What
 from simulator.speeds import H200, Speeds, slowed
 from simulator.stream import Stream
 from simulator.world import simulate
@@ -177,13 +178,77 @@ def test_admission_lets_wait_and_refuses_beyond_its_queue() -> None:
     assert all(stream.done == stream.output for stream in many if not stream.refused)
 
 
+def test_with_targets_admission_refuses_who_would_miss_them() -> None:
+    """At twice what the prefill node computes, half of them are answered, none later than its target and a prompt."""
+    targets = Targets(300.0, 15.0)
+    setting = Setting(prefill=1, decode=1, prefixes=False, conditional=False, targets=targets)
+    most_s = 1e3 / SPEEDS.prompt_ms(2_000)
+
+    def asked() -> list[Stream]:
+        return [Stream(at * 500.0 / most_s, 2_000, 20) for at in range(600)]
+
+    refusing, patient = asked(), asked()
+    simulate(refusing, dataclasses.replace(setting, max_queue=1_000))
+    simulate(patient, setting)
+    later = [stream for stream in refusing[300:] if not stream.refused]
+    assert 0.35 < len(later) / 300 < 0.65
+    assert max(stream.ttft for stream in later) < 300.0 + SPEEDS.prompt_ms(2_000)
+    assert sum(stream.ttft <= 300.0 for stream in patient[300:]) == 0
+
+
+AHEAD = msgspec.structs.replace(
+    H200,
+    prefill=[
+        *(PrefillPoint(tokens, 0, 15.0) for tokens in (16, 64, 256, 512)),
+        *(PrefillPoint(tokens, 0, tokens / 40) for tokens in (1_000, 4_000, 8_000)),
+    ],
+    mixed=[MixedPoint(64, 1_000, tokens, ms) for tokens, ms in ((64, 30.0), (512, 30.0), (8_000, 206.0))],
+    ahead=True,
+)
+
+
+def test_steps_of_few_tokens_wait_for_their_launch_and_not_for_the_device() -> None:
+    speeds, decode_ms = Speeds(AHEAD), H200.step_ms(1, 0)
+    assert speeds.chunk_ms([(4_000, 0)]) == 100.0
+    assert speeds.chunk_ms([(512, 0)]) == 15.0  # nothing ran before it
+    assert speeds.chunk_ms([(512, 0)], 5.0) == pytest.approx(max(512 / 40, 10.0))
+    assert speeds.chunk_ms([(16, 0)], 50.0) == pytest.approx(decode_ms)  # the weights are read
+    parts = speeds.step_ms(64, 64_000) + 512 / 40 - decode_ms
+    assert parts < 24.0
+    assert speeds.mixed_ms(64, 64_000, [(512, 0)]) == 30.0
+    assert speeds.mixed_ms(64, 64_000, [(512, 0)], 6.0) == 24.0
+    assert speeds.mixed_ms(64, 64_000, [(512, 0)], 20.0) == pytest.approx(parts, abs=8)
+    assert Speeds(msgspec.structs.replace(AHEAD, ahead=False)).mixed_ms(64, 64_000, [(512, 0)], 6.0) == 30.0
+
+
+def test_who_comes_while_a_step_runs_is_in_the_second_one_behind_it() -> None:
+    """The first one behind it has been launched already."""
+    speeds = Speeds(AHEAD)
+    for ahead, steps in ((True, 2), (False, 1)):
+        card = msgspec.structs.replace(AHEAD, ahead=ahead, mixed=[])
+        long, late = Stream(0.0, 4_000, 3), Stream(0.0, 4_000, 3)
+        simulate([long], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(card)))
+        step = speeds.step_ms(1, 4_000)
+        late.at = 100.0 + step / 2  # while the first decode step runs
+        long = Stream(0.0, 4_000, 50)
+        simulate([long, late], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(card)))
+        assert late.begun - 100.0 == pytest.approx(steps * step, rel=0.02)
+
+
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1 << 30), st.integers(0, 2), st.sampled_from(["cost", "least_queue", OMNISCIENT]), st.booleans())
+@given(
+    st.integers(0, 1 << 30),
+    st.integers(0, 2),
+    st.sampled_from(["cost", "least_queue", OMNISCIENT]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
-    seed: int, prefill: int, policy: str, tight: bool
+    seed: int, prefill: int, policy: str, tight: bool, ahead: bool
 ) -> None:
     rng = random.Random(seed)
-    card = msgspec.structs.replace(H200, kv_tokens=9_000, max_running=8) if tight else H200
+    card = AHEAD if ahead else H200
+    card = msgspec.structs.replace(card, kv_tokens=9_000, max_running=8) if tight else card
     events = []
     for _ in range(rng.randrange(8)):
         at, node = rng.uniform(0, 4_000), rng.randrange(prefill + 2)
