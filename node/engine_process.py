@@ -219,7 +219,8 @@ class EngineProcess:
         watched = False
         try:
             self.engine.check(submit)
-            request = self.engine.request(submit, time.monotonic())
+            now = time.monotonic()
+            request = self.engine.request(submit, min(submit.at or now, now))
             if submit.fetch is not None:
                 self.connector.watch(submit.request_id, submit.fetch)
             watched = submit.fetch is not None

@@ -171,6 +171,7 @@ class Serving:
             cache_salt=request.cache_salt,
             priority=request.priority or 0,
             adapter="" if request.model == self.model_name else request.model or "",
+            at=time.monotonic(),
         )
         if transfer.do_remote_prefill:
             return DecodeLeg(submit, transfer, writer, self.info)

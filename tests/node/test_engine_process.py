@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import cast
 
@@ -80,6 +81,17 @@ def test_a_request_that_the_connector_does_not_watch_ends_alone(process: Process
     assert process.engine.scheduler.get("good") is not None
     assert process.fake.watched == ["good"]
     process.engine.scheduler.check()
+
+
+@pytest.mark.parametrize(("ago_s", "waited"), [(2.0, True), (-5.0, False), (None, False)])
+def test_a_request_has_waited_since_its_node_sent_it(process: Process, ago_s: float | None, *, waited: bool) -> None:
+    """An engine reads what comes between its steps, and a step may take long. Nothing comes from the future."""
+    now = time.monotonic()
+    at = 0.0 if ago_s is None else now - ago_s
+    process._submit(Submit("r", [7] * 20, SamplingParams(max_tokens=4, seed=1), at=at))
+    request = process.engine.scheduler.get("r")
+    assert request is not None
+    assert request.arrival_s == pytest.approx(now - (ago_s or 0.0) * waited, abs=0.5)
 
 
 def test_a_request_that_cannot_be_queued_leaves_no_watched_lease(process: Process) -> None:
