@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import bisect
 import heapq
-import math
 from collections.abc import Callable
 
 from simulator.block_cache import BlockCache
 from simulator.seat import Hears, Leg, Seat
 from simulator.speeds import Speeds
+from simulator.steps import Planned, SlowSteps
 from simulator.stream import Stream
 from wire.outputs import Load
 
@@ -59,14 +59,13 @@ class Engine:
         """Whose last chunk is in the step that runs."""
         self._joined: list[tuple[Seat, float]] = []
         """Whose first step is the next one that ends, and how long they have waited for it to begin."""
-        self._steps = self._context = self._planned = self._plan = 0
-        self._began = self._each = self._growth = 0.0
+        self._steps = self._context = self._plan = 0
+        self._planned = Planned()
         self._ahead = speeds.ahead
         self._launched = self._launching = float("-inf")
         """When the launch of the step that runs had ended; and when that of the next one began."""
         self._changing = self._again = False
-        self._slow_steps: list[int] = []
-        self._slow_ms: list[float] = []
+        self._slow = SlowSteps()
 
     # --- what others see -----------------------------------------------------------------------------------------
 
@@ -83,15 +82,15 @@ class Engine:
     @property
     def busy_until(self) -> float:
         """When what it has planned is over."""
-        return self._began + self._elapsed(self._planned) if self._planned else 0.0
+        return self._planned.ends if self._planned.count else 0.0
 
     def context(self, now: float) -> int:
         """Tokens of KV of all that decode."""
-        return self._context + len(self._batch) * self._steps_by(now)
+        return self._context + len(self._batch) * self._planned.done_by(now)
 
     def free(self, now: float) -> int:
         """Tokens of KV that still find room."""
-        return max(0, self.cache.free - len(self._batch) * self._steps_by(now))
+        return max(0, self.cache.free - len(self._batch) * self._planned.done_by(now))
 
     def load(self, now: float) -> Load:
         """As an engine reports it."""
@@ -120,7 +119,7 @@ class Engine:
         self._arrived_tokens += arrives
         seat.turn = (stream.priority, self._arrived_tokens + self._overtaken * work, self._arrivals)
         self._wait(seat, work)
-        if self._planned and not self._changing and leg is Leg.DECODE and self.waiting == 1:
+        if self._planned.count and not self._changing and leg is Leg.DECODE and self.waiting == 1:
             self._begin_beside(seat, now)
         else:
             self._wake(now)
@@ -156,7 +155,7 @@ class Engine:
 
     def lose(self, now: float) -> list[tuple[Stream, Leg, int]]:
         """The process ends with all that it has: each leg, with the tokens that are there."""
-        steps = self._steps + self._steps_by(now)
+        steps = self._steps + self._planned.done_by(now)
         lost = []
         for seat in self._seats.values():
             generated = seat.generated
@@ -167,7 +166,8 @@ class Engine:
         self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_tokens)
         for emptied in (self._seats, self._line, self._ready, self._batch, self._computing, self._joined):
             emptied.clear()
-        self.tokens = self.running = self.waiting = self._context = self._planned = 0
+        self.tokens = self.running = self.waiting = self._context = 0
+        self._planned = Planned()
         self._plan += 1
         return lost
 
@@ -183,10 +183,10 @@ class Engine:
     def _wake(self, now: float) -> None:
         if self._changing:
             self._again = True
-        elif not self._planned:
+        elif not self._planned.count:
             self._change(now)
         else:
-            self._cut_short(self._steps_by(now) + 1 + self._ahead)
+            self._cut_short(self._planned.done_by(now) + 1 + self._ahead)
 
     # --- who begins ----------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Engine:
 
     def _begin_beside(self, seat: Seat, now: float) -> None:
         """A decode leg needs none of the steps that run."""
-        running, steps = len(self._batch), self._steps_by(now)
+        running, steps = len(self._batch), self._planned.done_by(now)
         if self._begin(seat, now, running * (steps + 1)):
             self._leave(seat)
             if running:  # which have less room to grow now
@@ -248,30 +248,16 @@ class Engine:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def _elapsed(self, steps: int) -> float:
-        return steps * self._each + self._growth * steps * (steps - 1) / 2
-
-    def _steps_by(self, now: float) -> int:
-        """How many of the planned steps have ended."""
-        if self._planned <= 1:
-            return 0
-        passed, growth = now - self._began, self._growth
-        linear = self._each - growth / 2
-        steps = passed / linear
-        if growth * steps > 1e-6 * linear:
-            steps = (math.sqrt(linear * linear + 2 * growth * passed) - linear) / growth
-        return min(self._planned, int(steps + 1e-6))
-
     def _cut_short(self, steps: int) -> None:
         """Plan no more than these."""
-        if steps < self._planned:
-            self._planned = steps
+        if steps < self._planned.count:
+            self._planned.count = steps
             self._schedule()
 
     def _schedule(self) -> None:
         self._plan += 1
         plan = self._plan
-        self._later(self._began + self._elapsed(self._planned), lambda then: self._planned_end(plan, then))
+        self._later(self._planned.ends, lambda then: self._planned_end(plan, then))
 
     def _planned_end(self, plan: int, now: float) -> None:
         if plan == self._plan:
@@ -281,12 +267,11 @@ class Engine:
         """The end of a step, or the beginning of the first: who leaves, who comes, and how many steps follow."""
         self._changing, self._again = True, True
         self._launching = now
-        if self._planned:
+        if self._planned.count:
             if self._ahead:
-                last_ms = self._elapsed(self._planned) - self._elapsed(self._planned - 1)
-                self._launching = min(now, max(self._launched, now - last_ms))
+                self._launching = min(now, max(self._launched, now - self._planned.last_ms))
             self._settle(now)
-        while self._again and not self._planned:
+        while self._again and not self._planned.count:
             self._again = False
             self._next(now)
         self._changing = False
@@ -300,21 +285,20 @@ class Engine:
             running = len(self._batch)
         if not running and not pieces:
             return
-        self._began, speeds = now, self.speeds
+        speeds = self.speeds
         if pieces:
-            self._planned = 1
             before = now - self._launching
             self._launched = self._launching + speeds.launch_ms(running, pieces) * self.pace
             mixed = running and speeds.mixed_ms(running, self._context, pieces, before)
-            self._each, self._growth = (mixed or speeds.chunk_ms(pieces, before)) * self.pace, 0.0
+            self._planned = Planned(1, now, (mixed or speeds.chunk_ms(pieces, before)) * self.pace)
         else:
             steps = self._batch[0][0] - self._steps
             if self._hides_some():
                 steps = 1
-            self._planned = steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
-            first = self.speeds.step_ms(running, self._context)
-            last = self.speeds.step_ms(running, self._context + running * steps)
-            self._each, self._growth = first * self.pace, (last - first) / steps * self.pace
+            steps = max(1, min(steps, self.cache.free // running)) if running > 1 else steps
+            first = speeds.step_ms(running, self._context)
+            last = speeds.step_ms(running, self._context + running * steps)
+            self._planned = Planned(steps, now, first * self.pace, (last - first) / steps * self.pace)
         self._schedule()
 
     def _made_up(self, now: float) -> list[tuple[int, int]]:
@@ -333,20 +317,20 @@ class Engine:
 
     def _settle(self, now: float) -> None:
         """The planned steps have ended."""
-        steps, running = self._planned, len(self._batch)
-        self._planned = 0
+        steps, running = self._planned.count, len(self._batch)
+        self._planned.count = 0
         if running:
             self._steps += steps
             self._context += running * steps
             self.cache.private += running * steps
             self.cache.shrink()
-            gap = (now - self._began) / steps
-            first_ms = self._elapsed(1)
+            gap = (now - self._planned.began) / steps
+            first_ms = self._planned.took(1)
             for seat, waited in self._joined:
                 self._waited(seat, waited + first_ms)
             self._hears.gap(gap, running * steps - len(self._joined))
             self._joined.clear()
-            self._note_gap(gap)
+            self._slow.note(self._steps, gap)
         while self._batch and self._batch[0][0] <= self._steps:
             seat = heapq.heappop(self._batch)[2]
             self._context -= seat.stream.prompt + seat.stream.output - 1
@@ -466,23 +450,11 @@ class Engine:
         self.running -= 1
         self._wait(seat, seat.known - self._cached(seat))
 
-    # --- the longest time between two tokens of each ---------------------------------------------------------------
-
-    def _note_gap(self, ms: float) -> None:
-        """Kept are only gaps that no later one exceeds, so the first since a step is the longest since then."""
-        steps, longest = self._slow_steps, self._slow_ms
-        while longest and longest[-1] <= ms:
-            steps.pop()
-            longest.pop()
-        steps.append(self._steps)
-        longest.append(ms)
+    # --- who leaves ------------------------------------------------------------------------------------------------
 
     def _stopped(self, seat: Seat) -> None:
         seat.running = False
-        at = bisect.bisect_right(self._slow_steps, seat.joined_step)
-        if at < len(self._slow_ms):
-            seat.longest = max(seat.longest, self._slow_ms[at])
+        seat.longest = max(seat.longest, self._slow.since(seat.joined_step))
         seat.stream.longest = max(seat.stream.longest, seat.longest)
         if not self._batch:
-            self._slow_steps.clear()
-            self._slow_ms.clear()
+            self._slow.clear()
