@@ -10,21 +10,12 @@ import msgspec
 from benchmarks.chaos.processes import Cluster
 from wire.outputs import Load
 
-__all__ = ["LEASE_S", "index_bytes", "left_behind"]
+__all__ = ["LEASE_S", "left_behind"]
 
 LEASE_S = 5.0
 """Of the nodes' KV."""
-_TEXT_BYTES, _BLOCKS = "kvrelay_router_prefix_text_bytes", "kvrelay_router_prefix_blocks"
-_BLOCK_BYTES = 120  # an entry of a dict, and its key
 _NOTHING = ("kvrelay_blocks_quarantined", "vllm:num_requests_running", "vllm:num_requests_waiting")
 _FREE_WITHIN_S = 1.0 + 0.5  # a node tells its blocks twice a second
-
-
-async def index_bytes(cluster: Cluster) -> int:
-    """What the router's prefix index holds, about: it fills up to its own limit."""
-    assert cluster.router is not None
-    told = await cluster.metrics(cluster.router)
-    return int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
 
 
 async def left_behind(cluster: Cluster) -> list[str]:

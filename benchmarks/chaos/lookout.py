@@ -10,12 +10,22 @@ import os
 import time
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.chaos.processes import Cluster, family
 
-__all__ = ["LATEST_S", "PREEMPTIONS", "Lookout", "Recovery", "Size", "grown", "recoveries", "sizes"]
+__all__ = [
+    "LATEST_S",
+    "PREEMPTIONS",
+    "Lookout",
+    "Recovery",
+    "Size",
+    "grown",
+    "index_bytes",
+    "recoveries",
+    "sizes_apart",
+]
 
 LATEST_S = 15.0
 """A node that is not taken again so long after its fault's end is lost; the aim is 1 s."""
@@ -26,6 +36,8 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 _ROUTER_S = 1.0
 """After which a router that was started again knows its nodes."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TEXT_BYTES, _BLOCKS = "kvrelay_router_prefix_text_bytes", "kvrelay_router_prefix_blocks"
+_BLOCK_BYTES = 120  # an entry of a dict, and its key
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +117,7 @@ class Lookout:
             began = time.monotonic()
             await self._look()
             if began >= next_sizes:
-                self.sizes.append((began, await asyncio.to_thread(sizes, self._cluster)))
+                self.sizes.append((began, await sizes_apart(self._cluster)))
                 next_sizes = began + _SIZES_S
             await asyncio.sleep(max(0.0, began + _LOOK_S - time.monotonic()))
 
@@ -154,6 +166,21 @@ def sizes(cluster: Cluster) -> dict[str, Size]:
             with suppress(OSError, IndexError, ValueError):
                 found[name] = _size(pid)
     return found
+
+
+async def sizes_apart(cluster: Cluster) -> dict[str, Size]:
+    """The same, without the router's prefix index: that fills up to a limit of its own."""
+    found, index = await asyncio.to_thread(sizes, cluster), await index_bytes(cluster)
+    if "router" in found:
+        found["router"] = replace(found["router"], memory=found["router"].memory - index)
+    return found
+
+
+async def index_bytes(cluster: Cluster) -> int:
+    """What the router's prefix index holds, about."""
+    assert cluster.router is not None
+    told = await cluster.metrics(cluster.router)
+    return int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
 
 
 def _size(pid: int) -> Size:

@@ -50,6 +50,8 @@ def print_table(options: argparse.Namespace, result: Result) -> None:
     _print_recovery(result.recovered)
     for name, (before, after) in facts["sizes"].items():
         print(f"{name:20} {_shown(before)} -> {_shown(after)}")
+    index, full = facts["index"]
+    print(f"{'  its prefix index':20} {index >> 20} MiB -> {full >> 20} MiB, not counted above")
     _print_windows(result.windows)
     for what in verdict.broken[:_SHOWN]:
         print(f"BROKEN {what}")

@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ import aiohttp
 from benchmarks.chaos.asks import asks
 from benchmarks.chaos.crowd import KEPT_S, Crowd
 from benchmarks.chaos.faults import CLIENTS, Fault, Schedule, drawn, endless, once
-from benchmarks.chaos.left_behind import LEASE_S, index_bytes, left_behind
-from benchmarks.chaos.lookout import Lookout, Recovery, Size, grown, recoveries, sizes
+from benchmarks.chaos.left_behind import LEASE_S, left_behind
+from benchmarks.chaos.lookout import Lookout, Recovery, Size, grown, index_bytes, recoveries, sizes_apart
 from benchmarks.chaos.model import flags_of
 from benchmarks.chaos.namespaces import Namespaces, inside
 from benchmarks.chaos.network import Loopback, Network
@@ -98,7 +98,7 @@ async def _disturbed(
 ) -> Result:
     """The streams, the faults, and what both leave behind."""
     assert cluster.router is not None
-    quiet, quiet_index = sizes(cluster), await index_bytes(cluster)
+    quiet, index = await sizes_apart(cluster), await index_bytes(cluster)
     rude, lookout = Rude(cluster, crowd, options.longest), Lookout(cluster)
     strikes = Strikes(cluster, crowd, rude)
     faults = _faults(options, cluster, strikes, schedule)
@@ -129,13 +129,13 @@ async def _disturbed(
     await lookout.count()
     facts["preemptions"] = lookout.preemptions
     await asyncio.sleep(2.5 * KEPT_S)  # connections of clients that are idle are none that have grown
-    after = sizes(cluster)
-    grew = _index_apart(quiet, after, await index_bytes(cluster) - quiet_index)
+    after = await sizes_apart(cluster)
+    facts["index"] = [index, await index_bytes(cluster)]
     facts["sizes"] = {name: [quiet.get(name), size] for name, size in after.items()}
     logs = {node.name: node.log.read_text(errors="replace").splitlines() for node in (*cluster.nodes, cluster.router)}
     log = logs["router"]
     verdict = _judged(options, cluster, crowd, log, facts)
-    verdict.broken += [*left, *grew, *cluster.surprises, *_unended(cluster, crowd, log)]
+    verdict.broken += [*left, *_grown(quiet, after), *cluster.surprises, *_unended(cluster, crowd, log)]
     verdict.broken += [f"{name}'s log: {line}" for name, of in logs.items() for line in of if "Traceback" in line]
     no_router, no_decode = cluster.router.down, _none_up(cluster)["decode"]
     verdict.broken += [each.told for each in rude.broken if not each.excused(no_router, no_decode)]
@@ -235,13 +235,12 @@ def _none_up(cluster: Cluster) -> dict[str, list[Span]]:
     return none_up({role: [[*node.down, *node.away] for node in cluster.nodes if node.role == role] for role in roles})
 
 
-def _index_apart(before: dict[str, Size], after: dict[str, Size], index_bytes: int) -> list[str]:
-    """What has grown; the router's index, which fills up to its limit, is not counted."""
+def _grown(before: dict[str, Size], after: dict[str, Size]) -> list[str]:
+    """What has grown by more than it may."""
     engines = {name: size for name, size in after.items() if name.endswith("engine")}
     others = {name: size for name, size in after.items() if name not in engines}
-    allowed = Size(0, _MORE.memory + max(0, index_bytes), _MORE.files, _MORE.sockets, _MORE.threads)
-    larger = Size(0, _CHANGES_BYTES, _MORE.files, _MORE.sockets, _MORE.threads)
-    return [*grown(before, others, allowed), *grown(before, engines, larger)]
+    larger = replace(_MORE, memory=_CHANGES_BYTES)
+    return [*grown(before, others, _MORE), *grown(before, engines, larger)]
 
 
 def _router_stalls(cluster: Cluster) -> list[tuple[float, float]]:

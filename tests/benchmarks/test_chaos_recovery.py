@@ -12,9 +12,10 @@ from typing import ClassVar
 
 import pytest
 
+from benchmarks.chaos import lookout
 from benchmarks.chaos.crowd import Seen
 from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.lookout import LATEST_S, Look, recoveries
+from benchmarks.chaos.lookout import LATEST_S, Look, Size, recoveries
 from benchmarks.chaos.processes import Cluster, Node
 from benchmarks.chaos.rude import Rude
 from benchmarks.chaos.run import _strike_all
@@ -149,3 +150,19 @@ async def test_clocks_that_jump_while_they_are_off_go_back_in_the_end(cluster: C
     jumps = [Fault(0.0, "clock jump", (1,), for_s, amount=amount) for for_s, amount in ((0.05, 90.0), (0.5, -5.0))]
     await asyncio.gather(*map(strikes.strike, jumps))
     assert Clocks.told == [90.0, 85.0, -5.0, 0.0]
+
+
+async def test_the_prefix_index_of_the_router_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fills up to its own limit."""
+
+    class Seen:
+        router = object()
+
+        async def metrics(self, of: object) -> dict[str, float]:
+            assert of is self.router
+            return {"kvrelay_router_prefix_text_bytes": 1_000_000.0, "kvrelay_router_prefix_blocks": 1_000.0}
+
+    of = {"router": Size(1, 100_000_000, 1, 2, 3), "decode0": Size(2, 90_000_000, 4, 5, 6)}
+    monkeypatch.setattr(lookout, "sizes", lambda cluster: dict(of))
+    apart = await lookout.sizes_apart(Seen())  # type: ignore[arg-type]
+    assert apart == {"router": Size(1, 98_880_000, 1, 2, 3), "decode0": of["decode0"]}
