@@ -66,7 +66,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     adapter: str = ""
     """The name of the LoRA adapter that computes it; empty: the model alone."""
     at: float = 0.0
-    """When the node sent it, on this machine's monotonic clock: an engine reads what comes between its steps. 0: now."""
+    """When the node sent it, on this machine's monotonic clock: an engine reads it between two steps. 0: now."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
