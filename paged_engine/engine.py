@@ -207,24 +207,20 @@ class Engine:
                 handover.offer(request)
         if before is None:
             self._fetch(plan, handover)
-        begin: list[Request] = []
         if plan.chunks:
             self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks)
             self.counters.launched(sum([chunk.count for chunk in plan.chunks]))
             for chunk in plan.chunks:
                 self._count(chunk)
-                request = chunk.request
-                request.launched(chunk.start, began)
-                if request.first_scheduled_s == began or request.first_step_s == began:
-                    begin.append(request)
+                chunk.request.launched(chunk.start, began)
                 self.scheduler.launched(chunk)
         if before is not None:
             launched = self._clock()
             updated = self._take_tokens(before, handover)
             # Had the step before ended sooner than this one's launch, nobody would know when.
             if self._tokens_at - launched > _WAITED_S:
-                for request in begin:
-                    request.started(began, self._tokens_at)
+                for chunk in plan.chunks:
+                    chunk.request.started(began, self._tokens_at)
         if self._in_flight is not None:
             self._in_flight.launched.sample()
         if before is not None:

@@ -289,8 +289,8 @@ class Engine:
         if pieces:
             before = now - self._launching
             self._launched = self._launching + speeds.launch_ms(running, pieces) * self.pace
-            mixed = running and speeds.mixed_ms(running, self._context, pieces, before)
-            self._planned = Planned(1, now, (mixed or speeds.chunk_ms(pieces, before)) * self.pace)
+            ms = speeds.mixed_ms(running, self._context, pieces, before) if running else speeds.chunk_ms(pieces, before)
+            self._planned = Planned(1, now, ms * self.pace)
         else:
             steps = self._batch[0][0] - self._steps
             if self._hides_some():

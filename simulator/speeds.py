@@ -33,28 +33,24 @@ class Speeds:
         self.kv_tokens, self.step_tokens, self.max_running = card.kv_tokens, card.step_tokens, card.max_running
         self._decode = _lines([(each.requests, each.context, each.ms) for each in card.decode])
         self._steps: dict[int, tuple[list[float], list[float]]] = {}
-        points = [(each.context, each.tokens, each.ms) for each in card.prefill]
-        device = [(context, tokens, self._of_device(context, tokens)) for context, tokens, _ in points]
-        self._prefill = _lines(device)
-        # Of steps that wait for their launch: how long that takes, by tokens; of mixed ones by requests, then tokens.
-        launches = [
-            (0, tokens, ms)
-            for (context, tokens, ms), (_, _, needed) in zip(points, device, strict=True)
-            if not context and ms > _BY_LAUNCH * needed
-        ]
-        self._launches = _by_requests(launches)
+        needed = [self._of_device(each) for each in card.prefill]
+        measured = list(zip(card.prefill, needed, strict=True))
+        self._prefill = _lines([(each.context, each.tokens, ms) for each, ms in measured])
+        # Of steps that wait for their launch, how long that takes; None: none of them does.
+        self._launches = _lines_if(
+            [(0, each.tokens, each.ms) for each, ms in measured if not each.context and each.ms > _BY_LAUNCH * ms]
+        )
         self._weights = min(self._piece_ms(1, 0), self._line_of(1)[1][0])
         self._pair = self._attention()
         self._seams, self._mixed_launches = self._measured_mixed()
 
-    def _of_device(self, context: int, tokens: int) -> float:
-        """What the device needs of a measured step of one prompt."""
-        line = [each for each in self.card.prefill if each.context == context and each.tokens >= tokens]
-        measured = min(each.ms for each in line if each.tokens == tokens)
+    def _of_device(self, point: PrefillPoint) -> float:
+        """What the device needs of a measured step."""
         if not self.ahead:
-            return measured
-        in_proportion = min(each.ms * tokens / each.tokens for each in line)
-        return min(measured, max(in_proportion, self.card.step_ms(1, context)))
+            return point.ms
+        longer = [each for each in self.card.prefill if each.context == point.context and each.tokens >= point.tokens]
+        in_proportion = min(each.ms * point.tokens / each.tokens for each in longer)
+        return min(point.ms, max(in_proportion, self.card.step_ms(1, point.context)))
 
     def chunk_ms(self, pieces: Sequence[tuple[int, int]], launched_ms: float = 0.0) -> float:
         """One step that computes, of each prompt, so many tokens behind so many. Its launch began `launched_ms` ago."""
@@ -132,7 +128,7 @@ class Speeds:
             found = self._steps[running] = places, [self.card.step_ms(running, running * at) for at in places]
         return found
 
-    def _measured_mixed(self) -> tuple[_ByRequests, _ByRequests]:
+    def _measured_mixed(self) -> tuple[_Lines | None, _Lines | None]:
         """By requests, and then by tokens of the chunk: by how much longer a mixed step took than its two parts say;
         and how long its launch took, of those that waited for it."""
         seams, launches = [], []
@@ -142,7 +138,7 @@ class Speeds:
                 launches.append((each.requests, each.tokens, each.ms))
             else:
                 seams.append((each.requests, each.tokens, each.ms - parts))
-        return _by_requests(seams), _by_requests(launches)
+        return _lines_if(seams), _lines_if(launches)
 
     def _attention(self) -> float:
         """Milliseconds of a token and a token before it, where it was measured behind any context."""
@@ -152,26 +148,6 @@ class Speeds:
         count = places[-1][-1]
         more = values[-1][-1] - _on(places[0], values[0], count)
         return max(0.0, more / (count * (lines[-1] - lines[0])))
-
-
-_ByRequests = list[tuple[int, list[int], list[float]]]
-
-
-def _by_requests(points: Sequence[tuple[int, int, float]]) -> _ByRequests:
-    """Points (requests, tokens, ms) by requests, and then tokens and times in order."""
-    found: dict[int, dict[int, float]] = {}
-    for requests, tokens, ms in points:
-        found.setdefault(requests, {})[tokens] = ms
-    return [(requests, sorted(of), [of[at] for at in sorted(of)]) for requests, of in sorted(found.items())]
-
-
-def _between(points: _ByRequests, running: float, tokens: int) -> float:
-    """Straight between what was measured, and beyond it as there."""
-    at = bisect_right([requests for requests, _, _ in points], running)
-    low, high = points[max(0, at - 1)], points[min(at, len(points) - 1)]
-    first, last = (_within(tokens, places, values) for _, places, values in (low, high))
-    span = high[0] - low[0]
-    return first + (last - first) * (running - low[0]) / span if span else first
 
 
 _Lines = tuple[list[float], tuple[list[list[float]], list[list[float]]]]
@@ -187,6 +163,21 @@ def _lines(points: Sequence[tuple[float, float, float]]) -> _Lines:
         [line for line, _ in ordered],
         ([[place for place, _ in of] for _, of in ordered], [[ms for _, ms in of] for _, of in ordered]),
     )
+
+
+def _lines_if(points: Sequence[tuple[float, float, float]]) -> _Lines | None:
+    """None of no points."""
+    return _lines(points) if points else None
+
+
+def _between(lines: _Lines, line: float, at: float) -> float:
+    """Straight between what was measured, and beyond it as there."""
+    numbers, (places, values) = lines
+    right = bisect_right(numbers, line)
+    low, high = max(0, right - 1), min(right, len(numbers) - 1)
+    first, last = (_within(at, places[each], values[each]) for each in (low, high))
+    span = numbers[high] - numbers[low]
+    return first + (last - first) * (line - numbers[low]) / span if span else first
 
 
 def _on(places: Sequence[float], values: Sequence[float], at: float) -> float:

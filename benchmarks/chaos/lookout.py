@@ -22,7 +22,6 @@ __all__ = [
     "Recovery",
     "Size",
     "grown",
-    "index_bytes",
     "recoveries",
     "sizes_apart",
 ]
@@ -117,7 +116,8 @@ class Lookout:
             began = time.monotonic()
             await self._look()
             if began >= next_sizes:
-                self.sizes.append((began, await sizes_apart(self._cluster)))
+                found, _ = await sizes_apart(self._cluster)
+                self.sizes.append((began, found))
                 next_sizes = began + _SIZES_S
             await asyncio.sleep(max(0.0, began + _LOOK_S - time.monotonic()))
 
@@ -168,19 +168,14 @@ def sizes(cluster: Cluster) -> dict[str, Size]:
     return found
 
 
-async def sizes_apart(cluster: Cluster) -> dict[str, Size]:
-    """The same, without the router's prefix index: that fills up to a limit of its own."""
-    found, index = await asyncio.to_thread(sizes, cluster), await index_bytes(cluster)
+async def sizes_apart(cluster: Cluster) -> tuple[dict[str, Size], int]:
+    """The same, without the router's prefix index, which fills up to a limit of its own; and the index, about."""
+    assert cluster.router is not None
+    found, told = await asyncio.to_thread(sizes, cluster), await cluster.metrics(cluster.router)
+    index = int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
     if "router" in found:
         found["router"] = replace(found["router"], memory=found["router"].memory - index)
-    return found
-
-
-async def index_bytes(cluster: Cluster) -> int:
-    """What the router's prefix index holds, about."""
-    assert cluster.router is not None
-    told = await cluster.metrics(cluster.router)
-    return int(told.get(_TEXT_BYTES, 0.0) + _BLOCK_BYTES * told.get(_BLOCKS, 0.0))
+    return found, index
 
 
 def _size(pid: int) -> Size:

@@ -21,7 +21,7 @@ import msgspec
 from benchmarks.chaos.crowd import Crowd, Seen
 from benchmarks.chaos.lookout import PREEMPTIONS
 from benchmarks.chaos.processes import Cluster, Node
-from benchmarks.chaos.verdict import Span
+from benchmarks.chaos.verdict import Span, meets
 from wire.outputs import Load
 
 __all__ = ["Rude", "Rudeness"]
@@ -44,7 +44,7 @@ class Rudeness(NamedTuple):
     def excused(self, no_router: Iterable[Span], no_node: Iterable[Span]) -> bool:
         """Whether it is; spans may have begun or ended while it was waited for."""
         spans = [*no_router, *(no_node if self.status == 503 else ())]
-        return any(a <= self.asked + _ANSWER_S + 1 and self.asked <= b + 2 for a, b in spans)
+        return meets(self.asked - 2, self.asked + _ANSWER_S + 1, spans)
 
 
 class Rude:

@@ -19,7 +19,7 @@ from benchmarks.chaos.asks import asks
 from benchmarks.chaos.crowd import KEPT_S, Crowd
 from benchmarks.chaos.faults import CLIENTS, Fault, Schedule, drawn, endless, once
 from benchmarks.chaos.left_behind import LEASE_S, left_behind
-from benchmarks.chaos.lookout import Lookout, Recovery, Size, grown, index_bytes, recoveries, sizes_apart
+from benchmarks.chaos.lookout import Lookout, Recovery, Size, grown, recoveries, sizes_apart
 from benchmarks.chaos.model import flags_of
 from benchmarks.chaos.namespaces import Namespaces, inside
 from benchmarks.chaos.network import Loopback, Network
@@ -29,7 +29,18 @@ from benchmarks.chaos.rude import Rude
 from benchmarks.chaos.shim import Shim
 from benchmarks.chaos.soak import Window, not_flat, windows
 from benchmarks.chaos.strikes import Strikes
-from benchmarks.chaos.verdict import MARGIN_S, Outage, Span, Verdict, broken_legs, joined, judged, logged_ends, none_up
+from benchmarks.chaos.verdict import (
+    MARGIN_S,
+    Outage,
+    Span,
+    Verdict,
+    broken_legs,
+    joined,
+    judged,
+    logged_ends,
+    meets,
+    none_up,
+)
 
 __all__ = ["Result", "run"]
 
@@ -98,7 +109,7 @@ async def _disturbed(
 ) -> Result:
     """The streams, the faults, and what both leave behind."""
     assert cluster.router is not None
-    quiet, index = await sizes_apart(cluster), await index_bytes(cluster)
+    quiet, index = await sizes_apart(cluster)
     rude, lookout = Rude(cluster, crowd, options.longest), Lookout(cluster)
     strikes = Strikes(cluster, crowd, rude)
     faults = _faults(options, cluster, strikes, schedule)
@@ -129,16 +140,16 @@ async def _disturbed(
     await lookout.count()
     facts["preemptions"] = lookout.preemptions
     await asyncio.sleep(2.5 * KEPT_S)  # connections of clients that are idle are none that have grown
-    after = await sizes_apart(cluster)
-    facts["index"] = [index, await index_bytes(cluster)]
+    after, full = await sizes_apart(cluster)
+    facts["index"] = [index, full]
     facts["sizes"] = {name: [quiet.get(name), size] for name, size in after.items()}
     logs = {node.name: node.log.read_text(errors="replace").splitlines() for node in (*cluster.nodes, cluster.router)}
     log = logs["router"]
-    verdict = _judged(options, cluster, crowd, log, facts)
+    without = _none_up(cluster)
+    verdict = _judged(options, cluster, crowd, log, without, facts)
     verdict.broken += [*left, *_grown(quiet, after), *cluster.surprises, *_unended(cluster, crowd, log)]
     verdict.broken += [f"{name}'s log: {line}" for name, of in logs.items() for line in of if "Traceback" in line]
-    no_router, no_decode = cluster.router.down, _none_up(cluster)["decode"]
-    verdict.broken += [each.told for each in rude.broken if not each.excused(no_router, no_decode)]
+    verdict.broken += [each.told for each in rude.broken if not each.excused(cluster.router.down, without["decode"])]
     recovered = recoveries(cluster, lookout.looks, ended)
     verdict.broken += [
         f"{each.node} was {'not ' if each.up_s is None else ''}up {each.up_s or each.watched_s:.1f} s after the end of "
@@ -213,10 +224,15 @@ def _count(cluster: Cluster) -> int:
 
 
 def _judged(
-    options: argparse.Namespace, cluster: Cluster, crowd: Crowd, log: list[str], facts: dict[str, Any]
+    options: argparse.Namespace,
+    cluster: Cluster,
+    crowd: Crowd,
+    log: list[str],
+    without: dict[str, list[Span]],
+    facts: dict[str, Any],
 ) -> Verdict:
+    """`without`: when no node of a role was up."""
     assert cluster.router is not None
-    without = _none_up(cluster)
     facts["without_s"] = {role: sum(max(0.0, b - a - MARGIN_S) for a, b in joined(without[role])) for role in without}
     blows = [(each.at, each.fault.kind, each.url) for each in cluster.struck if not each.missed]
     legs = broken_legs(log)
@@ -258,5 +274,5 @@ def _unended(cluster: Cluster, crowd: Crowd, log: list[str]) -> list[str]:
     return [
         f"{each.kind} {each.number}, id {each.id}: the router told {ends[each.id]} times of its end"
         for each in crowd.seen
-        if each.id and ends[each.id] != 1 and not any(a <= each.ended and each.began <= b for a, b in spans)
+        if each.id and ends[each.id] != 1 and not meets(each.began, each.ended, spans)
     ]

@@ -27,6 +27,7 @@ __all__ = [
     "joined",
     "judged",
     "logged_ends",
+    "meets",
     "none_up",
 ]
 
@@ -144,7 +145,7 @@ def judged(
             verdict.honest["lost with the router"] += 1
         elif each.honest:
             verdict.honest[f"{each.status} {re.sub('[0-9a-f]{32}', '..', each.error)}"] += 1
-            if each.past_router or not _meets(each, no_decode):
+            if each.past_router or not meets(each.began, each.ended, no_decode):
                 verdict.broken.append(f"{told}: {each.end} {each.status} though nodes were up: {each.error}")
         else:
             verdict.broken.append(f"{told}: {each.end} {each.ended - each.began:.1f} s later: {each.error}")
@@ -170,8 +171,9 @@ def judged(
     return verdict
 
 
-def _meets(each: Seen, spans: Iterable[Span]) -> bool:
-    return any(a <= each.ended and each.began <= b for a, b in spans)
+def meets(began: float, ended: float, spans: Iterable[Span]) -> bool:
+    """Whether something that lasted so long has a moment in common with one of these."""
+    return any(a <= ended and began <= b for a, b in spans)
 
 
 def _lost_with(each: Seen, routers: Iterable[Outage]) -> bool:

@@ -57,24 +57,23 @@ class LegWatch:
     """A context around one leg. `silent` once it was cut for its silence, `moves` if because another node has room."""
 
     def __init__(
-        self,
-        among: LegWatches,
-        lease: Lease,
-        passage: Passage,
-        patience_s: float,
-        may_cut: Callable[[], bool],
-        waits_s: float = math.inf,
-        may_move: Callable[[], bool] = lambda: False,
+        self, among: LegWatches, lease: Lease, passage: Passage, patience_s: float, may_cut: Callable[[], bool]
     ) -> None:
-        """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again. `may_move` is
-        asked again and again while the leg has waited for longer than `waits_s` without a word."""
+        """`may_cut` is asked each time when the patience is over; if not, the leg has as much time again."""
         self.patience_s = patience_s
         self.silent = self.moves = False
         self._among, self._lease, self._passage = among, lease, passage
-        self._may_cut, self._waits_s, self._may_move = may_cut, waits_s, may_move
+        self._may_cut = may_cut
+        self._waits_s = math.inf
+        self._may_move: Callable[[], bool] = lambda: False
         self._since = time.monotonic()
-        self.due = self._since + min(patience_s, waits_s)
+        self.due = self._since + patience_s
         """The first moment at which it may be too late."""
+
+    def moves_after(self, waits_s: float, may_move: Callable[[], bool]) -> None:
+        """Ask `may_move` again and again, too, while the leg has waited for longer without a word. Before it begins."""
+        self._waits_s, self._may_move = waits_s, may_move
+        self.due = min(self.due, self._since + waits_s)
 
     def __enter__(self) -> LegWatch:
         """Look from now on."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -207,7 +206,7 @@ class Walk:
 
     async def _decode(self) -> None:
         """Decode legs, each from where the answer stands, until one ends it."""
-        tries, doors = Tries(self._means), self._doors
+        tries = Tries(self._means)
         if self._bound_by is None:
             self._bound_by = time.monotonic() + ROOM_DEADLINE_S
         while True:
@@ -226,7 +225,7 @@ class Walk:
                 return
             except _Moves:
                 self._moves += 1
-                doors.rest(lease.node, Role.DECODE, None, time.monotonic())  # or it would be chosen again
+                self._doors.rest(lease.node, Role.DECODE, None, time.monotonic())  # or it would be chosen again
                 self._metrics.full.labels(Role.DECODE.value).inc()
                 self._bound_by = time.monotonic() + ROOM_DEADLINE_S
                 continue
@@ -265,7 +264,7 @@ class Walk:
 
     def _may_rebuild(self) -> bool:
         """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
-        if self._prefilling is not None and not self._prefilling.done():
+        if self._is_prefilling:
             return False
         if self._kv_left or (self.progress.held is not None and not self.progress.settled):
             return False  # it is still there, under this request's id
@@ -371,18 +370,11 @@ class Walk:
             passage.held_up()
             return flow.drain()
 
-        patience_s, waits_s = self._doors.patience_s(lease.tokens), math.inf
+        patience_s = self._doors.patience_s(lease.tokens)
+        watch = LegWatch(self._means.watches, lease, passage, patience_s, lambda: self._may_give_up(decoding))
         if peer is not None and wish is not None:
             waits_s = self._doors.waits_s(kv_tokens) * 2**self._moves
-        watch = LegWatch(
-            self._means.watches,
-            lease,
-            passage,
-            patience_s,
-            lambda: self._may_give_up(decoding),
-            waits_s,
-            lambda: self._may_move(wish, node),
-        )
+            watch.moves_after(waits_s, lambda: self._may_move(wish, node))
         with watch:
             try:
                 ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
@@ -429,15 +421,18 @@ class Walk:
         if self._decoding is None and not again:
             self._decoding = asyncio.create_task(self._decode_early())
 
-    def _may_move(self, wish: Wish | None, node: Node) -> bool:
+    @property
+    def _is_prefilling(self) -> bool:
+        """A prefill leg runs."""
+        return self._prefilling is not None and not self._prefilling.done()
+
+    def _may_move(self, wish: Wish, node: Node) -> bool:
         """Whether a decode leg, which has waited for long on this node, has all that it waits for on another."""
-        if wish is None or (self._prefilling is not None and not self._prefilling.done()):
-            return False
-        return self._means.binding.has_room_beside(wish, node)
+        return not self._is_prefilling and self._means.binding.has_room_beside(wish, node)
 
     def _may_give_up(self, decoding: bool) -> bool:
         """Whether a leg that is silent for too long is cut. A decode leg's node may be waiting for the prefill node."""
-        if self.reply.full or (decoding and self._prefilling is not None and not self._prefilling.done()):
+        if self.reply.full or (decoding and self._is_prefilling):
             return False
         return self._means.retries.take(time.monotonic())
 

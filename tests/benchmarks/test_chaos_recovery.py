@@ -164,5 +164,6 @@ async def test_the_prefix_index_of_the_router_is_no_growth(monkeypatch: pytest.M
 
     of = {"router": Size(1, 100_000_000, 1, 2, 3), "decode0": Size(2, 90_000_000, 4, 5, 6)}
     monkeypatch.setattr(lookout, "sizes", lambda cluster: dict(of))
-    apart = await lookout.sizes_apart(Seen())  # type: ignore[arg-type]
+    apart, index = await lookout.sizes_apart(Seen())  # type: ignore[arg-type]
+    assert index == 1_120_000
     assert apart == {"router": Size(1, 98_880_000, 1, 2, 3), "decode0": of["decode0"]}
