@@ -35,6 +35,18 @@ DECODES = {
     "decode-32x4k": (32, 4096, 8.4, 9.03),
     "decode-256x384": (256, 384, 11.4, 11.82),  # the middle of the generate row
 }
+# Steps with a short prompt, alone or beside decodes: (requests that decode, tokens of their contexts, of the prompt)
+MIXED = {
+    "prompt-16": (0, 0, 16),
+    "prompt-64": (0, 0, 64),
+    "prompt-256": (0, 0, 256),
+    "prompt-512": (0, 0, 512),
+    "prompt-1k": (0, 0, 1024),
+    "mixed-32x1k+64": (32, 1024, 64),
+    "mixed-32x1k+256": (32, 1024, 256),
+    "mixed-32x1k+512": (32, 1024, 512),
+    "mixed-128x1k+64": (128, 1024, 64),
+}
 OTHERS = ("prefill-4k", "generate-128-512")
 
 
@@ -50,6 +62,14 @@ class Bench:
         with self.timed.decoding(batch, context, steps=40):
             idle = idle_share(lambda: [self.timed.step() for _ in range(20)])
         return {"ms": statistics.median(times), "p99_ms": times[int(len(times) * 0.99)], "idle": idle}
+
+    def mixed(self, requests: int, context: int, tokens: int) -> dict[str, float]:
+        """Median and longest time of a step with a prompt of so many tokens, beside so many decodes."""
+        if requests:
+            times = sorted(self.timed.mixed(requests, context, tokens, most=60, seconds=math.inf))
+        else:
+            times = sorted(self.timed.prefill(tokens, most=60, seconds=math.inf))
+        return {"ms": statistics.median(times), "p99_ms": times[int(len(times) * 0.99)]}
 
     def prefill(self, prompt_tokens: int, prompts: int) -> dict[str, float]:
         """Prompt tokens per second of prompts that ask for one token."""
@@ -117,6 +137,8 @@ def run(engine: Engine, rows: list[str], profile: bool) -> Iterator[tuple[str, d
             if profile:
                 with timed.decoding(batch, context, steps=40):
                     print(kernel_times(lambda: [timed.step() for _ in range(10)], 10))
+        elif row in MIXED:
+            yield row, bench.mixed(*MIXED[row]), "the next one launched behind it"
         elif row == "prefill-4k":
             yield row, bench.prefill(4096, 32), "aim 47,000 tokens/s, vLLM 0.26 41,626"
             if profile:
@@ -134,13 +156,13 @@ def run(engine: Engine, rows: list[str], profile: bool) -> Iterator[tuple[str, d
                 print(kernel_times(lambda: [timed.step() for _ in range(10)], 10))
                 timed.drain()
         else:
-            sys.exit(f"unknown row {row!r}; there are {', '.join((*DECODES, *OTHERS))}")
+            sys.exit(f"unknown row {row!r}; there are {', '.join((*DECODES, *MIXED, *OTHERS))}")
 
 
 def main() -> None:
     """Print one line per row, then all of them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", default=[*DECODES, *OTHERS])
+    parser.add_argument("rows", nargs="*", default=[*DECODES, *MIXED, *OTHERS])
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--profile", action="store_true", help="also print where the GPU's time goes")

@@ -1,4 +1,4 @@
-"""The GPU's runner: steps are launched ahead of the host, decode steps as CUDA graphs over persistent buffers.
+"""The GPU's runner: steps are launched ahead of the host, all but those with long prompts as CUDA graphs.
 
 A step is three things in the stream: one upload of a few integers per row, the forward pass, the sampler. Nothing of it
 waits for the host: a decode's token is read on the device from where the sampler of the step before has left it. The
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
@@ -19,6 +18,7 @@ from paged_engine.adapters import AdapterStore, slots_of
 from paged_engine.before_loading import compute_dtype, refuse_fp8
 from paged_engine.decoder import Decoder
 from paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
+from paged_engine.gpu_graphs import GpuGraphs
 from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
 from paged_engine.gpu_operations import GpuOperations, GpuStep
 from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
@@ -32,6 +32,7 @@ from paged_engine.rank_steps import RankMasks, RankStep
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Chunk, ScoredRows
+from paged_engine.step_shapes import step_shapes
 from paged_engine.step_values import Slots, SlotState, StepValues, null_step
 from wire.config import EngineConfig
 from wire.outputs import TokenLogprobs
@@ -44,8 +45,6 @@ _STEP_TOKENS = 8192
 _MAX_RUNNING = 256
 # A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU for ever.
 _RANKS_DEADLINE_S = 60.0
-# NCCL's watchdog thread may ask for events while we capture.
-_CAPTURE = "thread_local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class _Forward:
     logits: torch.Tensor  # [rows, vocab]
     slots: torch.Tensor
     plan: SamplePlan
-    graphs: _Graphs | None  # None: not one of the graphs' steps
+    by_graph: bool
     of_prompts: torch.Tensor | None = None  # hidden state of the scored rows
 
 
@@ -80,16 +79,6 @@ class _InFlight:
 
     def scores(self) -> Iterable[tuple[Request, list[TokenLogprobs]]]:
         return () if self.prompt_scores is None else self.prompt_scores.of_requests()
-
-
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    """Of one batch size. The sampler is a graph of its own, so that something can be done to the logits before it."""
-
-    forward: torch.cuda.CUDAGraph
-    adapted: torch.cuda.CUDAGraph | None  # the same with adapters, into the same logits
-    logits: torch.Tensor  # [rows, vocab]
-    samplers: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor]]  # by whether rows are cut; tokens int64 [rows]
 
 
 class GpuRunner:
@@ -185,11 +174,19 @@ class GpuRunner:
         self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
         self._uploads = self._open_uploads(self.max_model_len)
         self._slots = Slots(self.max_running, max_blocks=self._uploads.max_blocks, block_tokens=self._block_tokens)
-        self._graphs: dict[int, _Graphs] = {}
         self._seated: dict[int, Request] = {}
         self._unsampled: _Forward | None = None
         self._warm_up()
-        self._capture()
+        # A batch-invariant engine has no kernels for decodes beside prompts.
+        longest = 0 if self._chunks_only else min(self.max_batched_tokens, self.max_model_len)
+        self._graphs = GpuGraphs(
+            self._forward,
+            self._uploads,
+            self._sampler,
+            max_running=self.max_running,
+            adapters=self.adapters is not None,
+            shapes=step_shapes(max_running=self.max_running, max_prompt_rows=longest),
+        )
         log.info("%s", budget.report(num_blocks * self._block_tokens))
 
     def _open_uploads(self, max_model_len: int) -> StepUploads:
@@ -256,24 +253,20 @@ class GpuRunner:
             self._ranks.tell(b"")
         # A NCCL group does not end before the last graph that holds its calls.
         torch.cuda.synchronize(self._device)
-        self._graphs.clear()
+        self._graphs.close()
         self._ranks.close()
 
     @torch.inference_mode()
     def _forward_pass(self, values: StepValues, sampling: Sequence[Request]) -> _Forward:
         plan = self._sampler.prepare(values.sampled_slots.tolist(), sampling)
-        if not values.is_decode:
-            step, slots = self._uploads.chunks(values)
-            self._operations.plan(step, self._block_tokens)
-            hidden = self._decoder.hidden(step, self.pool)
-            logits = self._decoder.logits(hidden[: plan.rows])
-            return _Forward(logits, slots, plan, None, hidden[plan.rows :] if len(values.scored_rows) else None)
-        graphs = self._graphs[self._bucket(plan.rows)]
-        self._uploads.decodes(values)
-        forward = graphs.adapted if values.adapted else graphs.forward
-        assert forward is not None, "a row has an adapter, and the engine has no slots for any"
-        forward.replay()
-        return _Forward(graphs.logits[: plan.rows], self._uploads.decode_slots[: plan.rows], plan, graphs)
+        logits = self._graphs.logits(values)
+        if logits is not None:
+            return _Forward(logits, self._uploads.decode_slots[: plan.rows], plan, by_graph=True)
+        step, slots = self._uploads.chunks(values)
+        self._operations.plan(step, self._block_tokens)
+        hidden = self._decoder.hidden(step, self.pool)
+        logits, scored = self._decoder.logits(hidden[: plan.rows]), hidden[plan.rows :]
+        return _Forward(logits, slots, plan, by_graph=False, of_prompts=scored if len(scored) else None)
 
     def _masks(self, forward: _Forward, sampling: Sequence[Request]) -> RowMasks | None:
         masks = masks_of(sampling, forward.logits.shape[1])
@@ -289,12 +282,10 @@ class GpuRunner:
         logits, plan = forward.logits, forward.plan
         if masks is not None:
             sampled = self._sampler.launch(logits, forward.slots, plan, self._sampler.mask(masks, plan.rows))
-        elif forward.graphs is None or plan.adjusted:
+        elif plan.adjusted or not forward.by_graph:
             sampled = self._sampler.launch(logits, forward.slots, plan)
         else:
-            sampler, tokens = forward.graphs.samplers[plan.cut]
-            sampler.replay()
-            sampled = self._sampler.read(logits, tokens[: plan.rows], plan)
+            sampled = self._sampler.read(logits, self._graphs.sample(plan), plan)
         # Behind the sampler: all logits lie in the same memory.
         scores = None if forward.of_prompts is None else self._score(forward.of_prompts, scored)
         if self._ranks.rank == 0:
@@ -313,53 +304,6 @@ class GpuRunner:
     def _forward(self, step: GpuStep) -> torch.Tensor:
         self._operations.plan(step, self._block_tokens)
         return self._decoder.forward(step, self.pool)
-
-    # --- graphs --------------------------------------------------------------------------------------------------
-
-    def _bucket(self, rows: int) -> int:
-        return next(size for size in self._sizes if size >= rows)
-
-    @torch.inference_mode()
-    def _capture(self) -> None:
-        """A graph for every batch size: all up to 8, then steps of 8; the largest first, as all share one memory."""
-        top = self.max_running
-        self._sizes: list[int] = sorted({*(n for n in (1, 2, 3, 4, 5, 6, 7) if n < top), *range(8, top, 8), top})
-        memory = torch.cuda.graph_pool_handle()
-        for rows in reversed(self._sizes):
-            forward, logits = self._capture_forward(self._uploads.decode_step(rows), memory)
-            adapted = None
-            if self.adapters is not None:
-                adapted, same = self._capture_forward(self._uploads.decode_step(rows, adapted=True), memory)
-                assert same.data_ptr() == logits.data_ptr()
-            self._graphs[rows] = _Graphs(
-                forward,
-                adapted,
-                logits,
-                {cut: self._capture_sampler(logits, rows, cut, memory) for cut in (False, True)},
-            )
-
-    def _capture_forward(self, step: GpuStep, memory: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        self._decode_pass(step)  # compiles what is not compiled yet
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, memory, torch.cuda.current_stream(), _CAPTURE):
-            logits = self._decode_pass(step)
-        return graph, logits
-
-    def _capture_sampler(
-        self, logits: torch.Tensor, rows: int, cut: bool, memory: Any
-    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        plan, slots = SamplePlan(rows, cut=cut), self._uploads.decode_slots[:rows]
-        self._sampler.draw(logits, slots, plan)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, memory, torch.cuda.current_stream(), _CAPTURE):
-            tokens = self._sampler.draw(logits, slots, plan)
-        return graph, tokens
-
-    def _decode_pass(self, step: GpuStep) -> torch.Tensor:
-        self._uploads.decode_tables(len(step.token_ids))
-        return self._forward(step)
 
     # --- before the first request --------------------------------------------------------------------------------
 

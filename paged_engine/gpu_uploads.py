@@ -6,23 +6,25 @@ Owns the block tables of slots and what decode graphs read. Knows no model and s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from kernels.block_tables import append_blocks, step_tables
-from kernels.prefill_tiles import prefill_tiles
-from paged_engine.blocks import NULL_BLOCK
+from kernels.prefill_tiles import prefill_tiles, tile_tokens
 from paged_engine.gpu_operations import GpuStep
 from paged_engine.model_config import ModelConfig
-from paged_engine.step_values import ROW_FIELDS, SEQUENCE_FIELDS, StepValues
+from paged_engine.step_shapes import PROMPTS, StepShape, padded
+from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
 __all__ = ["StepUploads"]
 
 # Two uploads may be under way at once: that of the running step's successor and, not yet read, its own.
 _UPLOADS = 2
-# token id, source, position, block, offset, adapter; slot, context length, newest block; slot that samples
-_PADDING = np.array([0, -1, 0, NULL_BLOCK, 0, -1, -1, 0, NULL_BLOCK, -1], np.int32)
+_ROW_FIELDS, _SEQUENCE_FIELDS = len(PADDING_ROW), len(PADDING_SEQUENCE)
+# Of a decode: its row, its sequence, the slot that samples.
+_PADDING = np.array([*PADDING_ROW, *PADDING_SEQUENCE, -1], np.int32)
 
 
 class StepUploads:
@@ -47,12 +49,13 @@ class StepUploads:
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._slot_tables = zeros(rows, self.max_blocks)
+        self._null_slot = rows  # behind all others: its blocks stay null
+        self._slot_tables = zeros(rows + 1, self.max_blocks)
         # One for each sequence. The scheduler's chunks and proposals together are `max_running` at most.
-        self._tables = zeros(rows, self.max_blocks)
+        self._tables = zeros(rows + PROMPTS, self.max_blocks)
         # What decode graphs read: at fixed addresses, one upload for all.
-        self._decodes = decodes = zeros(ROW_FIELDS + SEQUENCE_FIELDS + 1, rows)
-        self._rows, self._sequences = decodes[:ROW_FIELDS], decodes[ROW_FIELDS:-1]
+        self._decodes = decodes = zeros(_ROW_FIELDS + _SEQUENCE_FIELDS + 1, rows)
+        self._rows, self._sequences = decodes[:_ROW_FIELDS], decodes[_ROW_FIELDS:-1]
         self._pinned_decodes = [torch.zeros(decodes.shape, dtype=torch.int32).pin_memory() for _ in range(_UPLOADS)]
         self._one_row_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._one_tile_each = torch.stack((self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1)
@@ -92,8 +95,8 @@ class StepUploads:
         self._turn = (self._turn + 1) % _UPLOADS
         pinned = self._pinned_decodes[self._turn]
         host = pinned.numpy()
-        host[:ROW_FIELDS, :count] = values.rows
-        host[ROW_FIELDS:-1, :count] = values.sequences
+        host[:_ROW_FIELDS, :count] = values.rows
+        host[_ROW_FIELDS:-1, :count] = values.sequences
         host[-1, :count] = values.sampled_slots
         host[:, count:] = _PADDING[:, None]
         self._decodes.copy_(pinned, non_blocking=True)
@@ -104,53 +107,93 @@ class StepUploads:
         """The tensors of a step that is not one of the graphs', and the slots of its sampled rows.
 
         The rows whose logits are wanted are the sampled ones, then the scored ones."""
-        decodes = 0 if self._chunks_only else int((values.counts == 1).sum())
+        decodes = 0 if self._chunks_only else values.decodes
+        wanted = np.concatenate((values.sampled_rows, values.scored_rows))
+        return self._chunk_step(values, decodes, self._tiles(values, decodes), wanted, values.sampled_slots, None)
+
+    def shaped(self, values: StepValues, shape: StepShape) -> GpuStep:
+        """Bring the step into the shape and upload it; the tensors are at the same addresses in all steps of a shape.
+        What samples is told to `decode_slots` too."""
+        padding = shape.samples - len(values.sampled_slots)
+        step = padded(values, shape, null_slot=self._null_slot, block_tokens=self._block_tokens)
+        tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
+        tiles[:, 0] = PROMPTS - 1  # which has no rows
+        needed = self._tiles(step, shape.decodes)
+        tiles[: len(needed)] = needed
+        wanted = np.pad(step.sampled_rows, (0, padding))
+        slots = np.pad(step.sampled_slots, (0, padding), constant_values=-1)
+        on_device, slots_ = self._chunk_step(step, shape.decodes, tiles, wanted, slots, self._shaped)
+        self._decodes[-1, : shape.samples].copy_(slots_)
+        return on_device
+
+    def open_shapes(self, shapes: Sequence[StepShape]) -> None:
+        """Make room for the steps of these shapes: each uses the same, from its beginning."""
+        numbers = [
+            _ROW_FIELDS * (shape.decodes + shape.prompt_rows)
+            + _SEQUENCE_FIELDS * (shape.decodes + PROMPTS)
+            + 2 * (PROMPTS + self._most_tiles(shape) + shape.samples)
+            for shape in shapes
+        ]
+        # And what brings each of the arrays' rows to 16 bytes.
+        self._shaped = torch.zeros(max(numbers, default=0) + 64, dtype=torch.int32, device=self._device)
+
+    def _most_tiles(self, shape: StepShape) -> int:
+        return shape.prompt_rows // tile_tokens(self._group) + PROMPTS
+
+    def _tiles(self, values: StepValues, decodes: int) -> np.ndarray:
+        counts, contexts = values.counts[decodes:], values.sequences[1, decodes:]
+        return prefill_tiles(counts.tolist(), contexts.tolist(), group=self._group, head_dim=self._head_dim)
+
+    def _chunk_step(
+        self,
+        values: StepValues,
+        decodes: int,
+        tiles: np.ndarray,
+        wanted_rows: np.ndarray,
+        wanted_slots: np.ndarray,
+        into: torch.Tensor | None,
+    ) -> tuple[GpuStep, torch.Tensor]:
+        if values.new_blocks.size:
+            self.append(self._send(values.new_blocks)[0])
         counts = values.counts[decodes:]
-        starts = np.concatenate(([0], counts.cumsum())).astype(np.int32)
-        contexts = values.sequences[1, decodes:]
-        tiles = prefill_tiles(counts.tolist(), contexts.tolist(), group=self._group, head_dim=self._head_dim)
-        rows, sequences, contexts_, starts_, tiles_, new_blocks, sampled_rows, slots = self._send(
+        rows, sequences, contexts, starts, tiles_, wanted, slots = self._send(
             values.rows,
             values.sequences,
-            contexts,
-            starts,
+            values.sequences[1, decodes:],
+            np.concatenate(([0], counts.cumsum())).astype(np.int32),
             tiles.reshape(-1),
-            values.new_blocks,
-            np.concatenate((values.sampled_rows, values.scored_rows)),
-            values.sampled_slots,
+            wanted_rows,
+            wanted_slots,
+            into=into,
         )
-        if values.new_blocks.size:
-            self.append(new_blocks)
         tables = self._tables[: sequences.shape[1]]
         all_slots, all_contexts, newest_blocks = sequences
         step_tables(all_slots, all_contexts, newest_blocks, self._slot_tables, tables, block_tokens=self._block_tokens)
-        return (
-            GpuStep(
-                decodes=decodes,
-                token_ids=rows[0],
-                source=rows[1],
-                positions=rows[2],
-                blocks=rows[3],
-                offsets=rows[4],
-                context_lens=sequences[1],
-                tables=tables,
-                chunk_context_lens=contexts_,
-                query_starts=starts_ if len(counts) else None,
-                tiles=tiles_.view(-1, 2) if len(counts) else None,
-                sampled_rows=sampled_rows,
-                adapters=rows[5] if values.adapted else None,
-            ),
-            slots,
+        step = GpuStep(
+            decodes=decodes,
+            token_ids=rows[0],
+            source=rows[1],
+            positions=rows[2],
+            blocks=rows[3],
+            offsets=rows[4],
+            context_lens=sequences[1],
+            tables=tables,
+            chunk_context_lens=contexts,
+            query_starts=starts if len(counts) else None,
+            tiles=tiles_.view(-1, 2) if len(counts) else None,
+            sampled_rows=wanted,
+            adapters=rows[5] if values.adapted else None,
         )
+        return step, slots
 
     def append(self, new_blocks: torch.Tensor) -> None:
         """Into the slots' block tables."""
         append_blocks(self._slot_tables, new_blocks[0], new_blocks[1])
 
-    def _send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+    def _send(self, *arrays: np.ndarray, into: torch.Tensor | None = None) -> list[torch.Tensor]:
         """All arrays in one upload, each of their rows from 16 bytes on: kernels are compiled for one alignment only.
 
-        The pinned memory returns to torch's cache when the copy is done.
+        `into`: where they go, one behind the other. The pinned memory returns to torch's cache when the copy is done.
         """
         padded = [(a.shape[:-1], -(-a.shape[-1] // 4) * 4) for a in arrays]
         sizes = [math.prod(outer) * width for outer, width in padded]
@@ -159,7 +202,12 @@ class StepUploads:
         for array, (outer, width), size in zip(arrays, padded, sizes, strict=True):
             host[end : end + size].reshape(*outer, width)[..., : array.shape[-1]] = array
             end += size
-        device = torch.split(flat.to(self._device, non_blocking=True), sizes)
+        sent = (
+            flat.to(self._device, non_blocking=True)
+            if into is None
+            else into[: len(flat)].copy_(flat, non_blocking=True)
+        )
+        device = torch.split(sent, sizes)
         return [
             piece.view(*outer, width)[..., : array.shape[-1]]
             for piece, array, (outer, width) in zip(device, arrays, padded, strict=True)

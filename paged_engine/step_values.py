@@ -18,10 +18,11 @@ from paged_engine.blocks import NULL_BLOCK
 from paged_engine.request import Request, State
 from paged_engine.step_plan import Chunk, ScoredRows
 
-__all__ = ["ROW_FIELDS", "SEQUENCE_FIELDS", "PlannedStep", "SlotState", "Slots", "StepValues", "null_step"]
+__all__ = ["PADDING_ROW", "PADDING_SEQUENCE", "PlannedStep", "SlotState", "Slots", "StepValues", "null_step"]
 
-ROW_FIELDS = 6  # token id, source slot, position, block, offset, slot of the adapter or -1
-SEQUENCE_FIELDS = 3  # slot, context length, block of the newest token
+# What fills up a step of fixed size: it touches nothing but the null block.
+PADDING_ROW = np.array([0, -1, 0, NULL_BLOCK, 0, -1], np.int32)
+PADDING_SEQUENCE = np.array([-1, 0, NULL_BLOCK], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,21 @@ class StepValues:
 
     Several sequences of one token may have the same slot: a request's newest token and what is proposed behind it."""
 
-    rows: (
-        np.ndarray
-    )  # [ROW_FIELDS, T]; a source slot >= 0 says: the row's token is the newest one sampled for that slot
-    sequences: np.ndarray  # [SEQUENCE_FIELDS, S]
+    rows: np.ndarray
+    """[6, T]: token id, source slot, position, block, offset, slot of the adapter or -1. A source slot >= 0 says: the
+    row's token is the newest one sampled for that slot."""
+    sequences: np.ndarray
+    """[3, S]: slot, context length, block of the newest token."""
     counts: np.ndarray  # [S] rows of each sequence
     new_blocks: np.ndarray  # [2, N] index into the flattened block tables of the slots, block id
     sampled_rows: np.ndarray  # [R]
     sampled_slots: np.ndarray  # [R]
     scored_rows: np.ndarray  # [Q] whose logits are wanted too, see paged_engine/prompt_scores.py
+
+    @property
+    def decodes(self) -> int:
+        """Sequences of one row."""
+        return int((self.counts == 1).sum())
 
     @property
     def adapted(self) -> bool:
@@ -103,7 +110,7 @@ class Slots:
         # Those of an adapter side by side: kernels/grouped_lora.py.
         chunks = sorted(chunks, key=lambda chunk: (_by_rows(chunk) < chunk.count, chunk.request.adapter_slot))
         seated = [self._seat(chunk.request) for chunk in chunks]
-        rows = np.zeros((ROW_FIELDS, sum(chunk.count for chunk in chunks)), np.int32)
+        rows = np.zeros((len(PADDING_ROW), sum(chunk.count for chunk in chunks)), np.int32)
         sequences, counts, new_blocks, end = [], [], [], 0
         sampled_rows: list[int] = []
         scored_rows: list[int] = []
@@ -127,7 +134,7 @@ class Slots:
                 states += told
         values = StepValues(
             rows=rows,
-            sequences=_int32(sequences, SEQUENCE_FIELDS).T,
+            sequences=_int32(sequences, len(PADDING_SEQUENCE)).T,
             counts=_int32(counts),
             new_blocks=_int32(new_blocks, 2).T,
             sampled_rows=_int32(sampled_rows),
@@ -201,7 +208,7 @@ def _by_rows(chunk: Chunk) -> int:
 def null_step(counts: Sequence[int], block_tokens: int, adapter: int) -> StepValues:
     """A step that touches the null block alone: sequences of these lengths, from their beginning, all sampled."""
     counts = sorted(counts, key=lambda count: count > 1)
-    rows = np.zeros((ROW_FIELDS, sum(counts)), np.int32)
+    rows = np.zeros((len(PADDING_ROW), sum(counts)), np.int32)
     rows[1] = -1
     rows[2] = np.concatenate([np.arange(count) for count in counts])
     rows[3], rows[4], rows[5] = NULL_BLOCK, rows[2] % block_tokens, adapter

@@ -8,12 +8,13 @@ import random
 import pytest
 
 from paged_engine.adapter_slots import Loaded
-from paged_engine.blocks import BlockPool
+from paged_engine.blocks import NULL_BLOCK, BlockPool
 from paged_engine.request import Request
 from paged_engine.scheduler import Scheduler
 from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk
-from paged_engine.step_values import Slots
+from paged_engine.step_shapes import PROMPTS, StepShape, padded, shape_of, step_shapes
+from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Slots, null_step
 from wire.engine_messages import AdapterFacts, Submit
 from wire.sampling import SamplingParams
 
@@ -30,7 +31,7 @@ class Device:
     """What a device does with the arrays, in plain Python."""
 
     def __init__(self, loop: bool) -> None:
-        self.tables = [[-1] * MAX_BLOCKS for _ in range(SLOTS)]
+        self.tables = [[-1] * MAX_BLOCKS for _ in range(SLOTS)] + [[NULL_BLOCK] * MAX_BLOCKS]
         self.sampled = [-1] * (2 * SLOTS)
         self.index = [-1] * (2 * SLOTS)  # of the token that each slot samples next
         self.loop = loop
@@ -47,6 +48,11 @@ class Device:
             self.tables[index // MAX_BLOCKS][index % MAX_BLOCKS] = int(block)
         texts, end = {}, 0
         for (slot, context_len, last), count in zip(values.sequences.T, values.counts, strict=True):
+            if slot < 0:  # padding
+                assert context_len == 0
+                assert set(values.rows[3, end : end + count].tolist()) <= {NULL_BLOCK}
+                end += count
+                continue
             self.tables[slot][(context_len - 1) // BLOCK] = int(last)
             for row in range(end, end + count):
                 token, source, position, block, offset, adapter = (int(v) for v in values.rows[:, row])
@@ -68,9 +74,12 @@ class Device:
 
 
 @pytest.mark.parametrize("proposed", [0, 3], ids=["", "with-proposals"])
+@pytest.mark.parametrize("shaped", [False, True], ids=["", "shaped"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, proposed):
+def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, proposed):
     rng = random.Random(seed)
+    shapes = step_shapes(max_running=SLOTS, max_prompt_rows=32 if shaped else 0)
+    used = set()
     speculation = Speculation(proposed, 3, 1)
     scheduler = Scheduler(
         BlockPool(rng.choice([18, 80])),
@@ -107,7 +116,14 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, proposed):
             planned = slots.step(plan.chunks)
             assert len({slot for slot, _ in planned.admitted}) == len(planned.admitted)
             device.tell(planned)
-            now = list(zip(planned.sampling, device.run(planned.values), strict=True))
+            values, shape = planned.values, shape_of(planned.values, shapes)
+            if shape is not None:
+                values = padded(values, shape, null_slot=SLOTS, block_tokens=BLOCK)
+                assert values.rows.shape == (len(PADDING_ROW), shape.decodes + shape.prompt_rows)
+                assert values.sequences.shape == (len(PADDING_SEQUENCE), shape.decodes + PROMPTS)
+                assert values.counts[-1] == 0
+                used.add(shape)
+            now = list(zip(planned.sampling, device.run(values), strict=True))
             for chunk in plan.chunks:
                 scheduler.launched(chunk)
         take(before)
@@ -119,6 +135,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, proposed):
             expected.append(drawn(expected, len(expected) - len(prompt), bool(proposed)))
         assert request.token_ids == expected
     assert bool(speculation.accepted_tokens) == bool(proposed)
+    assert used == set(shapes)
 
 
 def test_decode_steps_are_told_apart():
@@ -143,3 +160,36 @@ def test_rows_of_an_adapter_stand_side_by_side():
     assert planned.values.adapted
     assert [req.request_id for req in planned.sampling] == ["r1", "r0", "r3", "r4", "r2"]
     assert not slots.step(chunks[1:2]).values.adapted
+
+
+def step_of(counts, *, adapter=-1):
+    return null_step(counts, BLOCK, adapter)
+
+
+def test_a_step_takes_the_smallest_shape_that_holds_it():
+    shapes = step_shapes(max_running=40, max_prompt_rows=300)
+    assert {shape.prompt_rows for shape in shapes} == {32, 64, 128, 256}
+    assert {shape.decodes for shape in shapes} == {0, 8, 32, 40}
+    for counts, prompt_rows, decodes, samples in (
+        ([2], 32, 0, 16),
+        ([32], 32, 0, 16),
+        ([20, 13], 64, 0, 16),
+        ([1, 33], 64, 8, 24),
+        ([1] * 33 + [2] * 7, 32, 40, 40),
+        ([2] * 14, 32, 0, 16),
+    ):
+        assert shape_of(step_of(counts), shapes) == StepShape(prompt_rows, decodes, samples)
+        assert samples >= len(counts)
+    # Decodes alone, a prompt too long, prompts too many, an adapter.
+    for none in (step_of([1, 1]), step_of([257]), step_of([2] * 15), step_of([2], adapter=0)):
+        assert shape_of(none, shapes) is None
+    assert step_shapes(max_running=40, max_prompt_rows=31) == []
+
+
+def test_a_padded_step_that_is_full_has_no_padding_prompt():
+    (shape,) = (shape for shape in step_shapes(max_running=4, max_prompt_rows=32) if shape.decodes == 0)
+    whole = padded(step_of([30, 2]), shape, null_slot=9, block_tokens=BLOCK)
+    assert whole.counts.tolist() == [30, 2] + [0] * (PROMPTS - 2)
+    part = padded(step_of([29, 2]), shape, null_slot=9, block_tokens=BLOCK)
+    assert part.counts.tolist() == [29, 2, 1] + [0] * (PROMPTS - 3)
+    assert part.sequences[:, 2].tolist() == [9, 1, NULL_BLOCK]

@@ -1,0 +1,80 @@
+"""The few shapes of steps with prompts for which there are CUDA graphs, and a step brought into one of them.
+
+Pure numpy. A step that is not decodes alone has any number of decodes, prompts and rows, and a graph has fixed ones:
+the step is padded up to them. What pads it touches the null block alone: decodes without a context and, behind the rows
+of the prompts, one more prompt that lies in the null block. So every row of a padded step is one that the kernels
+compute anyway, and none of them knows of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paged_engine.blocks import NULL_BLOCK
+from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
+
+__all__ = ["PROMPTS", "StepShape", "padded", "shape_of", "step_shapes"]
+
+PROMPTS = 16
+"""Sequences of several rows in a shape: those of the step, then the padding's, then one without any row."""
+_PADDING_PROMPTS = 2
+# With more of them a GPU has more to do in a step than the host has in launching it.
+_PROMPT_ROWS = (32, 64, 128, 256, 384, 512, 768, 1024)
+_DECODES = (0, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepShape:
+    """So many sequences of one row, then `PROMPTS` which have `prompt_rows` rows in all."""
+
+    prompt_rows: int
+    decodes: int
+    samples: int
+    """Rows whose logits are wanted."""
+
+
+def step_shapes(*, max_running: int, max_prompt_rows: int) -> list[StepShape]:
+    """All shapes of an engine, the largest last. A sequence cannot have more than `max_prompt_rows` rows."""
+    decodes = [*(n for n in _DECODES if n < max_running), max_running]
+    return sorted(
+        StepShape(rows, n, min(n + PROMPTS, max_running))
+        for rows in _PROMPT_ROWS
+        if rows <= max_prompt_rows
+        for n in decodes
+    )
+
+
+def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
+    """The smallest of the sorted `shapes` that holds the step; None if none does, or if a graph is not for such steps:
+    with adapters, or with rows that are scored."""
+    if values.adapted or len(values.scored_rows):
+        return None
+    decodes, rows = values.decodes, values.rows.shape[1]
+    prompts = len(values.counts) - decodes
+    if not 0 < prompts <= PROMPTS - _PADDING_PROMPTS:
+        return None
+    return next((s for s in shapes if s.prompt_rows >= rows - decodes and s.decodes >= decodes), None)
+
+
+def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_tokens: int) -> StepValues:
+    """The step in this shape, whose sampled rows and slots stay as many as they were. `null_slot` has a block table of
+    null blocks."""
+    decodes, prompts = values.decodes, len(values.counts) - values.decodes
+    spare = shape.prompt_rows - (values.rows.shape[1] - decodes)
+    rows = np.repeat(PADDING_ROW[:, None], shape.decodes + shape.prompt_rows, axis=1)
+    end = shape.decodes + shape.prompt_rows - spare
+    rows[:, :decodes], rows[:, shape.decodes : end] = values.rows[:, :decodes], values.rows[:, decodes:]
+    rows[2, end:] = np.arange(spare)
+    rows[4, end:] = rows[2, end:] % block_tokens
+    sequences = np.repeat(PADDING_SEQUENCE[:, None], shape.decodes + PROMPTS, axis=1)
+    counts = np.concatenate((np.ones(shape.decodes, np.int32), np.zeros(PROMPTS, np.int32)))
+    behind = shape.decodes + prompts
+    for whole, part in ((sequences, values.sequences), (counts, values.counts)):
+        whole[..., :decodes], whole[..., shape.decodes : behind] = part[..., :decodes], part[..., decodes:]
+    if spare:
+        sequences[:, behind], counts[behind] = (null_slot, spare, NULL_BLOCK), spare
+    moved = np.where(values.sampled_rows < decodes, 0, shape.decodes - decodes).astype(np.int32)
+    return replace(values, rows=rows, sequences=sequences, counts=counts, sampled_rows=values.sampled_rows + moved)
