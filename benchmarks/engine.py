@@ -42,12 +42,15 @@ MIXED = {
     "prompt-256": (0, 0, 256),
     "prompt-512": (0, 0, 512),
     "prompt-1k": (0, 0, 1024),
+    "prompt-2k": (0, 0, 2048),
     "mixed-32x1k+64": (32, 1024, 64),
     "mixed-32x1k+256": (32, 1024, 256),
     "mixed-32x1k+512": (32, 1024, 512),
     "mixed-128x1k+64": (128, 1024, 64),
 }
-OTHERS = ("prefill-4k", "generate-128-512")
+# Name of a row -> (tokens of a prompt, prompts, aim and vLLM 0.26 in tokens/s)
+PREFILLS = {"prefill-4k": (4096, 32, "aim 47,000 tokens/s, vLLM 0.26 41,626"), "prefill-8k": (8192 - 64, 16, "")}
+OTHERS = (*PREFILLS, "generate-128-512")
 
 
 class Bench:
@@ -139,11 +142,12 @@ def run(engine: Engine, rows: list[str], profile: bool) -> Iterator[tuple[str, d
                     print(kernel_times(lambda: [timed.step() for _ in range(10)], 10))
         elif row in MIXED:
             yield row, bench.mixed(*MIXED[row]), "the next one launched behind it"
-        elif row == "prefill-4k":
-            yield row, bench.prefill(4096, 32), "aim 47,000 tokens/s, vLLM 0.26 41,626"
+        elif row in PREFILLS:
+            tokens, prompts, compare = PREFILLS[row]
+            yield row, bench.prefill(tokens, prompts), compare
             if profile:
                 for _ in range(4):
-                    timed.submit(4096, 1)
+                    timed.submit(tokens, 1)
                 print(kernel_times(timed.drain, 4))
         elif row == "generate-128-512":
             yield row, bench.generate(128, 512, 256, 768), "aim 22,500 tokens/s, vLLM 0.26 18,943"

@@ -41,7 +41,9 @@ __all__ = ["GpuRunner"]
 
 log = logging.getLogger("kvrelay.engine")
 
-_STEP_TOKENS = 8192
+# A GPU of today computes as many tokens a second in such steps as in longer ones, and they have graphs
+# (paged_engine/step_shapes.py). Nobody waits longer than for one of them.
+_STEP_TOKENS = 2048
 _MAX_RUNNING = 256
 # A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU for ever.
 _RANKS_DEADLINE_S = 60.0

@@ -15,7 +15,7 @@ from kernels.block_tables import append_blocks, step_tables
 from kernels.prefill_tiles import prefill_tiles, tile_tokens
 from paged_engine.gpu_operations import GpuStep
 from paged_engine.model_config import ModelConfig
-from paged_engine.step_shapes import PROMPTS, StepShape, padded
+from paged_engine.step_shapes import MOST_PROMPTS, StepShape, padded
 from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
 __all__ = ["StepUploads"]
@@ -52,7 +52,7 @@ class StepUploads:
         self._null_slot = rows  # behind all others: its blocks stay null
         self._slot_tables = zeros(rows + 1, self.max_blocks)
         # One for each sequence. The scheduler's chunks and proposals together are `max_running` at most.
-        self._tables = zeros(rows + PROMPTS, self.max_blocks)
+        self._tables = zeros(rows + MOST_PROMPTS, self.max_blocks)
         # What decode graphs read: at fixed addresses, one upload for all.
         self._decodes = decodes = zeros(_ROW_FIELDS + _SEQUENCE_FIELDS + 1, rows)
         self._rows, self._sequences = decodes[:_ROW_FIELDS], decodes[_ROW_FIELDS:-1]
@@ -117,7 +117,7 @@ class StepUploads:
         padding = shape.samples - len(values.sampled_slots)
         step = padded(values, shape, null_slot=self._null_slot, block_tokens=self._block_tokens)
         tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
-        tiles[:, 0] = PROMPTS - 1  # which has no rows
+        tiles[:, 0] = shape.prompts - 1  # which has no rows
         needed = self._tiles(step, shape.decodes)
         tiles[: len(needed)] = needed
         wanted = np.pad(step.sampled_rows, (0, padding))
@@ -130,15 +130,15 @@ class StepUploads:
         """Make room for the steps of these shapes: each uses the same, from its beginning."""
         numbers = [
             _ROW_FIELDS * (shape.decodes + shape.prompt_rows)
-            + _SEQUENCE_FIELDS * (shape.decodes + PROMPTS)
-            + 2 * (PROMPTS + self._most_tiles(shape) + shape.samples)
+            + _SEQUENCE_FIELDS * (shape.decodes + shape.prompts)
+            + 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
             for shape in shapes
         ]
         # And what brings each of the arrays' rows to 16 bytes.
         self._shaped = torch.zeros(max(numbers, default=0) + 64, dtype=torch.int32, device=self._device)
 
     def _most_tiles(self, shape: StepShape) -> int:
-        return shape.prompt_rows // tile_tokens(self._group) + PROMPTS
+        return shape.prompt_rows // tile_tokens(self._group) + shape.prompts
 
     def _tiles(self, values: StepValues, decodes: int) -> np.ndarray:
         counts, contexts = values.counts[decodes:], values.sequences[1, decodes:]

@@ -16,35 +16,40 @@ import numpy as np
 from paged_engine.blocks import NULL_BLOCK
 from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, StepValues
 
-__all__ = ["PROMPTS", "StepShape", "padded", "shape_of", "step_shapes"]
+__all__ = ["MOST_PROMPTS", "StepShape", "padded", "shape_of", "step_shapes"]
 
-PROMPTS = 16
-"""Sequences of several rows in a shape: those of the step, then the padding's, then one without any row."""
-_PADDING_PROMPTS = 2
-# With more of them a GPU has more to do in a step than the host has in launching it.
-_PROMPT_ROWS = (32, 64, 128, 256, 384, 512, 768, 1024)
+_PROMPT_ROWS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _DECODES = (0, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_LEAST_PROMPTS, _ROWS_OF_8_PROMPTS = 16, 256
+_PADDING_PROMPTS = 2
+MOST_PROMPTS = max(_LEAST_PROMPTS, _PROMPT_ROWS[-1] // _ROWS_OF_8_PROMPTS * 8)
+"""Of any shape."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """So many sequences of one row, then `PROMPTS` which have `prompt_rows` rows in all."""
+    """So many sequences of one row, then prompts which have `prompt_rows` rows in all."""
 
     prompt_rows: int
     decodes: int
     samples: int
     """Rows whose logits are wanted."""
 
+    @property
+    def prompts(self) -> int:
+        """Those of the step, then the padding's, then one without any row."""
+        return max(_LEAST_PROMPTS, self.prompt_rows // _ROWS_OF_8_PROMPTS * 8)
+
 
 def step_shapes(*, max_running: int, max_prompt_rows: int) -> list[StepShape]:
     """All shapes of an engine, the largest last. A sequence cannot have more than `max_prompt_rows` rows."""
+    if max_prompt_rows < 2:
+        return []
     decodes = [*(n for n in _DECODES if n < max_running), max_running]
-    return sorted(
-        StepShape(rows, n, min(n + PROMPTS, max_running))
-        for rows in _PROMPT_ROWS
-        if rows <= max_prompt_rows
-        for n in decodes
-    )
+    most_rows = min(max_prompt_rows, _PROMPT_ROWS[-1])
+    prompt_rows = [*(n for n in _PROMPT_ROWS if n < most_rows), most_rows]
+    shapes = (StepShape(rows, n, max_running) for rows in prompt_rows for n in decodes)
+    return sorted(replace(shape, samples=min(shape.decodes + shape.prompts, max_running)) for shape in shapes)
 
 
 def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
@@ -54,9 +59,18 @@ def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | Non
         return None
     decodes, rows = values.decodes, values.rows.shape[1]
     prompts = len(values.counts) - decodes
-    if not 0 < prompts <= PROMPTS - _PADDING_PROMPTS:
+    if not prompts:
         return None
-    return next((s for s in shapes if s.prompt_rows >= rows - decodes and s.decodes >= decodes), None)
+    return next(
+        (
+            shape
+            for shape in shapes
+            if shape.prompt_rows >= rows - decodes
+            and shape.prompts - _PADDING_PROMPTS >= prompts
+            and shape.decodes >= decodes
+        ),
+        None,
+    )
 
 
 def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_tokens: int) -> StepValues:
@@ -69,8 +83,8 @@ def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_tokens
     rows[:, :decodes], rows[:, shape.decodes : end] = values.rows[:, :decodes], values.rows[:, decodes:]
     rows[2, end:] = np.arange(spare)
     rows[4, end:] = rows[2, end:] % block_tokens
-    sequences = np.repeat(PADDING_SEQUENCE[:, None], shape.decodes + PROMPTS, axis=1)
-    counts = np.concatenate((np.ones(shape.decodes, np.int32), np.zeros(PROMPTS, np.int32)))
+    sequences = np.repeat(PADDING_SEQUENCE[:, None], shape.decodes + shape.prompts, axis=1)
+    counts = np.concatenate((np.ones(shape.decodes, np.int32), np.zeros(shape.prompts, np.int32)))
     behind = shape.decodes + prompts
     for whole, part in ((sequences, values.sequences), (counts, values.counts)):
         whole[..., :decodes], whole[..., shape.decodes : behind] = part[..., :decodes], part[..., decodes:]

@@ -24,7 +24,7 @@ from wire.outputs import Load
 
 __all__ = ["ENOUGH", "OVERTAKEN", "Engine"]
 
-OVERTAKEN, ENOUGH = 2, 4
+OVERTAKEN, ENOUGH = 2, 2
 """As in paged_engine/waiting.py and scheduler.py, which are not imported: their package brings numpy along."""
 
 

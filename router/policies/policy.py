@@ -74,6 +74,11 @@ class NodeView:
     rates: NodeRates = field(default_factory=NodeRates)
 
     @property
+    def certain(self) -> tuple[int, int]:
+        """`requests` and `tokens`, as far as they are surely there."""
+        return self.requests, self.tokens
+
+    @property
     def depth(self) -> float:
         """Queue depth in requests; waiting tokens count as TOKENS_PER_REQUEST to one."""
         return self.requests + self.tokens / TOKENS_PER_REQUEST

@@ -57,9 +57,10 @@ def decide(ask: Ask, prefill: NodeView, decode: NodeView) -> Decision:
     computed_ms = decode.rates.prefill_ms(uncached)
     alone_ms = decode.rates.queue_ms(decode.tokens, 0) + computed_ms
     local_ms = alone_ms + computed_ms * decode.requests
-    first_ms = prefill.rates.queue_ms(prefill.tokens, prefill.requests) + prefill.rates.prefill_ms(
-        ask.uncached(prefill)
-    )
+    # What others usually have on the prefill node and have not now is a reason to choose another one, and none to make
+    # streams wait.
+    requests, tokens = prefill.certain
+    first_ms = prefill.rates.queue_ms(tokens, requests) + prefill.rates.prefill_ms(ask.uncached(prefill))
     handover_ms = first_ms + decode.rates.transfer_ms(prefill.url, uncached)
     in_time_ms = SPARE * ask.ttft_ms
     if ask.kv_needed(decode) > decode.kv_room:

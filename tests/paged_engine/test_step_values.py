@@ -13,7 +13,7 @@ from paged_engine.request import Request
 from paged_engine.scheduler import Scheduler
 from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk
-from paged_engine.step_shapes import PROMPTS, StepShape, padded, shape_of, step_shapes
+from paged_engine.step_shapes import StepShape, padded, shape_of, step_shapes
 from paged_engine.step_values import PADDING_ROW, PADDING_SEQUENCE, Slots, null_step
 from wire.engine_messages import AdapterFacts, Submit
 from wire.sampling import SamplingParams
@@ -120,7 +120,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
             if shape is not None:
                 values = padded(values, shape, null_slot=SLOTS, block_tokens=BLOCK)
                 assert values.rows.shape == (len(PADDING_ROW), shape.decodes + shape.prompt_rows)
-                assert values.sequences.shape == (len(PADDING_SEQUENCE), shape.decodes + PROMPTS)
+                assert values.sequences.shape == (len(PADDING_SEQUENCE), shape.decodes + shape.prompts)
                 assert values.counts[-1] == 0
                 used.add(shape)
             now = list(zip(planned.sampling, device.run(values), strict=True))
@@ -167,8 +167,8 @@ def step_of(counts, *, adapter=-1):
 
 
 def test_a_step_takes_the_smallest_shape_that_holds_it():
-    shapes = step_shapes(max_running=40, max_prompt_rows=300)
-    assert {shape.prompt_rows for shape in shapes} == {32, 64, 128, 256}
+    shapes = step_shapes(max_running=40, max_prompt_rows=800)
+    assert {shape.prompt_rows for shape in shapes} == {32, 64, 128, 256, 384, 512, 768, 800}
     assert {shape.decodes for shape in shapes} == {0, 8, 32, 40}
     for counts, prompt_rows, decodes, samples in (
         ([2], 32, 0, 16),
@@ -177,19 +177,25 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
         ([1, 33], 64, 8, 24),
         ([1] * 33 + [2] * 7, 32, 40, 40),
         ([2] * 14, 32, 0, 16),
+        ([2] * 22, 768, 0, 24),
+        ([769], 800, 0, 24),
+        ([1] * 8 + [769 - 23 * 31, *[31] * 21], 768, 8, 32),
     ):
         assert shape_of(step_of(counts), shapes) == StepShape(prompt_rows, decodes, samples)
         assert samples >= len(counts)
     # Decodes alone, a prompt too long, prompts too many, an adapter.
-    for none in (step_of([1, 1]), step_of([257]), step_of([2] * 15), step_of([2], adapter=0)):
+    for none in (step_of([1, 1]), step_of([801]), step_of([2] * 24), step_of([2], adapter=0)):
         assert shape_of(none, shapes) is None
-    assert step_shapes(max_running=40, max_prompt_rows=31) == []
+    # As decode graphs have: the sampler's are theirs.
+    assert all(shape.samples % 8 == 0 or shape.samples == 40 for shape in shapes)
+    assert step_shapes(max_running=40, max_prompt_rows=1) == []
+    assert {shape.prompt_rows for shape in step_shapes(max_running=40, max_prompt_rows=4096)} >= {1536, 2048}
 
 
 def test_a_padded_step_that_is_full_has_no_padding_prompt():
     (shape,) = (shape for shape in step_shapes(max_running=4, max_prompt_rows=32) if shape.decodes == 0)
     whole = padded(step_of([30, 2]), shape, null_slot=9, block_tokens=BLOCK)
-    assert whole.counts.tolist() == [30, 2] + [0] * (PROMPTS - 2)
+    assert whole.counts.tolist() == [30, 2] + [0] * (shape.prompts - 2)
     part = padded(step_of([29, 2]), shape, null_slot=9, block_tokens=BLOCK)
-    assert part.counts.tolist() == [29, 2, 1] + [0] * (PROMPTS - 3)
+    assert part.counts.tolist() == [29, 2, 1] + [0] * (shape.prompts - 3)
     assert part.sequences[:, 2].tolist() == [9, 1, NULL_BLOCK]

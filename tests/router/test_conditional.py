@@ -3,9 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.nodes.node import Node
 from router.policies.policy import Ask, NodeView
 from router.walk.conditional import MOST_STEPS, Reason, decide
 from wire.config import Role
+from wire.outputs import Load
 
 
 def ask(tokens: int, **cached: int) -> Ask:
@@ -53,6 +55,17 @@ def test_a_first_token_that_would_be_late_comes_from_the_decode_node_if_its_stre
     assert not decide(in_time(3_000, 400, 30), NodeView("p", 4, 30_000), decode).local  # too long a stall
     busy = NodeView("d", 20, 4_000)  # of prompts that are there already
     assert not decide(in_time(1_000, 200, 30), waiting, busy).local
+
+
+def test_what_others_usually_have_on_the_prefill_node_and_have_not_now_keeps_no_prompt_on_the_decode_node() -> None:
+    prefill, decode = Node("p", role=Role.PREFILL), NodeView("d", requests=20)
+    for _ in range(300):
+        prefill.note_load(Load(running=60, waiting_tokens=20_000))
+    assert decide(ask(300), prefill, decode).local
+    prefill.note_load(Load())
+    assert prefill.requests > 40
+    assert not decide(ask(300), prefill, decode).local
+    assert not decide(in_time(1_000, 200, 30), prefill, decode).local
 
 
 nodes = st.builds(NodeView, st.just("n"), st.integers(0, 200), st.integers(0, 100_000), st.floats(0, 1e6))
