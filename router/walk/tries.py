@@ -27,13 +27,13 @@ class Tries:
         return [node for node, generation in self._generations.items() if node.generation == generation]
 
     def failed(self, node: Node, why: LegFailed | Refused, *, told: bool) -> None:
-        """A leg broke there, or found no room. `told`: of something new before; then the next one is a first try.
+        """A leg broke there, or found no room. `told`: of something new before; then the next one is the first try.
 
         A node that was lost or drains is down until it answers a health check, and may be asked again then."""
         if told:
             self._generations.clear()
             self._in_vain = 0
-        if isinstance(why, LegFailed):
+        elif isinstance(why, LegFailed):
             self._in_vain += not why.draining
         if isinstance(why, Refused) or not (why.lost or why.draining):
             self._generations[node] = node.generation
