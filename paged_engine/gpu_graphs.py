@@ -74,7 +74,7 @@ class GpuGraphs:
             assert forward is not None, "a row has an adapter, and the engine has no slots for any"
             forward.replay()
             return graphs.logits[:rows]
-        shape = shape_of(values, self._shapes) if rows else None
+        shape = shape_of(values, self._shapes)
         if shape is None:
             return None
         self._uploads.shaped(values, shape)

@@ -202,12 +202,9 @@ class StepUploads:
         for array, (outer, width), size in zip(arrays, padded, sizes, strict=True):
             host[end : end + size].reshape(*outer, width)[..., : array.shape[-1]] = array
             end += size
-        sent = (
-            flat.to(self._device, non_blocking=True)
-            if into is None
-            else into[: len(flat)].copy_(flat, non_blocking=True)
-        )
-        device = torch.split(sent, sizes)
+        if into is None:
+            into = torch.empty(len(flat), dtype=torch.int32, device=self._device)
+        device = torch.split(into[: len(flat)].copy_(flat, non_blocking=True), sizes)
         return [
             piece.view(*outer, width)[..., : array.shape[-1]]
             for piece, array, (outer, width) in zip(device, arrays, padded, strict=True)
