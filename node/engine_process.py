@@ -66,6 +66,8 @@ log = logging.getLogger("kvrelay.engine")
 STATS_INTERVAL_S = 0.5
 # How long the loop sleeps when requests wait for blocks that only news from outside can free.
 BLOCKED_WAIT_S = 0.02
+# Who waits for a step and for news looks so often for the step's end, which wakes nobody.
+_GLANCE_S = 5e-5
 
 
 class EngineProcess:
@@ -178,7 +180,10 @@ class EngineProcess:
             os.write(self._wake_write, b"!")
 
     def _wait(self, progressed: bool) -> None:
-        if progressed and self.engine.has_work:
+        if self.engine.idles:
+            self._wait_for_step()
+            timeout_s = 0.0
+        elif progressed and self.engine.has_work:
             timeout_s = 0.0
         elif self.engine.has_work:
             timeout_s = BLOCKED_WAIT_S
@@ -187,6 +192,13 @@ class EngineProcess:
         ready = dict(self._poller.poll(round(timeout_s * 1000)))
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
+
+    def _wait_for_step(self) -> None:
+        """Until the step that runs on the device is done, or there is news: a prompt that comes now is launched behind
+        it, and the device goes from one to the other."""
+        until = time.monotonic() + BLOCKED_WAIT_S
+        while not (self.engine.is_done or self._poller.poll(0)) and time.monotonic() < until:
+            time.sleep(_GLANCE_S)
 
     def _take_commands(self) -> None:
         while True:
@@ -343,7 +355,7 @@ class EngineProcess:
         if not self.engine.has_work:
             return False
         before = self.engine.counters.steps
-        for request in self.engine.step(self):
+        for request in self.engine.step(self, wait=False):
             self._updates.append(self._update(request))
         return self.engine.counters.steps != before or self.engine.in_flight
 

@@ -41,6 +41,8 @@ __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follo
 
 # Who waits so long for a step's tokens has seen when it ended; taking those that are there takes less.
 _WAITED_S = 2e-4
+# A step that takes longer is waited for in one piece, which has a deadline.
+_PATIENCE_S = 0.5
 # Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
 _ASIDE = b"\xc1"
 assert ABOUT_ADAPTERS.startswith(_ASIDE)
@@ -106,6 +108,7 @@ class _InFlight:
 
     launched: Launched
     chunks: list[Chunk]
+    at: float
 
 
 class Engine:
@@ -140,6 +143,9 @@ class Engine:
         )
         self.counters = Counters()
         self._in_flight: _InFlight | None = None
+        self.idles = False
+        """A step runs on the device, and the newest call of step() had nothing to launch behind it."""
+        self._idle_since = 0.0
         self._tokens_at = 0.0  # when the host had the newest step's tokens
 
     @property
@@ -190,13 +196,20 @@ class Engine:
                 raise AdapterNotLoaded(f"adapter {submit.adapter!r} is not loaded here any more")
         return Request.of(submit, now, adapter)
 
-    def step(self, handover: Handover | None = None) -> list[Request]:
+    @property
+    def is_done(self) -> bool:
+        """Whether the tokens of the step that runs on the device are there."""
+        return self._in_flight is None or self._in_flight.launched.is_done
+
+    def step(self, handover: Handover | None = None, *, wait: bool = True) -> list[Request]:
         """Launch the next step, then take the tokens of the one before; the requests that have new tokens or ended.
 
         On a GPU the host stays one step ahead, except where the next step's proposals depend on the tokens of this one.
-        On a CPU a launch computes at once, and its tokens are taken at once.
+        On a CPU a launch computes at once, and its tokens are taken at once. Without `wait` it returns, and `idles`,
+        where there is nothing to launch and the tokens are still to come: who arrives meanwhile is launched behind.
         """
         began = self._clock()
+        since = self._idle_since if self.idles else began
         updated: list[Request] = []
         before, self._in_flight = self._in_flight, None
         if before is not None and self.scheduler.wants_tokens:
@@ -205,10 +218,15 @@ class Engine:
         if handover is not None:
             for request in plan.offers:
                 handover.offer(request)
+        may_idle = not (wait or plan.chunks or plan.fetches)
+        self.idles = may_idle and before is not None and not before.launched.is_done and began - before.at < _PATIENCE_S
+        if self.idles:
+            self._in_flight, self._idle_since = before, since
+            return []
         if before is None:
             self._fetch(plan, handover)
         if plan.chunks:
-            self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks)
+            self._in_flight = _InFlight(self._runner.launch(plan.chunks), plan.chunks, began)
             self.counters.launched(sum([chunk.count for chunk in plan.chunks]))
             for chunk in plan.chunks:
                 self._count(chunk)
@@ -230,7 +248,7 @@ class Engine:
         if self._in_flight is not None and not self._runner.runs_ahead:
             done, self._in_flight = self._in_flight, None
             updated += self._take_tokens(done, handover)
-        self.counters.step_s += self._clock() - began
+        self.counters.step_s += self._clock() - since
         return updated
 
     def _fetch(self, plan: StepPlan, handover: Handover | None) -> None:

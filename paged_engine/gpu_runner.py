@@ -71,6 +71,10 @@ class _InFlight:
     later: Callable[[], tuple[Sampled, PromptScores | None]] | None = None
     """Chooses the tokens of a step that has guided rows."""
 
+    @property
+    def is_done(self) -> bool:
+        return self.sampled is not None and self.sampled.is_done
+
     def sample(self) -> None:
         if self.later is not None:
             (self.sampled, self.prompt_scores), self.later = self.later(), None

@@ -266,6 +266,11 @@ class Sampled:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether they are on the host."""
+        return self._copied is not None and bool(self._copied.query())  # type: ignore[no-untyped-call]
+
     def wait(self, deadline_s: float | None = None) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Tokens and log-probabilities of the plan's rows, once they are on the host.
 

@@ -46,6 +46,10 @@ class Launched(Protocol):
     def requests(self) -> Sequence[Request]:
         """The request of each sampled row; rows of one request follow one another."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether wait() would not wait."""
+
     def sample(self) -> None:
         """Choose the tokens that could not be chosen before those of the step before were known."""
 
@@ -117,6 +121,7 @@ class _Done:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_scores: PromptScores | None
+    is_done = True
 
     def sample(self) -> None: ...
 

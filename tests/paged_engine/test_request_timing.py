@@ -115,6 +115,10 @@ class Later:
     def __init__(self, device: Device, ends: float, requests: list[Request]) -> None:
         self.requests, self._device, self._ends = requests, device, ends
 
+    @property
+    def is_done(self) -> bool:
+        return self._device.now >= self._ends
+
     def sample(self) -> None:
         pass
 
@@ -126,6 +130,18 @@ class Later:
         return []
 
 
+def behind(folder: Path, launch_s: float) -> tuple[Engine, Device, Request, Request]:
+    """An engine whose steps take 0.1 s, with one request, and another that is not there yet."""
+    make_tiny("Qwen3ForCausalLM", folder)
+    engine = Engine(EngineConfig(str(folder), device="cpu", prefix_cache=False))
+    device = Device(engine, launch_s, 0.1)
+    first, second = (
+        Request.of(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0) for name in ("a", "b")
+    )
+    engine.scheduler.add(first)
+    return engine, device, first, second
+
+
 @pytest.mark.parametrize(
     ("launch_s", "queue_s", "prefill_s"),
     [(0.01, 0.1, 0.1), (0.3, 0.0, 0.4)],
@@ -134,16 +150,45 @@ class Later:
 def test_behind_a_step_that_runs_a_prompt_waits_for_its_turn(
     tmp_path: Path, launch_s: float, queue_s: float, prefill_s: float
 ) -> None:
-    make_tiny("Qwen3ForCausalLM", tmp_path)
-    engine = Engine(EngineConfig(str(tmp_path), device="cpu", prefix_cache=False))
-    device = Device(engine, launch_s, 0.1)
-    first, second = (
-        Request.of(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0) for name in ("a", "b")
-    )
-    engine.scheduler.add(first)
+    engine, device, _, second = behind(tmp_path, launch_s)
     engine.step()
     second.arrival_s = device.now
     engine.scheduler.add(second)
     while engine.has_work:
         engine.step()
     assert close(second.timing(device.now), queue_s=queue_s, prefill_s=prefill_s)
+
+
+def test_who_arrives_while_a_step_runs_is_launched_behind_it(tmp_path: Path) -> None:
+    engine, device, first, second = behind(tmp_path, 0.01)
+    assert engine.step(wait=False) == []
+    assert not engine.idles
+    for _ in range(3):  # nothing to launch, and the step is not done
+        device.now += 0.02
+        assert engine.step(wait=False) == []
+        assert engine.idles
+        assert not engine.is_done
+    second.arrival_s = device.now
+    engine.scheduler.add(second)
+    assert engine.step(wait=False) == [first]
+    assert (device.now, device.free_at) == pytest.approx((0.11, 0.21))  # the second began as the first ended
+    assert not engine.idles
+    assert engine.step(wait=False) == []
+    assert engine.idles
+    device.now = 0.5  # nobody looked for a while
+    assert engine.is_done
+    assert engine.step(wait=False) == [second]
+    assert not engine.has_work
+    assert engine.counters.step_s == pytest.approx(0.5 - 0.02)  # between the first two calls nobody counted
+
+
+def test_a_step_that_takes_long_is_waited_for_in_one_piece(tmp_path: Path) -> None:
+    """Where a rank is lost it never ends, and the wait has a deadline."""
+    engine, device, first, _ = behind(tmp_path, 0.01)
+    device._step_s = 3.0
+    engine.step(wait=False)
+    device.now += 0.1
+    assert engine.step(wait=False) == []
+    device.now += 1.0
+    assert engine.step(wait=False) == [first]
+    assert device.now == pytest.approx(3.01)
