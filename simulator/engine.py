@@ -6,14 +6,14 @@ for its next token preempts the last in turn, whose KV is computed again. Betwee
 all steps are alike but for the KV that grows, so their times have a closed form: an event is a change, not a step.
 
 Steps that are launched ahead (planning/rate_card.py) are made up when the step before them begins, or when the launch
-of that one has ended: who comes later is in the next one.
+of that one has ended: who comes later is in the next one. If there was nobody then, the first who comes is launched.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from simulator.block_cache import BlockCache
 from simulator.seat import Hears, Leg, Seat
@@ -279,8 +279,9 @@ class Engine:
     def _next(self, now: float) -> None:
         pieces = self._made_up(now)
         running = len(self._batch)
-        if self._launching < now and not running and not pieces:  # it had nothing to launch, and looks again
-            self._launching = now
+        if self._launching < now and not running and not pieces:
+            # It had nothing to launch until the first of them came.
+            self._launching = min((came for came in self._came_late() if came <= now), default=now)
             pieces = self._made_up(now)
             running = len(self._batch)
         if not running and not pieces:
@@ -313,7 +314,12 @@ class Engine:
 
     def _hides_some(self) -> bool:
         """Whether somebody came too late for the step that is made up."""
-        return self._ahead and bool(self._ready or any(entry[3].came > self._launching for entry in self._line))
+        return self._ahead and next(self._came_late(), None) is not None
+
+    def _came_late(self) -> Iterator[float]:
+        """When those came who were not there at the launch."""
+        came = (seat.came for seat in (*self._ready, *(entry[3] for entry in self._line)))
+        return (at for at in came if at > self._launching)
 
     def _settle(self, now: float) -> None:
         """The planned steps have ended."""

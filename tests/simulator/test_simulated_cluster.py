@@ -235,6 +235,14 @@ def test_who_comes_while_a_step_runs_is_in_the_second_one_behind_it() -> None:
         assert late.begun - 100.0 == pytest.approx(steps * step, rel=0.02)
 
 
+def test_the_first_who_comes_while_nothing_is_launched_behind_a_step_is_launched_behind_it() -> None:
+    """And nobody else with it."""
+    running, first, second = Stream(0.0, 4_000, 1), Stream(50.0, 512, 1), Stream(60.0, 512, 1)
+    simulate([running, first, second], Setting(prefill=0, decode=1, prefixes=False, speeds=Speeds(AHEAD)))
+    assert (running.ttft, first.ttft) == (100.0, pytest.approx(50.0 + 512 / 40))
+    assert second.ttft == pytest.approx(40.0 + 2 * 512 / 40, abs=2.5)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 1 << 30),
