@@ -1,7 +1,7 @@
 """Adapters on a GPU: their slots, and the decoder's operations with what a row's adapter adds to a linear layer.
 
 A step in which no row has an adapter runs the very kernels of an engine without any: which of the two it is, the host
-knows, and there is a decode graph of each kind. A row's adapter is read on the device.
+knows, and there are graphs of each kind. A row's adapter is read on the device.
 """
 
 from __future__ import annotations

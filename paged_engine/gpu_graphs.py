@@ -51,7 +51,7 @@ class GpuGraphs:
         adapters: bool,
         shapes: list[StepShape],
     ) -> None:
-        """Capture all; the largest first. `adapters`: decode steps with adapters too. `shapes`: sorted."""
+        """Capture all; the largest first. `adapters`: each with adapters, too. `shapes`: sorted."""
         self._forward, self._uploads, self._sampler = forward, uploads, sampler
         self._memory: Any = torch.cuda.graph_pool_handle()
         self._shapes = shapes
@@ -60,7 +60,10 @@ class GpuGraphs:
         small, steps = (n for n in range(1, 8) if n < max_running), range(8, max_running, 8)
         self._sizes: list[int] = [*small, *steps, max_running]
         with _nothing_collected():
-            self._of_shape = {shape: self._capture_shape(shape) for shape in reversed(shapes)}
+            kinds = (False, True) if adapters else (False,)
+            self._of_shape = {
+                (s, adapted): self._capture_shape(s, adapted) for s in reversed(shapes) for adapted in kinds
+            }
             self._of_batch = {rows: self._capture_batch(rows, adapters=adapters) for rows in reversed(self._sizes)}
 
     def logits(self, values: StepValues) -> torch.Tensor | None:
@@ -78,7 +81,7 @@ class GpuGraphs:
         if shape is None:
             return None
         self._uploads.shaped(values, shape)
-        self._of_shape[shape].replay()
+        self._of_shape[shape, values.adapted].replay()
         return self._of_batch[self._size(rows)].logits[:rows]
 
     def sample(self, plan: SamplePlan) -> torch.Tensor:
@@ -95,8 +98,8 @@ class GpuGraphs:
     def _size(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
-    def _capture_shape(self, shape: StepShape) -> torch.cuda.CUDAGraph:
-        step = self._uploads.shaped(null_step([2], 1, -1), shape)
+    def _capture_shape(self, shape: StepShape, adapted: bool) -> torch.cuda.CUDAGraph:
+        step = self._uploads.shaped(null_step([2], 1, 0 if adapted else -1), shape)
         graph, _ = self._capture(lambda: self._forward(step))
         return graph
 

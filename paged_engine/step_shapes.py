@@ -53,9 +53,8 @@ def step_shapes(*, max_running: int, max_prompt_rows: int) -> list[StepShape]:
 
 
 def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
-    """The smallest of the sorted `shapes` that holds the step; None if none does, or if a graph is not for such steps:
-    with adapters, or with rows that are scored."""
-    if values.adapted or len(values.scored_rows):
+    """The smallest of the sorted `shapes` that holds the step; None if none does, or if rows of it are scored."""
+    if len(values.scored_rows):
         return None
     decodes, rows = values.decodes, values.rows.shape[1]
     prompts = len(values.counts) - decodes

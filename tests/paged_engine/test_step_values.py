@@ -162,8 +162,8 @@ def test_rows_of_an_adapter_stand_side_by_side():
     assert not slots.step(chunks[1:2]).values.adapted
 
 
-def step_of(counts, *, adapter=-1):
-    return null_step(counts, BLOCK, adapter)
+def step_of(counts):
+    return null_step(counts, BLOCK, -1)
 
 
 def test_a_step_takes_the_smallest_shape_that_holds_it():
@@ -183,8 +183,8 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
     ):
         assert shape_of(step_of(counts), shapes) == StepShape(prompt_rows, decodes, samples)
         assert samples >= len(counts)
-    # Decodes alone, a prompt too long, prompts too many, an adapter.
-    for none in (step_of([1, 1]), step_of([801]), step_of([2] * 24), step_of([2], adapter=0)):
+    # Decodes alone, a prompt too long, prompts too many.
+    for none in (step_of([1, 1]), step_of([801]), step_of([2] * 24)):
         assert shape_of(none, shapes) is None
     # As decode graphs have: the sampler's are theirs.
     assert all(shape.samples % 8 == 0 or shape.samples == 40 for shape in shapes)
