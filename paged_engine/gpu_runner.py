@@ -126,8 +126,9 @@ class GpuRunner:
         kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
         self._device, self._ranks = device, ranks
         self._block_tokens = config.block_tokens or default_block_tokens(device)
-        self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
-        self.max_running = min(config.max_running or _MAX_RUNNING, self.max_batched_tokens)
+        max_running = config.max_running or _MAX_RUNNING
+        self.max_batched_tokens = config.max_batched_tokens or max(_STEP_TOKENS, 2 * max_running)
+        self.max_running = min(max_running, self.max_batched_tokens)
         self._sampler = GpuSampler(
             max_slots=self.max_running,
             vocab_size=model.vocab_size,
