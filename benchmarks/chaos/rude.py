@@ -7,6 +7,7 @@ answers of those who only read slowly must be.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -151,7 +152,8 @@ class Rude:
         finally:
             with_reset = writer.get_extra_info("socket")
             if rng.random() < 0.5 and with_reset is not None:
-                with_reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                with contextlib.suppress(OSError):  # it is closed already
+                    with_reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             writer.transport.abort()
 
 
