@@ -46,6 +46,13 @@ class _Step:
         self.rows = [(chunk, list(chunk.request.blocks)) for chunk in chunks]
         self.tokens: list[int] | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Each time somebody looks, the device may have got there meanwhile."""
+        if self.tokens is None and self._device.gets_on():
+            self._device.catch_up()
+        return self.tokens is not None
+
     def sample(self) -> None:
         """Its tokens are drawn in the same go."""
 
@@ -76,6 +83,9 @@ class Device:
         if self._rng.random() < 0.5:
             self.catch_up()
         return step
+
+    def gets_on(self) -> bool:
+        return self._rng.random() < 0.5
 
     def catch_up(self) -> None:
         while self._queue:

@@ -57,7 +57,7 @@ class _Engine(Engine):
             eos_token_ids=(EOS,),
         )
         self.counters = Counters()
-        self._in_flight = None
+        self._in_flight, self._idle_since, self.idles = None, 0.0, False
         self.adapters = None
 
 

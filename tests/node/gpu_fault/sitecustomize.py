@@ -38,16 +38,16 @@ if any("node.engine_process" in word for word in sys.orig_argv):
         return said
 
     def failing(place: str, real: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             if asked := told(place):
                 atexit.register(time.sleep, 600)
                 if "stuck" in asked:
                     os._exit = time.sleep  # type: ignore[assignment]
                 if "real" in asked:
                     torch.zeros(1, device="cuda")[torch.full((1,), 1 << 20, device="cuda")]
-                    return real(*arguments)
+                    return real(*arguments, **options)
                 raise torch.AcceleratorError(MESSAGE)
-            return real(*arguments)
+            return real(*arguments, **options)
 
         return call
 
