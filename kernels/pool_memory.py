@@ -127,7 +127,9 @@ def _on_gpu(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _forget(memory: PoolMemory) -> None:
-    _pools.pop(memory.address, None)
+    # The mapping is gone by now, and another thread may have a new one at the same place already.
+    if _pools.get(memory.address) is memory:
+        del _pools[memory.address]
     if memory.file is not None:
         os.close(memory.file)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.pool_memory import NONCE_BYTES, nonce_offset, pool_memory, zeros
+from kernels.pool_memory import NONCE_BYTES, PoolMemory, _forget, nonce_offset, pool_memory, zeros
 
 SIZE = 10_000
 CPU = torch.device("cpu")
@@ -101,3 +101,13 @@ def use_and_drop_a_pool(device: torch.device) -> None:
     del pool, view
     gc.collect()
     assert pool_memory(address) is None
+
+
+def test_a_pool_that_takes_the_place_of_one_that_goes_is_not_forgotten_with_it() -> None:
+    """Python tells of the end of a mapping when its place is free already, and maybe taken by another thread."""
+    pool = zeros(SIZE, CPU)
+    new = pool_memory(pool.data_ptr())
+    assert new is not None
+    gone = PoolMemory(new.address, SIZE, b"", os.open("/dev/null", os.O_RDONLY))
+    _forget(gone)
+    assert pool_memory(pool.data_ptr()) is new
