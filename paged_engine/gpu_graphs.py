@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,10 @@ class GpuGraphs:
         return next(size for size in self._sizes if size >= rows)
 
     def _capture_shape(self, shape: StepShape, adapted: bool) -> torch.cuda.CUDAGraph:
-        step = self._uploads.shaped(null_step([2], 1, 0 if adapted else -1), shape)
+        values = null_step([2], 1, 0 if adapted else -1)
+        if not shape.samples:
+            values = replace(values, sampled_rows=values.scored_rows, sampled_slots=values.scored_rows)  # none
+        step = self._uploads.shaped(values, shape)
         graph, _ = self._capture(lambda: self._forward(step))
         return graph
 

@@ -289,7 +289,7 @@ class GpuRunner:
         logits, plan = forward.logits, forward.plan
         if masks is not None:
             sampled = self._sampler.launch(logits, forward.slots, plan, self._sampler.mask(masks, plan.rows))
-        elif plan.adjusted or not forward.by_graph:
+        elif plan.adjusted or not (forward.by_graph and plan.rows):
             sampled = self._sampler.launch(logits, forward.slots, plan)
         else:
             sampled = self._sampler.read(logits, self._graphs.sample(plan), plan)

@@ -49,7 +49,9 @@ def step_shapes(*, max_running: int, max_prompt_rows: int) -> list[StepShape]:
     most_rows = min(max_prompt_rows, _PROMPT_ROWS[-1])
     prompt_rows = [*(n for n in _PROMPT_ROWS if n < most_rows), most_rows]
     shapes = (StepShape(rows, n, max_running) for rows in prompt_rows for n in decodes)
-    return sorted(replace(shape, samples=min(shape.decodes + shape.prompts, max_running)) for shape in shapes)
+    shapes = (replace(shape, samples=min(shape.decodes + shape.prompts, max_running)) for shape in shapes)
+    # The first parts of a long prompt fill a step each, and sample nothing.
+    return sorted([*shapes, StepShape(most_rows, 0, 0)])
 
 
 def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | None:
@@ -67,6 +69,7 @@ def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | Non
             if shape.prompt_rows >= rows - decodes
             and shape.prompts - _PADDING_PROMPTS >= prompts
             and shape.decodes >= decodes
+            and shape.samples >= len(values.sampled_rows)
         ),
         None,
     )

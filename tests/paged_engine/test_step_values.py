@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -135,7 +136,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
             expected.append(drawn(expected, len(expected) - len(prompt), bool(proposed)))
         assert request.token_ids == expected
     assert bool(speculation.accepted_tokens) == bool(proposed)
-    assert used == set(shapes)
+    assert used >= {shape for shape in shapes if shape.samples}
 
 
 def test_decode_steps_are_told_apart():
@@ -186,6 +187,8 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
     # Decodes alone, a prompt too long, prompts too many.
     for none in (step_of([1, 1]), step_of([801]), step_of([2] * 24)):
         assert shape_of(none, shapes) is None
+    begins = replace(step_of([800]), sampled_rows=step_of([800]).scored_rows, sampled_slots=step_of([800]).scored_rows)
+    assert shape_of(begins, shapes) == StepShape(800, 0, 0)
     # As decode graphs have: the sampler's are theirs.
     assert all(shape.samples % 8 == 0 or shape.samples == 40 for shape in shapes)
     assert step_shapes(max_running=40, max_prompt_rows=1) == []
@@ -193,7 +196,7 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
 
 
 def test_a_padded_step_that_is_full_has_no_padding_prompt():
-    (shape,) = (shape for shape in step_shapes(max_running=4, max_prompt_rows=32) if shape.decodes == 0)
+    _, shape, _ = step_shapes(max_running=4, max_prompt_rows=32)
     whole = padded(step_of([30, 2]), shape, null_slot=9, block_tokens=BLOCK)
     assert whole.counts.tolist() == [30, 2] + [0] * (shape.prompts - 2)
     part = padded(step_of([29, 2]), shape, null_slot=9, block_tokens=BLOCK)
