@@ -195,11 +195,11 @@ class StepUploads:
 
         `into`: where they go, one behind the other. The pinned memory returns to torch's cache when the copy is done.
         """
-        padded = [(a.shape[:-1], -(-a.shape[-1] // 4) * 4) for a in arrays]
-        sizes = [math.prod(outer) * width for outer, width in padded]
+        widened = [(a.shape[:-1], -(-a.shape[-1] // 4) * 4) for a in arrays]
+        sizes = [math.prod(outer) * width for outer, width in widened]
         flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
         host, end = flat.numpy(), 0
-        for array, (outer, width), size in zip(arrays, padded, sizes, strict=True):
+        for array, (outer, width), size in zip(arrays, widened, sizes, strict=True):
             host[end : end + size].reshape(*outer, width)[..., : array.shape[-1]] = array
             end += size
         if into is None:
@@ -207,7 +207,7 @@ class StepUploads:
         device = torch.split(into[: len(flat)].copy_(flat, non_blocking=True), sizes)
         return [
             piece.view(*outer, width)[..., : array.shape[-1]]
-            for piece, array, (outer, width) in zip(device, arrays, padded, strict=True)
+            for piece, array, (outer, width) in zip(device, arrays, widened, strict=True)
         ]
 
 
