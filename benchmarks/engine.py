@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +61,16 @@ class Bench:
 
     def decode(self, batch: int, context: int, steps: int = 100) -> dict[str, float]:
         """Median and 99th percentile of the time between two steps' tokens, and the share in which the GPU idles."""
-        times = sorted(self.timed.decode(batch, context, steps=steps, seconds=math.inf))
+        times = self.timed.decode(batch, context, steps=steps, seconds=math.inf)
         with self.timed.decoding(batch, context, steps=40):
             idle = idle_share(lambda: [self.timed.step() for _ in range(20)])
-        return {"ms": statistics.median(times), "p99_ms": times[int(len(times) * 0.99)], "idle": idle}
+        return {**middle_and_tail(times), "idle": idle}
 
     def mixed(self, requests: int, context: int, tokens: int) -> dict[str, float]:
-        """Median and longest time of a step with a prompt of so many tokens, beside so many decodes."""
+        """The same of steps with a prompt of so many tokens, beside so many decodes; without the share."""
         if requests:
-            times = sorted(self.timed.mixed(requests, context, tokens, most=60, seconds=math.inf))
-        else:
-            times = sorted(self.timed.prefill(tokens, most=60, seconds=math.inf))
-        return {"ms": statistics.median(times), "p99_ms": times[int(len(times) * 0.99)]}
+            return middle_and_tail(self.timed.mixed(requests, context, tokens, most=60, seconds=math.inf))
+        return middle_and_tail(self.timed.prefill(tokens, most=60, seconds=math.inf))
 
     def prefill(self, prompt_tokens: int, prompts: int) -> dict[str, float]:
         """Prompt tokens per second of prompts that ask for one token."""
@@ -99,6 +97,11 @@ class Bench:
             open_ -= sum(request.finish is not None for request in updated)
         self.timed.drain()
         return {"tokens_s": tokens / (time.perf_counter() - began)}
+
+
+def middle_and_tail(times: Sequence[float]) -> dict[str, float]:
+    """Median and 99th percentile of milliseconds."""
+    return {"ms": statistics.median(times), "p99_ms": sorted(times)[int(len(times) * 0.99)]}
 
 
 def idle_share(work: Callable[[], object]) -> float:

@@ -49,20 +49,17 @@ class GpuGraphs:
         *,
         max_running: int,
         adapters: bool,
-        shapes: list[StepShape],
     ) -> None:
-        """Capture all; the largest first. `adapters`: each with adapters, too. `shapes`: sorted."""
+        """Capture all; the largest first. `adapters`: each with adapters, too."""
         self._forward, self._uploads, self._sampler = forward, uploads, sampler
         self._memory: Any = torch.cuda.graph_pool_handle()
-        self._shapes = shapes
-        uploads.open_shapes(shapes)
         # All batches up to 8, then steps of 8.
         small, steps = (n for n in range(1, 8) if n < max_running), range(8, max_running, 8)
         self._sizes: list[int] = [*small, *steps, max_running]
         with _nothing_collected():
             kinds = (False, True) if adapters else (False,)
             self._of_shape = {
-                (s, adapted): self._capture_shape(s, adapted) for s in reversed(shapes) for adapted in kinds
+                (s, adapted): self._capture_shape(s, adapted) for s in reversed(uploads.shapes) for adapted in kinds
             }
             self._of_batch = {rows: self._capture_batch(rows, adapters=adapters) for rows in reversed(self._sizes)}
 
@@ -77,7 +74,7 @@ class GpuGraphs:
             assert forward is not None, "a row has an adapter, and the engine has no slots for any"
             forward.replay()
             return graphs.logits[:rows]
-        shape = shape_of(values, self._shapes)
+        shape = shape_of(values, self._uploads.shapes)
         if shape is None:
             return None
         self._uploads.shaped(values, shape)

@@ -184,25 +184,25 @@ class GpuRunner:
         self._seated: dict[int, Request] = {}
         self._unsampled: _Forward | None = None
         self._warm_up()
-        # A batch-invariant engine has no kernels for decodes beside prompts.
-        longest = 0 if self._chunks_only else min(self.max_batched_tokens, self.max_model_len)
         self._graphs = GpuGraphs(
             self._forward,
             self._uploads,
             self._sampler,
             max_running=self.max_running,
             adapters=self.adapters is not None,
-            shapes=step_shapes(max_running=self.max_running, max_prompt_rows=longest),
         )
         log.info("%s", budget.report(num_blocks * self._block_tokens))
 
     def _open_uploads(self, max_model_len: int) -> StepUploads:
+        # A shape has room for few chunks, and where decodes are chunks, too, there are many.
+        longest = 0 if self._chunks_only else min(self.max_batched_tokens, max_model_len)
         return StepUploads(
             self._decoder.config,
             block_tokens=self._block_tokens,
             max_running=self.max_running,
             max_model_len=max_model_len,
             chunks_only=self._chunks_only,
+            shapes=step_shapes(max_running=self.max_running, max_prompt_rows=longest),
             device=self._device,
         )
 

@@ -269,7 +269,9 @@ class Sampled:
     @property
     def is_done(self) -> bool:
         """Whether they are on the host."""
-        return self._copied is not None and bool(self._copied.query())  # type: ignore[no-untyped-call]
+        if self._copied is None:
+            return self._on_host is not None
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self, deadline_s: float | None = None) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Tokens and log-probabilities of the plan's rows, once they are on the host.

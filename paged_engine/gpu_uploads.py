@@ -38,9 +38,10 @@ class StepUploads:
         max_running: int,
         max_model_len: int,
         chunks_only: bool,
+        shapes: Sequence[StepShape],
         device: torch.device,
     ) -> None:
-        """`chunks_only`: decodes are computed as chunks of one token."""
+        """`chunks_only`: decodes are computed as chunks of one token. `shapes`: those that shaped() takes."""
         self._group, self._head_dim = model.num_heads // model.num_kv_heads, model.head_dim
         self._block_tokens, self._chunks_only, self._device = block_tokens, chunks_only, device
         self.max_blocks = _to_16_bytes(-(-max_model_len // block_tokens))
@@ -60,6 +61,9 @@ class StepUploads:
         self._one_row_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._one_tile_each = torch.stack((self._one_row_each[:-1], torch.zeros_like(self._one_row_each[:-1])), 1)
         self._turn = 0
+        self.shapes = shapes
+        # What the graphs of shapes read: each from the beginning.
+        self._shaped = zeros(max((self._numbers_of(shape) for shape in shapes), default=0))
 
     @property
     def decode_slots(self) -> torch.Tensor:
@@ -112,8 +116,8 @@ class StepUploads:
         return self._chunk_step(values, decodes, self._tiles(values, decodes), wanted, values.sampled_slots, None)
 
     def shaped(self, values: StepValues, shape: StepShape) -> GpuStep:
-        """Bring the step into the shape and upload it; the tensors are at the same addresses in all steps of a shape.
-        What samples is told to `decode_slots` too."""
+        """Bring the step into one of the shapes and upload it; its tensors are at the same addresses in all steps of a
+        shape. What samples is told to `decode_slots` too."""
         padding = shape.samples - len(values.sampled_slots)
         step = padded(values, shape, null_slot=self._null_slot, block_tokens=self._block_tokens)
         tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
@@ -126,16 +130,12 @@ class StepUploads:
         self._decodes[-1, : shape.samples].copy_(slots_)
         return on_device
 
-    def open_shapes(self, shapes: Sequence[StepShape]) -> None:
-        """Make room for the steps of these shapes: each uses the same, from its beginning."""
-        numbers = [
-            _ROW_FIELDS * (shape.decodes + shape.prompt_rows)
-            + _SEQUENCE_FIELDS * (shape.decodes + shape.prompts)
-            + 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
-            for shape in shapes
-        ]
-        # And what brings each of the arrays' rows to 16 bytes.
-        self._shaped = torch.zeros(max(numbers, default=0) + 64, dtype=torch.int32, device=self._device)
+    def _numbers_of(self, shape: StepShape) -> int:
+        """How many go up at most."""
+        rows, sequences = shape.decodes + shape.prompt_rows, shape.decodes + shape.prompts
+        of_prompts = 2 * (shape.prompts + self._most_tiles(shape) + shape.samples)
+        to_16_bytes = 64  # for all rows of the arrays
+        return _ROW_FIELDS * rows + _SEQUENCE_FIELDS * sequences + of_prompts + to_16_bytes
 
     def _most_tiles(self, shape: StepShape) -> int:
         return shape.prompt_rows // tile_tokens(self._group) + shape.prompts

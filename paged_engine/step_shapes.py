@@ -20,9 +20,14 @@ __all__ = ["MOST_PROMPTS", "StepShape", "padded", "shape_of", "step_shapes"]
 
 _PROMPT_ROWS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _DECODES = (0, 8, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
-_LEAST_PROMPTS, _ROWS_OF_8_PROMPTS = 16, 256
 _PADDING_PROMPTS = 2
-MOST_PROMPTS = max(_LEAST_PROMPTS, _PROMPT_ROWS[-1] // _ROWS_OF_8_PROMPTS * 8)
+
+
+def _prompts_of(rows: int) -> int:
+    return max(16, rows // 256 * 8)
+
+
+MOST_PROMPTS = _prompts_of(_PROMPT_ROWS[-1])
 """Of any shape."""
 
 
@@ -38,7 +43,7 @@ class StepShape:
     @property
     def prompts(self) -> int:
         """Those of the step, then the padding's, then one without any row."""
-        return max(_LEAST_PROMPTS, self.prompt_rows // _ROWS_OF_8_PROMPTS * 8)
+        return _prompts_of(self.prompt_rows)
 
 
 def step_shapes(*, max_running: int, max_prompt_rows: int) -> list[StepShape]:
@@ -48,8 +53,7 @@ def step_shapes(*, max_running: int, max_prompt_rows: int) -> list[StepShape]:
     decodes = [*(n for n in _DECODES if n < max_running), max_running]
     most_rows = min(max_prompt_rows, _PROMPT_ROWS[-1])
     prompt_rows = [*(n for n in _PROMPT_ROWS if n < most_rows), most_rows]
-    shapes = (StepShape(rows, n, max_running) for rows in prompt_rows for n in decodes)
-    shapes = (replace(shape, samples=min(shape.decodes + shape.prompts, max_running)) for shape in shapes)
+    shapes = [StepShape(rows, n, min(n + _prompts_of(rows), max_running)) for rows in prompt_rows for n in decodes]
     # The first parts of a long prompt fill a step each, and sample nothing.
     return sorted([*shapes, StepShape(most_rows, 0, 0)])
 

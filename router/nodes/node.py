@@ -207,11 +207,6 @@ class Node(NodeView):
         self.usual_requests = None
 
     @property
-    def certain(self) -> tuple[int, int]:
-        """See NodeView."""
-        return self.certain_requests, self.certain_tokens
-
-    @property
     def computes_prompts(self) -> bool:
         """Of a decode node, whether it does if asked."""
         return self.kv is not None and self.kv.computes_prompts

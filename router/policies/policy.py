@@ -74,9 +74,14 @@ class NodeView:
     rates: NodeRates = field(default_factory=NodeRates)
 
     @property
-    def certain(self) -> tuple[int, int]:
-        """`requests` and `tokens`, as far as they are surely there."""
-        return self.requests, self.tokens
+    def certain_requests(self) -> int:
+        """`requests`, as far as they are surely there."""
+        return self.requests
+
+    @property
+    def certain_tokens(self) -> int:
+        """`tokens`, as far as they are surely there."""
+        return self.tokens
 
     @property
     def depth(self) -> float:

@@ -59,8 +59,8 @@ def decide(ask: Ask, prefill: NodeView, decode: NodeView) -> Decision:
     local_ms = alone_ms + computed_ms * decode.requests
     # What others usually have on the prefill node and have not now is a reason to choose another one, and none to make
     # streams wait.
-    requests, tokens = prefill.certain
-    first_ms = prefill.rates.queue_ms(tokens, requests) + prefill.rates.prefill_ms(ask.uncached(prefill))
+    queue_ms = prefill.rates.queue_ms(prefill.certain_tokens, prefill.certain_requests)
+    first_ms = queue_ms + prefill.rates.prefill_ms(ask.uncached(prefill))
     handover_ms = first_ms + decode.rates.transfer_ms(prefill.url, uncached)
     in_time_ms = SPARE * ask.ttft_ms
     if ask.kv_needed(decode) > decode.kv_room:
