@@ -47,7 +47,7 @@ def measured_engine(config: EngineConfig) -> Iterator[Measured]:
             max_model_len=engine.max_model_len,
             kv_tokens=engine.scheduler.pool.total * engine.pool.block_tokens,
             block_tokens=engine.pool.block_tokens,
-            max_running=min(engine.max_running, engine.max_batched_tokens),
+            max_running=engine.max_running,
             step_tokens=engine.max_batched_tokens,
             ahead=engine.runs_ahead,
         )

@@ -62,7 +62,7 @@ class GpuBudget:
             raise ConfigError(
                 f"nothing is left for the KV cache: the weights and a step need {_gib(self._needed())}, and "
                 f"gpu_memory_utilization allows {_gib(self.allowed_bytes)} of {_gib(self.total_bytes)}. Raise it, "
-                "lower max_batched_tokens, or spread the model over more GPUs"
+                "lower max_batched_tokens or max_running, or spread the model over more GPUs"
             )
         return left
 

@@ -126,9 +126,8 @@ class GpuRunner:
         kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
         self._device, self._ranks = device, ranks
         self._block_tokens = config.block_tokens or default_block_tokens(device)
-        max_running = config.max_running or _MAX_RUNNING
-        self.max_batched_tokens = config.max_batched_tokens or max(_STEP_TOKENS, 2 * max_running)
-        self.max_running = min(max_running, self.max_batched_tokens)
+        self.max_running = config.max_running or _MAX_RUNNING
+        self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
         self._sampler = GpuSampler(
             max_slots=self.max_running,
             vocab_size=model.vocab_size,
@@ -316,10 +315,11 @@ class GpuRunner:
 
     @torch.inference_mode()
     def _run_largest_step(self, longest: int) -> None:
-        """As many tokens as a step may have, and as many sampled rows, over the null block."""
+        """As many tokens of prompts as a step may have, and decodes on all other seats, over the null block."""
         whole, rest = divmod(min(self.max_batched_tokens, longest * self.max_running), longest)
+        prompts = [longest] * whole + [rest] * (rest > 0)
         for adapter in self._kinds:
-            self._run_dummy([longest] * whole + [rest] * (rest > 0), adapter)
+            self._run_dummy([1] * (self.max_running - len(prompts)) + prompts, adapter)
             self._run_dummy([1] * self.max_running, adapter)
 
     @torch.inference_mode()
@@ -327,7 +327,7 @@ class GpuRunner:
         """Every kernel variant is compiled and every library handle made before the node says that it is ready."""
         largest = min(self.max_batched_tokens, self.max_model_len)
         for counts in ([1], [2], [17], [16, 1], [300, 5, 1, 1], [largest]):
-            if max(counts) <= largest and sum(counts) <= self.max_batched_tokens and len(counts) <= self.max_running:
+            if max(counts) <= largest and len(counts) <= self.max_running:
                 for adapter in self._kinds:
                     self._run_dummy(counts, adapter)
         self._uploads.append(torch.zeros(2, 1, dtype=torch.int32, device=self._device))

@@ -157,12 +157,13 @@ class Scheduler:
         """Choose the next step's work and take its blocks."""
         plan = StepPlan([], [], [])
         budget, preemptions = self._max_batched_tokens, self.preemptions
-        # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
+        # Decodes first: a long prompt must not delay tokens that somebody is waiting for. They take nothing of its budget,
+        # or a prompt of as many tokens as a step may have would need two.
         decodes = [request for request in self._running if request.uncomputed <= 1]
         prompts = sorted((each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn)
         for request in decodes:
-            budget = self._go_on(request, plan.chunks, budget)
-        enough = budget - -(-self._max_batched_tokens // ENOUGH)
+            self._go_on(request, plan.chunks, 1)
+        enough = budget - -(-budget // ENOUGH)
         for request in prompts:
             # Nor must a long prompt that has begun delay one whose turn comes before its own.
             if self.preemptions == preemptions:
@@ -173,7 +174,7 @@ class Scheduler:
             return plan
         self._admit(plan, budget, enough, now)
         left = min(self._max_batched_tokens - sum(c.count for c in plan.chunks), self._max_running - len(plan.chunks))
-        chunks = self.speculation.extended(plan.chunks, left, self._endings.max_model_len, self._room_for)
+        chunks = self.speculation.extended(plan.chunks, max(0, left), self._endings.max_model_len, self._room_for)
         return StepPlan(chunks, plan.fetches, plan.offers)
 
     def _go_on(self, request: Request, chunks: list[Chunk], budget: int) -> int:

@@ -182,8 +182,8 @@ class TimedSteps:
         tokens is computed beside them.
 
         At most `most`, and none after `seconds`, as `prefill`. Raises ValueError if a step or the pool has no room."""
-        if tokens + requests > self.engine.max_batched_tokens:
-            raise ValueError(f"{tokens + requests} tokens are more than a step of {self.engine.max_batched_tokens}")
+        if tokens > self.engine.max_batched_tokens:
+            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_batched_tokens}")
         times: list[float] = []
         with self.decoding(requests, context, most + 2 * _WARM_UPS):
             prepared = [self.request(tokens, 1) for _ in range(most + _WARM_UPS)]

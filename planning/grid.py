@@ -73,7 +73,7 @@ def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
     """(requests, context of each, tokens of a prompt beside them): what chunks of prompts cost those who decode."""
     found = []
     for requests in sorted({max(1, limits.max_running // 16), max(1, limits.max_running // 2)}):
-        most = min(limits.step_tokens - requests, limits.max_model_len - 1, limits.kv_tokens // 4)
+        most = min(limits.step_tokens, limits.max_model_len - 1, limits.kv_tokens // 4)
         room = limits.kv_tokens - limits.prompts_at_once * (most + limits.block_tokens)
         each = room // (requests * limits.block_tokens) * limits.block_tokens - limits.decode_steps - 1
         context = min(_MIXED_CONTEXT, each, limits.max_model_len - limits.decode_steps - 2)

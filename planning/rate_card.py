@@ -69,7 +69,7 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     block_tokens: int
     max_running: int
     step_tokens: int
-    """The budget of a step: a longer prompt is computed in chunks."""
+    """What a step computes of prompts at most, beside decodes: a longer prompt is computed in chunks."""
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
     transfer: dict[str, list[TransferPoint]] = {}

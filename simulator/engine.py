@@ -395,8 +395,8 @@ class Engine:
     def _chunks(self, now: float) -> list[tuple[int, int]]:
         """What the next step computes of prompts, in the order of their turns; who waits begins in this order, too."""
         reserved = len(self._batch)
-        budget = self.speeds.step_tokens - reserved
-        enough = max(0, budget - -(-self.speeds.step_tokens // ENOUGH))
+        budget = self.speeds.step_tokens
+        enough = budget - -(-budget // ENOUGH)
         pieces: list[tuple[int, int]] = []
         ready: list[int] = []
         kept: list[tuple[int, int, int, Seat]] = []

@@ -78,8 +78,8 @@ class EngineConfig:
     quantization: str = ""
     """fp8 quantizes the weights of linear layers while loading (e4m3 with a scale per channel; CUDA only)."""
     max_batched_tokens: int = 0
-    """Tokens one step computes at most, shared by prefill chunks and decodes; 0 takes 128 on CPU, 2048
-    on CUDA, or twice max_running if that is more."""
+    """Tokens of prompts one step computes at most, beside the one of each request that decodes; 0 takes 128 on CPU,
+    2048 on CUDA."""
     max_running: int = 0
     """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
     tensor_parallel: int = 1

@@ -66,10 +66,18 @@ def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
     scheduler.add(request("short", [5] * 10, max_tokens=20))
     assert step(scheduler) == [("short", 0, 10)]
     scheduler.add(request("long", list(range(150))))
-    assert step(scheduler) == [("short", 10, 1), ("long", 0, 63)]
-    assert step(scheduler) == [("short", 11, 1), ("long", 63, 63)]
-    assert step(scheduler) == [("short", 12, 1), ("long", 126, 24)]
+    assert step(scheduler) == [("short", 10, 1), ("long", 0, 64)]
+    assert step(scheduler) == [("short", 11, 1), ("long", 64, 64)]
+    assert step(scheduler) == [("short", 12, 1), ("long", 128, 22)]
     assert step(scheduler) == [("short", 13, 1), ("long", 150, 1)]
+
+
+def test_a_prompt_of_a_whole_step_is_one_step_beside_decodes_too():
+    scheduler = make()
+    scheduler.add(request("short", [5] * 10, max_tokens=20))
+    step(scheduler)
+    scheduler.add(request("long", list(range(64))))
+    assert step(scheduler) == [("short", 10, 1), ("long", 0, 64)]
 
 
 def test_an_equal_prefix_is_computed_once():
@@ -341,7 +349,7 @@ def test_forks_wait_for_the_prompt_and_share_its_blocks():
     assert step(scheduler) == [("r", 0, 32)]
     # A step computes little more than half of its budget of prompts, if there are several of them.
     assert step(scheduler) == [("r", 32, 8), ("r.1", 32, 8)]
-    assert step(scheduler) == [("r", 40, 1), ("r.1", 40, 1), ("r.2", 32, 8), ("other", 0, 22)]
+    assert step(scheduler) == [("r", 40, 1), ("r.1", 40, 1), ("r.2", 32, 8), ("other", 0, 24)]
     assert scheduler.forked_blocks == 4
     assert [each.blocks[:2] for each in forks] == [parent.blocks[:2]] * 2
     assert len({each.blocks[2] for each in (parent, *forks)}) == 3

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(folder: Path) -> None:
         lambda: timed.prefill(64, 500),
         lambda: timed.prefill(65),
         lambda: timed.decode(65, 32),
-        lambda: timed.mixed(8, 32, 57),
+        lambda: timed.mixed(8, 32, 65),
         lambda: timed.mixed(60, 450, 4),
     ):
         with pytest.raises(ValueError, match=r"fit|more than a step|in one step"):

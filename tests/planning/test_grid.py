@@ -64,15 +64,15 @@ def test_mixed_steps_fit(of: Limits) -> None:
     assert len(sizes) == len(set(sizes)) <= 8
     for requests, context, tokens in sizes:
         assert requests < of.max_running
-        assert tokens + requests <= of.step_tokens
+        assert tokens <= of.step_tokens
         assert context + of.decode_steps < of.max_model_len
         decodes = requests * -(-(context + of.decode_steps + 1) // 16)
         assert decodes + of.prompts_at_once * -(-(tokens + 1) // 16) <= of.kv_tokens // 16
 
 
 def test_what_a_cluster_meets_is_among_them() -> None:
-    assert mixed_sizes(H200) == [(r, 1024, t) for r in (16, 128) for t in (64, 512, 2048, 8192 - r)]
-    assert mixed_sizes(CPU) == [(r, c, t) for r, c, most in ((4, 1024, 124), (32, 512, 96)) for t in (16, 32, most)]
+    assert mixed_sizes(H200) == [(r, 1024, t) for r in (16, 128) for t in (64, 512, 2048, 8192)]
+    assert mixed_sizes(CPU) == [(r, c, t) for r, c in ((4, 1024), (32, 512)) for t in (16, 32, 128)]
     prefill, decode = points("prefill", H200), points("decode", H200)
     assert {(16, 0), (1024, 0), (8192, 0), (8192, 4096), (2048, 16_384), (8192, 122_816)} <= set(prefill)
     assert {(1, 32), (1, 65_536), (32, 1024), (128, 4096), (256, 2048)} <= set(decode)
