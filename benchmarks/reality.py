@@ -53,6 +53,7 @@ from simulator.world import simulate
 __all__ = ["Compared", "compared", "main", "of_results", "streams_about", "streams_like", "told"]
 
 _SHARES = (0.5, 0.9, 0.99)
+_QUICKEST = 0.1
 _SPLIT = re.compile(r"(\d+)P(\d+)D")
 _COLOCATED = re.compile(r"(\d+) ")
 _WARM_UP_S, _IDLE_S, _IDLE_RATE, _IDLE_USE = 5.0, 8.0, 5.0, 0.15
@@ -98,11 +99,16 @@ def streams_about(run: Run, work: Work, after_s: float, seed: str) -> list[Strea
     return sorted([*others, *judged], key=lambda stream: stream.at)
 
 
-def compared(run: Run, streams: list[Stream], setting: Setting, between_ms: float) -> Compared:
-    """A run and its simulation; `between_ms`: from the client to the engine and back."""
+def _counted(run: Run, streams: list[Stream], setting: Setting) -> list[Stream]:
+    """Simulate a run; those that came in its window."""
     begin, end = run.warm_up_s * 1e3, (run.warm_up_s + run.window_s) * 1e3
     simulate(streams, setting)
-    counted = [stream for stream in streams if begin <= stream.at < end]
+    return [stream for stream in streams if begin <= stream.at < end]
+
+
+def compared(run: Run, streams: list[Stream], setting: Setting, between_ms: float) -> Compared:
+    """A run and its simulation; `between_ms`: from the client to the engine and back."""
+    counted = _counted(run, streams, setting)
     judged = [stream for stream in counted if stream.answered]
     answered = [row for row in run.rows if not row.failure]
     rows = {
@@ -131,6 +137,13 @@ def told(split: str, found: Sequence[Compared]) -> list[str]:
             f"| {split} | {each.rate:g}/s, {each.requests} | answered | {shares} |" + " |" * (len(_SHARES) - 1)
         )
     return lines
+
+
+def _lacking_ms(run: Run, streams: list[Stream], setting: Setting) -> float:
+    """By how much the quickest tenth of a run took longer to a first token than in its simulation."""
+    seen = [stream.ttft for stream in _counted(run, streams, setting) if stream.answered]
+    real = [row.ttft_ms for row in run.rows if not row.failure]
+    return max(0.0, percentile(real, _QUICKEST) - percentile(seen, _QUICKEST)) if real and seen else 0.0
 
 
 async def _between_ms(config: BenchConfig, card: RateCard) -> float:
@@ -172,8 +185,8 @@ async def _split(asked: argparse.Namespace, split: str, flags: Sequence[str], ca
 
 
 def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compared]]:
-    """Runs of benchmarks.goodput and their simulation. What lies between client and engine is taken from the quickest
-    first token of each place's lowest rate."""
+    """Runs of benchmarks.goodput and their simulation. What lies between client and engine is what the simulation of
+    each place's lowest rate lacks."""
     found = []
     for each in read_folders(folders):
         result, speeds = each.result, Speeds(card)
@@ -185,11 +198,13 @@ def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compa
         queue = 0 if targets is None else _MAX_QUEUE
         setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets, max_queue=queue)
         runs = sorted(result.runs, key=lambda run: run.rate)
-        first = [row.ttft_ms for row in runs[0].rows if not row.failure]
-        between_ms = max(0.0, min(first, default=0.0) - card.prompt_ms(result.work.prompt))
         after_s = (result.slo.ttft_ms + result.slo.tpot_ms * result.work.output) / 1e3
+        between_ms = None
         for run in runs:
-            streams = streams_about(run, result.work, after_s, f"{each.work} {each.arm} {run.rate}")
+            name = f"{each.work} {each.arm} {run.rate}"
+            if between_ms is None:
+                between_ms = _lacking_ms(run, streams_about(run, result.work, after_s, name), setting)
+            streams = streams_about(run, result.work, after_s, name)
             found.append((f"{each.work}, {result.label}", compared(run, streams, setting, between_ms)))
     return found
 

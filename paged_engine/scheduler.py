@@ -157,8 +157,8 @@ class Scheduler:
         """Choose the next step's work and take its blocks."""
         plan = StepPlan([], [], [])
         budget, preemptions = self._max_batched_tokens, self.preemptions
-        # Decodes first: a long prompt must not delay tokens that somebody is waiting for. They take nothing of its budget,
-        # or a prompt of as many tokens as a step may have would need two.
+        # Decodes first: a long prompt must not delay tokens that somebody is waiting for. They take nothing of its
+        # budget, or a prompt of as many tokens as a step may have would need two.
         decodes = [request for request in self._running if request.uncomputed <= 1]
         prompts = sorted((each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn)
         for request in decodes:

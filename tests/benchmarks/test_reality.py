@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_goodput import result_of, run_at
+from test_goodput import SLO, result_of, run_at
 
 from benchmarks.reality import Compared, compared, main, of_results, streams_about, streams_like, told
 from load.config import BenchConfig
@@ -76,3 +76,26 @@ def test_results_of_goodput_are_simulated_with_their_nodes(tmp_path: Path, capsy
     said = capsys.readouterr().out
     assert "| chat, 2P2D | 8/s, 100 | TTFT |" in said
     assert "the furthest is off by" in said
+
+
+def test_what_lies_between_client_and_engine_is_what_the_lowest_rate_lacks(tmp_path: Path) -> None:
+    """Files of clients 7 ms away from engines that are as fast as the card."""
+    asked = BenchConfig(lengths="512:256", rate="1").work
+    setting = Setting("round_robin", 0, 4, prefixes=False, speeds=Speeds(H200))
+
+    def seven_ms_away(run: Run) -> Run:
+        rows = [msgspec.structs.replace(row, due_s=at * 0.1) for at, row in enumerate(run.rows)]
+        run = msgspec.structs.replace(run, rows=rows)
+        after_s = (SLO.ttft_ms + SLO.tpot_ms * asked.output) / 1e3
+        streams = streams_about(run, asked, after_s, f"chat direct {run.rate}")
+        compared(run, streams, setting, 0.0)
+        ttfts = {stream.at: stream.ttft + 7 for stream in streams}
+        return msgspec.structs.replace(
+            run, rows=[msgspec.structs.replace(row, ttft_ms=ttfts[row.due_s * 1e3]) for row in rows]
+        )
+
+    runs = [seven_ms_away(run_at(rate, 1.0, 1.0)) for rate in (8.0, 12.0)]
+    write_result(result_of("4 colocated, asked in turn", runs), tmp_path / "chat-direct.json")
+    for _, found in of_results([tmp_path], H200):
+        real, seen = found.rows["TTFT"]
+        assert seen == pytest.approx(real)

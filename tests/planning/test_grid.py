@@ -81,6 +81,12 @@ def test_what_a_cluster_meets_is_among_them() -> None:
     assert {(1, 4096), (64, 128), (64, 256)} <= set(points("decode", CPU))
 
 
+def test_leaps_of_large_batches_are_seen() -> None:
+    requests = {requests for requests, _ in points("decode", H200)}
+    assert sorted(requests) == [1, 2, 4, 8, 16, 32, 64, 72, 128, 136, 256]
+    assert sorted({requests for requests, _ in points("decode", CPU)}) == [1, 2, 4, 8, 16, 32, 64]
+
+
 def test_the_first_level_alone_is_a_card_that_is_exact_for_linear_times() -> None:
     def prefill_ms(tokens: int, context: int) -> float:
         return 5 + 0.1 * tokens + 0.001 * context
