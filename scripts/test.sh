@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The whole suite in two phases (tests/conftest.py says which test belongs to which): what may share the machine on three
-# workers, then the rest one after the other. Called by make. Usage: test.sh PYTHON [ARGUMENTS OF PYTEST...]
+# The whole suite in phases (tests/conftest.py says which test belongs to which): what may share the machine on three
+# workers; then the rest one after the other, and beside it what only computes, with the time that is left. Called by
+# make. Usage: test.sh PYTHON [ARGUMENTS OF PYTEST...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -10,13 +11,17 @@ shift
 unset PYTHONDONTWRITEBYTECODE
 
 selected=0 worst=0
-# phase NAME ARGUMENTS...: run it, and remember how it ended. 5 is pytest's word for "nothing was selected".
+# ended STATUS: remember how a phase did. 5 is pytest's word for "nothing was selected".
+ended() {
+    if [ "$1" != 5 ]; then selected=1; fi
+    if [ "$1" != 5 ] && [ "$1" -gt "$worst" ]; then worst=$1; fi
+}
+# phase NAME ARGUMENTS...: run it.
 phase() {
     local name=$1 status=0
     shift
     "$python" -m pytest --phase "$name" "$@" || status=$?
-    if [ "$status" != 5 ]; then selected=1; fi
-    if [ "$status" != 5 ] && [ "$status" -gt "$worst" ]; then worst=$status; fi
+    ended "$status"
 }
 
 failed=.pytest_cache/v/cache/lastfailed
@@ -25,8 +30,19 @@ rm -f "$failed"
 # Three workers for two cores: many tests wait for what is to happen. In the order of the files' names, so that short
 # ones are last.
 phase shared -n 3 --dist loadfile --no-loadscope-reorder "$@"
-if [ "$worst" -lt 2 ]; then phase alone "$@"; fi # 2: interrupted, or pytest was called wrongly
-if [ "$selected" = 0 ]; then exit 5; fi
+calm=0
+if [ "$worst" -lt 2 ] && [[ " $* " == *" -n 0 "* ]]; then # somebody looks into tests
+    phase alone "$@"
+    phase calm "$@"
+elif [ "$worst" -lt 2 ]; then # 2: interrupted, or pytest was called wrongly
+    said=$(mktemp)
+    nice -n 19 "$python" -m pytest --phase calm -o cache_dir=.pytest_cache/calm "$@" >"$said" 2>&1 &
+    beside=$!
+    trap 'kill "$beside" 2>/dev/null; rm -f "$said"' EXIT
+    phase alone "$@"
+    wait "$beside" || calm=$?
+    cat "$said"
+fi
 
 # Some thousand tests start hundreds of processes that keep deadlines on a machine with other things to do. A few that
 # failed run once more, one after the other, and count if they fail again. Their names stay above: such a test is a
@@ -36,4 +52,6 @@ if [ "$worst" = 1 ] && [ "$(grep -c '": true' "$failed")" -le 3 ]; then
     worst=0
     phase again --last-failed "$@"
 fi
+ended "$calm"
+if [ "$selected" = 0 ]; then exit 5; fi
 exit "$worst"

@@ -40,16 +40,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 HAS_GPU = Path("/proc/driver/nvidia/version").exists()
+PHASES = ("shared", "alone", "calm")
 ALONE = ("alone", "gpu") if HAS_GPU else ("alone",)
 """Markers of tests that want the machine, or its GPU, for themselves."""
+CALM = ("house", "kernels", "openai_api", "paged_engine", "planning", "simulator", "wire")
+"""Folders whose tests compute: as no other process waits for them, they may have what those leave of the machine."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How scripts/test.sh says which phase this is."""
     parser.addoption(
         "--phase",
-        choices=("shared", "alone", "again"),
-        help=f"only tests that can share a machine, or only the others: {ALONE}; or of both what has just failed",
+        choices=(*PHASES, "again"),
+        help=f"only the tests that want the machine for themselves, {ALONE}; or of the others only those that may be "
+        f"slow, {CALM}, or none of them; or of all what has just failed",
     )
 
 
@@ -71,18 +75,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The second phase imports no module without a test for it: that was 20 s of its time."""
-    if config.getoption("--phase") != "alone" or collection_path.suffix != ".py":
+    """A phase imports no module without a test for it: that was 20 s of the time of the second."""
+    phase = config.getoption("--phase")
+    if phase not in PHASES or collection_path.suffix != ".py":
         return None
+    if phase != "alone":
+        return None if _is_calm(collection_path) == (phase == "calm") else True
     text = collection_path.read_text(encoding="utf-8")
     return None if any(f"mark.{name}" in text for name in ALONE) else True
+
+
+def _phase_of(item: pytest.Item) -> str:
+    if any(map(item.get_closest_marker, ALONE)):
+        return "alone"
+    return "calm" if _is_calm(item.path) else "shared"
+
+
+def _is_calm(path: Path) -> bool:
+    return path.relative_to(ROOT / "tests").parts[0] in CALM
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is of another phase; skip what this machine cannot run, saying what it lacks."""
     phase = config.getoption("--phase")
-    if phase in ("shared", "alone"):
-        others = [item for item in items if any(map(item.get_closest_marker, ALONE)) == (phase == "shared")]
+    if phase in PHASES:
+        others = [item for item in items if _phase_of(item) != phase]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
     lacking = {

@@ -14,12 +14,13 @@ from typing import Protocol
 import msgspec
 
 from router.admission.fair_queue import Ahead, Entrant
-from router.nodes.spare_time import Streaming, stalled_ms
+from router.nodes.spare_time import Rates, Streaming, stalled_ms
 
 __all__ = [
     "Freed",
     "Nodes",
     "Promised",
+    "SureRates",
     "View",
     "own_tpot_s",
     "own_ttft_s",
@@ -38,9 +39,23 @@ _SAMPLE_TOKENS = 2048  # of a queue, to ask how fast it moves
 _HALF_LIFE_S = 30.0
 
 
+class SureRates(Rates, Protocol):
+    """Those by which a request may be refused: of sizes that were measured."""
+
+    def sure_prefill_ms(self, tokens: float) -> float:
+        """To compute so many tokens of a prompt, or the most that were measured."""
+        ...
+
+    def sure_step_ms(self, running: float) -> float:
+        """One decode step with so many running requests, or the most that were measured."""
+        ...
+
+
 class View(Streaming, Protocol):
     """One node, and its room for KV. What is there for certain may be less than what it is chosen by."""
 
+    @property
+    def rates(self) -> SureRates: ...
     @property
     def url(self) -> str: ...
     @property
@@ -161,24 +176,24 @@ def until_decode_s(entrant: Entrant, nodes: Nodes, promised: Promised, freed: Fr
 def _to_end(node: View, more_requests: float, tpot_s: float) -> float:
     """How many requests must end on a decode node before one more keeps its target there."""
     running = node.certain_requests + math.ceil(more_requests)
-    if node.rates.step_ms(running + 1) <= tpot_s * 1e3:
+    if node.rates.sure_step_ms(running + 1) <= tpot_s * 1e3:
         return 0
     low, high = 0, running  # the most that may run beside it
     while low < high:
         middle = (low + high + 1) // 2
-        fits = node.rates.step_ms(middle + 1) <= tpot_s * 1e3
+        fits = node.rates.sure_step_ms(middle + 1) <= tpot_s * 1e3
         low, high = (middle, high) if fits else (low, middle - 1)
     return running - low
 
 
 def own_ttft_s(entrant: Entrant, nodes: Nodes) -> float:
     """Its first token on an idle cluster."""
-    return min((node.rates.prefill_ms(entrant.uncached) for node in nodes.prefill), default=0.0) / 1e3
+    return min((node.rates.sure_prefill_ms(entrant.uncached) for node in nodes.prefill), default=0.0) / 1e3
 
 
 def own_tpot_s(nodes: Nodes) -> float:
     """Its further tokens on an idle cluster."""
-    return min((node.rates.step_ms(1) for node in nodes.decode), default=0.0) / 1e3
+    return min((node.rates.sure_step_ms(1) for node in nodes.decode), default=0.0) / 1e3
 
 
 def ttft_s(entrant: Entrant, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s: float) -> float:

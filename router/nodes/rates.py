@@ -25,6 +25,8 @@ _FLEET_WEIGHT = 1.0
 _PRIOR_WEIGHT = 0.1
 # A rate card's counts as a measurement: it was one, of such a node under other load.
 _CARD_WEIGHT = 1.0
+# Of less than half a measurement nothing is left but what was thought before.
+_SURE_WEIGHT = 0.5
 # A short prompt in a step with long ones takes as long as they do. Counted in full, prompts seem to take about the same
 # time whatever their length, and what is cached to be worth little (simulated, with shared contexts of 3,000 to 16,000
 # tokens and empty caches: a third of the requests meet their aims, instead of seven tenths).
@@ -125,6 +127,18 @@ class Curve:
         if self._undrawn and (self._weight < _SETTLED or self._undrawn >= _MOST_UNDRAWN):
             self._draw()
         return self._read(self._heights, size)
+
+    def sure(self, size: float) -> float:
+        """The estimate for this size, or for the largest class that was measured of late if that is smaller: no guess
+        of what lies beyond. 0 if nothing was."""
+        return self.at(min(size, self._reach()))
+
+    def _reach(self) -> float:
+        if self.given:
+            return math.inf
+        measured = (at for at in reversed(range(_CLASSES)) if self._weights[at] >= _SURE_WEIGHT)
+        own = 2.0 ** (self._bits * (next(measured, -1) + 1)) - 1.0
+        return own if self._parent is None else max(own, self._parent._reach())
 
     def _prior_ms(self, size: float) -> float:
         if self.given:
@@ -270,6 +284,14 @@ class NodeRates:
     def step_ms(self, running: float) -> float:
         """One decode step with so many running requests."""
         return self._step.at(running)
+
+    def sure_prefill_ms(self, tokens: float) -> float:
+        """prefill_ms(), but of no more tokens than were measured: by this a request may be refused."""
+        return self._prefill.sure(tokens)
+
+    def sure_step_ms(self, running: float) -> float:
+        """step_ms(), but of no more requests than were measured: by this a request may be refused."""
+        return self._step.sure(running)
 
     def transfer_ms(self, peer: str, tokens: float) -> float:
         """What a request waits for the KV of so many tokens from `peer` beside its prefill; from any, if empty."""

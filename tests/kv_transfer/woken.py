@@ -30,7 +30,11 @@ class Woken:
         return got
 
     def quiet(self, for_s: float = 0.1) -> None:
-        assert not self.woken.wait(for_s), self.watching.events()
+        """No event comes; to be woken is none, as it may be about one that was taken already."""
+        until = time.monotonic() + for_s
+        while self.woken.wait(max(0.0, until - time.monotonic())):
+            self.woken.clear()
+            assert not (events := self.watching.events()), events
 
     def renewed(self, name: str, within_s: float = 10.0) -> None:
         """Wait until the source of a watched request has said that it holds the KV: from then on it may be read."""

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from router.admission.admission import Admission, Arrival, Refusal
 from router.admission.fair_queue import Entrant
-from router.admission.saturation import Freed, Nodes, Promised, own_ttft_s
+from router.admission.saturation import Freed, Nodes, Promised, SureRates, own_ttft_s
+from router.nodes.rates import NodeRates
 
 DECODE_S = 0.5
 
@@ -33,6 +34,8 @@ class FixedRates:
     def step_ms(self, running: float) -> float:
         return self.step + running * self.per_running
 
+    sure_prefill_ms, sure_step_ms = prefill_ms, step_ms
+
     def output_tokens(self, limit: int = 0) -> float:
         return limit
 
@@ -42,7 +45,7 @@ class ModelNode:
     requests: int = 0
     tokens: int = 0
     kv_room: float = math.inf
-    rates: FixedRates = field(default_factory=FixedRates)
+    rates: SureRates = field(default_factory=FixedRates)
     url: str = "http://node"
     computes_prompts: bool = False
 
@@ -259,6 +262,25 @@ def test_one_more_request_waits_until_a_token_takes_no_longer_than_its_target() 
     cluster.run(DECODE_S)
     assert hurried in cluster.begun
     assert refusal(cluster.ask(entrant(1, tpot_s=0.0105))).reason == "tpot_never"
+
+
+def test_nobody_is_refused_for_a_batch_that_was_never_seen() -> None:
+    """Seen on two H200s: 62 requests in 0.8 s were refused by idle prefill nodes, as the first answers ended."""
+    rates = NodeRates()
+    for _ in range(5):
+        rates.stepped(80, 11.4)
+        rates.prefilled(512, 12.0)
+    assert rates.step_ms(216) > 15
+    admission = Admission(100)
+    nodes = Nodes([ModelNode(rates=rates)], [ModelNode(requests=215, rates=rates)])
+    for at in range(5):
+        ended = entrant()
+        assert admission.arrive(ended, nodes, float(at)).begins
+        admission.ended(ended, 512, 256, float(at))
+    assert admission.arrive(entrant(512, ttft_s=0.2, tpot_s=0.015), nodes, 6.0).begins
+    for _ in range(20):
+        rates.stepped(200, 16.0)
+    assert refusal(admission.arrive(entrant(512, ttft_s=0.2, tpot_s=0.015), nodes, 7.0)).reason == "ttft"
 
 
 def test_without_anything_under_way_the_first_begins_whatever_others_have_there() -> None:

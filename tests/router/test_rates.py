@@ -98,6 +98,27 @@ def test_a_node_that_was_slow_once_is_tried_again() -> None:
     assert slow.prefill_ms(1_000) < 200
 
 
+def test_what_was_not_measured_is_no_reason_to_refuse() -> None:
+    """Twice as many requests take half as long again on this GPU, and nearly twice as long by the guess."""
+    fleet = NodeRates()
+    rates = NodeRates(fleet)
+    assert (rates.sure_step_ms(200), rates.sure_prefill_ms(4_000)) == (0.0, 0.0)
+    for _ in range(5):
+        rates.stepped(80, 8.0)
+        rates.prefilled(500, 12.0)
+    assert rates.step_ms(240) > 15
+    assert rates.sure_step_ms(240) == rates.sure_step_ms(127) < 11
+    assert rates.sure_step_ms(80) == rates.step_ms(80)
+    assert rates.sure_prefill_ms(100_000) == rates.prefill_ms(1_023)
+    assert NodeRates(fleet).sure_step_ms(240) == fleet.sure_step_ms(240) > 0  # of nodes like it
+    for _ in range(5):
+        rates.stepped(240, 12.0)
+    assert rates.sure_step_ms(240) == rates.step_ms(240) < 14
+    for minute in range(30):
+        rates.age(60.0 * minute)
+    assert 0 < rates.sure_step_ms(240) < 14  # in the fleet it was faster than guessed, which is not forgotten
+
+
 def test_pairs_are_told_apart_and_forgotten_pairs_are_few() -> None:
     rates = NodeRates()
     for _ in range(20):
