@@ -25,8 +25,8 @@ __all__ = ["ENOUGH", "Scheduler"]
 
 ENOUGH = 2
 """A step that computes half of its budget of prompts takes up no further one: the device is busy, and each prompt more
-would make the others' first tokens late. (Simulated with prompts of 2,048 tokens on nodes that are 83 % busy, steps of
-2,048 instead of more: TTFT p90 114 ms instead of 127.)"""
+would make the others wait. (Simulated with prompts of 1,024 tokens on two colocated H200s, 36 requests/s: p90 of the
+longest gap of an answer 27 ms instead of 49, of TTFT 54 instead of 56.)"""
 
 
 class Scheduler:
