@@ -190,8 +190,10 @@ async def test_who_waits_until_the_deadline_is_told_so() -> None:
 
 
 async def test_targets_that_cannot_be_kept_are_refused_before_anything_is_computed() -> None:
-    p = prefill()
-    async with cluster(p, decode()) as c:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        c.node(p).rates.prefilled(1_000, 40.0)
+        c.node(d).rates.stepped(1, 8.0)
         for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"):
             status, body, headers = await asked(
                 c, {"messages": [{"role": "user", "content": "x" * 4000}]}, headers={name: "0.001"}

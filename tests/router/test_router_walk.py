@@ -375,7 +375,9 @@ async def test_the_line_of_a_refused_request_tells_its_model_and_about_how_long_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "kvrelay.router")
-    async with cluster(prefill(), decode()) as c:
+    d = decode()
+    async with cluster(prefill(), d) as c:
+        c.node(d).rates.stepped(1, 8.0)
         async with c.post(headers={"x-slo-tpot-ms": "1"}) as answer:
             assert answer.status == 429
         (line,) = [message for message in caplog.messages if "status=429" in message]
