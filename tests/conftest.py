@@ -43,7 +43,7 @@ HAS_GPU = Path("/proc/driver/nvidia/version").exists()
 PHASES = ("shared", "alone", "calm")
 ALONE = ("alone", "gpu") if HAS_GPU else ("alone",)
 """Markers of tests that want the machine, or its GPU, for themselves."""
-CALM = ("house", "kernels", "openai_api", "paged_engine", "planning", "simulator", "wire")
+CALM = ("house", "kernels", "paged_engine", "planning", "simulator", "wire")
 """Folders whose tests compute: as no other process waits for them, they may have what those leave of the machine."""
 
 

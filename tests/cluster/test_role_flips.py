@@ -146,7 +146,7 @@ async def test_streams_are_unharmed_by_flips_and_use_what_comes_of_them(cluster:
     assert sum(each.metric("kvrelay_recomputed_prompts_total") for each in cluster.nodes) == 0
     text = httpx2.get(f"{node.url}/metrics", timeout=5).text
     generated = dict(re.findall(r'vllm:generation_tokens_total\{.*role="(\w+)"\} (\S+)', text))
-    assert float(generated["decode"]) > 4 * TOKENS
+    assert float(generated["decode"]) > 3 * TOKENS
     assert float(generated["prefill"]) < float(generated["decode"])
     assert 'kvrelay_node_role{model_name="tiny",role="prefill"} 1.0' in text
     cluster.all_blocks_free(within_s=15)
