@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -92,7 +93,7 @@ def streams_about(run: Run, work: Work, after_s: float, seed: str) -> list[Strea
     """What was asked in a run of which only the file is left: the requests that counted, when they came; those before
     and behind them, which the file does not have, come by another Poisson process of the same rate."""
     ends_s = run.warm_up_s + run.window_s
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} {run.rate}")
     made = itertools.takewhile(lambda at: at < ends_s + after_s, arrivals("poisson", run.rate, 1.0, rng))
     others = [Stream(at * 1e3, work.prompt, work.output) for at in made if not run.warm_up_s <= at < ends_s]
     judged = [Stream(row.due_s * 1e3, row.prompt_tokens or work.prompt, work.output) for row in run.rows]
@@ -199,13 +200,9 @@ def of_results(folders: Sequence[Path], card: RateCard) -> list[tuple[str, Compa
         setting = Setting(policy, prefill, decode, prefixes=False, speeds=speeds, targets=targets, max_queue=queue)
         runs = sorted(result.runs, key=lambda run: run.rate)
         after_s = (result.slo.ttft_ms + result.slo.tpot_ms * result.work.output) / 1e3
-        between_ms = None
-        for run in runs:
-            name = f"{each.work} {each.arm} {run.rate}"
-            if between_ms is None:
-                between_ms = _lacking_ms(run, streams_about(run, result.work, after_s, name), setting)
-            streams = streams_about(run, result.work, after_s, name)
-            found.append((f"{each.work}, {result.label}", compared(run, streams, setting, between_ms)))
+        like = partial(streams_about, work=result.work, after_s=after_s, seed=f"{each.work} {each.arm}")
+        between_ms = _lacking_ms(runs[0], like(runs[0]), setting)
+        found += [(f"{each.work}, {result.label}", compared(run, like(run), setting, between_ms)) for run in runs]
     return found
 
 
