@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole suite in phases (tests/conftest.py says which test belongs to which): what may share the machine on three
+# The whole suite in phases (tests/conftest.py says which test belongs to which): what may share the machine on four
 # workers; then the rest one after the other, and beside it what only computes, with the time that is left. Called by
 # make. Usage: test.sh PYTHON [ARGUMENTS OF PYTEST...]
 set -euo pipefail
@@ -27,9 +27,9 @@ phase() {
 failed=.pytest_cache/v/cache/lastfailed
 rm -f "$failed"
 
-# Three workers for two cores: many tests wait for what is to happen. In the order of the files' names, so that short
+# Four workers for two cores: many tests wait for what is to happen. In the order of the files' names, so that short
 # ones are last.
-phase shared -n 3 --dist loadfile --no-loadscope-reorder "$@"
+phase shared -n 4 --dist loadfile --no-loadscope-reorder "$@"
 calm=0
 if [ "$worst" -lt 2 ] && [[ " $* " == *" -n 0 "* ]]; then # somebody looks into tests
     phase alone "$@"
