@@ -217,7 +217,7 @@ class Scheduler:
                 request.first_scheduled_s = request.fetch_started_s = now
                 plan.fetches.append(fetch)
                 continue
-            if budget <= max(0, enough) or not self._start(request):
+            if budget <= enough or not self._start(request):
                 break
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now

@@ -151,8 +151,7 @@ class TimedSteps:
 
         At most `most`, and none after `seconds`, unless there are less than 3 that are not very slow. Raises ValueError
         if a step or the pool has no room for that."""
-        if tokens > self.engine.max_batched_tokens:
-            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_batched_tokens}")
+        self._check_step(tokens)
         blocks = -(-(context + tokens + 1) // self.engine.pool.block_tokens) * PREFILLS_AT_ONCE
         if blocks > self.engine.scheduler.pool.free or context + tokens >= self.engine.max_model_len:
             raise ValueError(f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into {self._room()}")
@@ -182,8 +181,7 @@ class TimedSteps:
         tokens is computed beside them.
 
         At most `most`, and none after `seconds`, as `prefill`. Raises ValueError if a step or the pool has no room."""
-        if tokens > self.engine.max_batched_tokens:
-            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_batched_tokens}")
+        self._check_step(tokens)
         times: list[float] = []
         with self.decoding(requests, context, most + 2 * _WARM_UPS):
             prepared = [self.request(tokens, 1) for _ in range(most + _WARM_UPS)]
@@ -200,6 +198,10 @@ class TimedSteps:
                 if _enough(times, seconds):
                     break
         return times
+
+    def _check_step(self, tokens: int) -> None:
+        if tokens > self.engine.max_batched_tokens:
+            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_batched_tokens}")
 
     def _room(self) -> str:
         pool = self.engine.pool

@@ -187,12 +187,12 @@ def _to_end(node: View, more_requests: float, tpot_s: float) -> float:
 
 
 def own_ttft_s(entrant: Entrant, nodes: Nodes) -> float:
-    """Its first token on an idle cluster."""
+    """Its first token on an idle cluster, as far as was measured."""
     return min((node.rates.sure_prefill_ms(entrant.uncached) for node in nodes.prefill), default=0.0) / 1e3
 
 
 def own_tpot_s(nodes: Nodes) -> float:
-    """Its further tokens on an idle cluster."""
+    """Its further tokens on an idle cluster, as far as was measured."""
     return min((node.rates.sure_step_ms(1) for node in nodes.decode), default=0.0) / 1e3
 
 

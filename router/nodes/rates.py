@@ -65,6 +65,7 @@ class Curve:
         "_heights",
         "_knots",
         "_known_ratios",
+        "_largest",
         "_parent",
         "_prior",
         "_sums",
@@ -115,6 +116,7 @@ class Curve:
         self._weight = 0.0  # the sum of all
         self.measured = False
         """Whether anything was, ever."""
+        self._largest = -1  # class of which at least _SURE_WEIGHT is left: looked for in each request that has targets
         self.least, self.each = self._first, self._prior_ms(_TYPICAL) / _TYPICAL
         """Of the smallest size, and for each one of a typical size."""
 
@@ -131,14 +133,10 @@ class Curve:
     def sure(self, size: float) -> float:
         """The estimate for this size, or for the largest class that was measured of late if that is smaller: no guess
         of what lies beyond. 0 if nothing was."""
-        return self.at(min(size, self._reach()))
-
-    def _reach(self) -> float:
         if self.given:
-            return math.inf
-        measured = (at for at in reversed(range(_CLASSES)) if self._weights[at] >= _SURE_WEIGHT)
-        own = 2.0 ** (self._bits * (next(measured, -1) + 1)) - 1.0
-        return own if self._parent is None else max(own, self._parent._reach())
+            return self.at(size)
+        largest = self._largest if self._parent is None else max(self._largest, self._parent._largest)
+        return self.at(min(size, (1 << self._bits * (largest + 1)) - 1))
 
     def _prior_ms(self, size: float) -> float:
         if self.given:
@@ -184,6 +182,7 @@ class Curve:
         before = self._weights[at]
         after = self._weights[at] = before * _KEPT + 1.0
         self._weight += after - before
+        self._largest = max(self._largest, at)
         self.measured = True
         self._undrawn += 1
         self._known_ratios = None
@@ -199,6 +198,8 @@ class Curve:
             self._sums = [each * fade for each, fade in zip(self._sums, fades, strict=True)]
             self._weights = [each * fade for each, fade in zip(self._weights, fades, strict=True)]
             self._weight = sum(self._weights)
+            while self._largest >= 0 and self._weights[self._largest] < _SURE_WEIGHT:
+                self._largest -= 1
             self._undrawn += 1
             self._known_ratios = None
 
