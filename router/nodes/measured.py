@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.nodes.node import Lease, Node
+from wire.config import Role
 from wire.frames import Frame
 
 __all__ = ["learn"]
@@ -21,9 +22,9 @@ def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None
     if frame.params is not None:
         prompt, cached = frame.params.prompt_tokens or frame.params.num_tokens, frame.params.cached_tokens
     if "queue" in timing:
-        rates.waited(lease.expected_queue_ms, timing["queue"])
-        shared = lease.company > 0 or lease.node.requests > 1
-        rates.prefilled(prompt - cached, timing.get("prefill", 0.0), shared=shared)
+        if lease.role is Role.PREFILL:  # elsewhere it waits for steps that decode, and that is no queue of prompts
+            rates.waited(lease.expected_queue_ms, timing["queue"])
+        rates.prefilled(prompt - cached, timing.get("prefill", 0.0), shared=lease.shared, beside=lease.beside)
     elif "exposed" in timing and "prefill" not in timing and peer is not None:
         rates.fetched(peer.url, prompt, timing["exposed"])
         peer.rates.fetched("", prompt, timing["exposed"])

@@ -136,6 +136,16 @@ class Lease:
         as many as there were at its beginning and are now. To be asked before it is given back."""
         return 1 + (self.company + max(0, self.node.requests - 1)) / 2
 
+    @property
+    def shared(self) -> bool:
+        """Whether its prompt may have been computed in steps with others. To be asked before it is given back."""
+        return self.company > 0 or self.node.requests > 1
+
+    @property
+    def beside(self) -> float:
+        """Requests that decoded while its prompt was computed. To be asked before it is given back."""
+        return self.running - 1 if self.role is Role.DECODE else 0.0
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Node(NodeView):

@@ -208,7 +208,8 @@ class Pool(Roster):
             likely_kv_tokens(ask, node),
             cached_tokens=ask.cached.get(node.url, 0),
             company=node.requests,
-            expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests),
+            # Who decodes is ahead in no queue.
+            expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests if ask.role is Role.PREFILL else 0),
         )
         self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)

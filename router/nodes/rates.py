@@ -31,6 +31,11 @@ _SURE_WEIGHT = 0.5
 # time whatever their length, and what is cached to be worth little (simulated, with shared contexts of 3,000 to 16,000
 # tokens and empty caches: a third of the requests meet their aims, instead of seven tenths).
 _SHARED_ABOVE = 0.1
+# Of a step with decodes this is a prompt's at least, whatever such steps are thought to take without it. In full they
+# made prompts of 512 tokens beside 150 decodes take twice their time, and all other lengths with them: those of 2,048,
+# which came next, were believed to stop streams for too long, and none was tried (two H200s: code 9.1 instead of 12.8
+# requests/s and GPU where chat had been before).
+_LEAST_OWN = 0.1
 # A measurement beyond this factor of a settled estimate counts as one at it: a pause of a node is no news of its speed,
 # and a true change gets through with a few measurements.
 _MOST_OFF = 4.0
@@ -306,8 +311,11 @@ class NodeRates:
 
     # --- measurements --------------------------------------------------------------------------------------------
 
-    def prefilled(self, tokens: int, ms: float, *, shared: bool = False) -> None:
-        """So many tokens of a prompt were computed in this time; `shared`: perhaps in steps with other prompts."""
+    def prefilled(self, tokens: int, ms: float, *, shared: bool = False, beside: float = 0.0) -> None:
+        """So many tokens of a prompt were computed in this time; `shared`: perhaps in steps with other prompts;
+        `beside` so many requests that decoded in the same steps: what their tokens take is not the prompt's."""
+        if beside:
+            ms = max(ms - self.step_ms(beside), _LEAST_OWN * ms)
         self._prefill.measure(tokens, ms, above=_SHARED_ABOVE if shared else 1.0)
         if self.fleet is not None:
             self.fleet.prefilled(tokens, ms, shared=shared)

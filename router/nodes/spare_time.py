@@ -57,5 +57,6 @@ def stalled_ms(node: Streaming, uncached: int, tpot_ms: float) -> float:
     if computed_ms > _MOST_TARGET_STEPS * tpot_ms:
         return math.inf
     alone_ms = rates.queue_ms(node.tokens, 0) + computed_ms
-    step_ms = rates.step_ms(node.requests + 1) + _STALLS * alone_ms / max(1.0, rates.output_tokens())
-    return alone_ms if step_ms <= SPARE * tpot_ms else math.inf
+    step_ms = rates.step_ms(node.requests + 1)
+    mean_ms = step_ms + _STALLS * alone_ms / max(1.0, rates.output_tokens())
+    return alone_ms + step_ms if mean_ms <= SPARE * tpot_ms else math.inf

@@ -25,7 +25,7 @@ def prefilled(lease: Lease, prompt_tokens: int, cached_tokens: int, took_s: floa
     computed_ms = rates.prefill_ms(tokens)
     part = computed_ms / (computed_ms + lease.expected_queue_ms)
     # The queue is of prompts like this one, so that its part says of the same rate what this one does.
-    rates.prefilled(tokens, took_s * 1e3 * part, shared=lease.company > 0 or lease.node.requests > 1)
+    rates.prefilled(tokens, took_s * 1e3 * part, shared=lease.shared, beside=lease.beside)
 
 
 class DecodeTimes:

@@ -63,6 +63,41 @@ def test_speeds_are_known_once_one_request_was_served_alone(prefill: Node, decod
     assert decode.rates.measured
 
 
+def test_what_decodes_beside_a_prompt_is_not_its_time(prefill: Node, decode: Node) -> None:
+    """Else short prompts beside many decodes would make long ones beside few seem too long to be tried."""
+    decode.rates.prefills_like(prefill.rates)
+    for _ in range(30):
+        prefill.rates.prefilled(512, 12.0)
+        prefill.rates.prefilled(2_048, 47.0)
+        decode.rates.stepped(150, 11.0)
+    decode.requests = 151
+    timing = {"queue": 9.0, "prefill": 23.0}
+    for _ in range(30):
+        learn(Lease(decode, 512, company=150), Frame(FrameKind.END, timing=timing, usage=(512, 1, 0)), 1, None)
+    assert 10 < decode.rates.prefill_ms(512) < 14
+    assert 44 < decode.rates.prefill_ms(2_048) < 52
+
+
+def test_a_prompt_takes_something_even_if_steps_are_thought_to_take_all_of_it(decode: Node) -> None:
+    for _ in range(30):
+        decode.rates.stepped(150, 11.0)
+    decode.requests = 151
+    timing = {"queue": 0.0, "prefill": 10.0}
+    for _ in range(30):
+        learn(Lease(decode, 64, company=150), Frame(FrameKind.END, timing=timing, usage=(64, 1, 0)), 1, None)
+    assert 0.9 < decode.rates.prefill_ms(64) < 2
+
+
+def test_a_wait_for_steps_that_decode_is_no_queue_of_prompts(prefill: Node, decode: Node) -> None:
+    for node in (prefill, decode):
+        before = node.rates.queue_ms(4_000, 0)
+        timing = {"queue": 200.0, "prefill": 40.0}
+        for _ in range(30):
+            lease = Lease(node, 1_000, expected_queue_ms=20.0)
+            learn(lease, Frame(FrameKind.END, timing=timing, usage=(1_000, 1, 0)), 1, None)
+        assert (node.rates.queue_ms(4_000, 0) > 2 * before) == (node is prefill)
+
+
 def test_a_leg_of_several_choices_and_a_short_one_say_nothing_of_steps(decode: Node) -> None:
     frame = Frame(FrameKind.END, timing={"queue": 0.0, "prefill": 1.0, "decode": 5_000.0}, usage=(1_000, 2, 0))
     before = decode.rates.step_ms(1)
