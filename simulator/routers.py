@@ -32,11 +32,12 @@ from simulator.stream import Stream
 from wire.config import Role
 from wire.frames import Frame, FrameKind
 from wire.outputs import Load
-from wire.transfer import KvTransferParams
+from wire.transfer import Fingerprint, KvFacts, KvTransferParams
 
 __all__ = ["Omniscient", "Router", "Way", "url_of"]
 
 _MODEL = "simulated"
+_KV = KvFacts(Fingerprint(1, "simulated", "bfloat16", 1, kv_heads=1, head_dim=1, layers=1, window=0, tp_size=1))
 # With more decode nodes, asking each whether it was measured would take longer than all else: the chosen one is asked.
 _ASKED = 64
 # Of more nodes than these, the omniscient router reckons with those that have the least to do.
@@ -228,7 +229,7 @@ class Router:
             if self._learns:
                 node.rates.age(now / 1e3)
             return
-        report = HealthReport(node.role, _MODEL, load=load, generation=generation)
+        report = HealthReport(node.role, _MODEL, load=load, generation=generation, kv=_KV)
         self.pool.report(node, report, now / 1e3, now / 1e3)
         if self._way.block_tokens:
             self.pool.prefixes.trust(node.url)

@@ -202,14 +202,14 @@ class Pool(Roster):
         node, ask = self.choose(ask, nodes)
         self._turns += 1
         node.turn = self._turns
+        rates, prefills = node.rates, ask.role is Role.PREFILL  # who decodes is ahead in no queue
         lease = Lease(
             node,
             ask.uncached(node),
             likely_kv_tokens(ask, node),
             cached_tokens=ask.cached.get(node.url, 0),
             company=node.requests,
-            # Who decodes is ahead in no queue.
-            expected_queue_ms=node.rates.queue_ms(node.tokens, node.requests if ask.role is Role.PREFILL else 0),
+            expected_queue_ms=rates.queue_ms(node.tokens, node.requests) if prefills else rates.prompts_ms(node.tokens),
         )
         self.choices[ask.role, lease.cached_tokens > 0] += 1
         node.take(lease)

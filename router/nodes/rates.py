@@ -74,6 +74,7 @@ class Curve:
         "_parent",
         "_prior",
         "_sums",
+        "_tops",
         "_undrawn",
         "_weight",
         "_weights",
@@ -122,6 +123,7 @@ class Curve:
         self.measured = False
         """Whether anything was, ever."""
         self._largest = -1  # class of which at least _SURE_WEIGHT is left: looked for in each request that has targets
+        self._tops = [0.0] * _CLASSES  # the largest sizes of each class of late
         self.least, self.each = self._first, self._prior_ms(_TYPICAL) / _TYPICAL
         """Of the smallest size, and for each one of a typical size."""
 
@@ -136,12 +138,16 @@ class Curve:
         return self._read(self._heights, size)
 
     def sure(self, size: float) -> float:
-        """The estimate for this size, or for the largest class that was measured of late if that is smaller: no guess
-        of what lies beyond. 0 if nothing was."""
+        """The estimate for this size, or for the largest one that was measured of late if that is smaller: no guess of
+        what lies beyond. 0 if nothing was."""
         if self.given:
             return self.at(size)
-        largest = self._largest if self._parent is None else max(self._largest, self._parent._largest)
-        return self.at(min(size, (1 << self._bits * (largest + 1)) - 1))
+        top = self._top if self._parent is None else max(self._top, self._parent._top)
+        return self.at(min(size, top))
+
+    @property
+    def _top(self) -> float:
+        return self._tops[self._largest] if self._largest >= 0 else 0.0
 
     def _prior_ms(self, size: float) -> float:
         if self.given:
@@ -158,7 +164,7 @@ class Curve:
         if not above and not self.given:
             return heights[0] * self._prior_ms(size) / self._at_knots[0]
         if not above:
-            first = heights[0] * self._first / self._at_knots[0]
+            first = heights[0] * (self._first / self._at_knots[0])  # exactly as high if both are
             return first + (heights[0] - first) * max(0.0, size - 1.0) / (knots[0] - 1.0)
         left, low = knots[above - 1], heights[above - 1]
         return low + (heights[above] - low) * (size - left) / (knots[above] - left)
@@ -188,6 +194,8 @@ class Curve:
         after = self._weights[at] = before * _KEPT + 1.0
         self._weight += after - before
         self._largest = max(self._largest, at)
+        top = self._tops[at] if before >= _SURE_WEIGHT else 0.0
+        self._tops[at] = max(size, top * _KEPT + size * (1 - _KEPT))
         self.measured = True
         self._undrawn += 1
         self._known_ratios = None
@@ -281,11 +289,17 @@ class NodeRates:
         """To compute a prompt of which so many tokens are not cached."""
         return self._prefill.at(tokens)
 
+    def prompts_ms(self, tokens: float) -> float:
+        """To compute so many tokens of nobody knows how many prompts."""
+        return self._wait_ratio * self._prefill.known().each * tokens
+
     def queue_ms(self, tokens: float, requests: int) -> float:
-        """Until so many tokens are computed that are ahead in the queue. A request that is there costs a little even if
-        nobody knows of tokens of it."""
-        known = self._prefill.known()
-        return self._wait_ratio * (known.each * tokens + known.least * requests)
+        """Until so many tokens of so many requests are computed that are ahead in the queue, the first of which is half
+        computed on average. A request that is there costs a little even if nobody knows of tokens of it."""
+        # Without that half a queue of one would seem too long, or by one ratio for all those of two and three too short,
+        # and more would join them than can be in time.
+        left = tokens * (1 - 0.5 / max(1, requests))
+        return self.prompts_ms(left) + self._wait_ratio * self._prefill.known().least * requests
 
     def step_ms(self, running: float) -> float:
         """One decode step with so many running requests."""

@@ -26,6 +26,10 @@ class Rates(Protocol):
         """To compute so many tokens of a prompt."""
         ...
 
+    def prompts_ms(self, tokens: float) -> float:
+        """To compute so many tokens of nobody knows how many prompts."""
+        ...
+
     def queue_ms(self, tokens: float, requests: int) -> float:
         """Until so many tokens of so many requests are computed that are ahead in the queue."""
         ...
@@ -56,7 +60,7 @@ def stalled_ms(node: Streaming, uncached: int, tpot_ms: float) -> float:
     computed_ms = rates.prefill_ms(uncached)
     if computed_ms > _MOST_TARGET_STEPS * tpot_ms:
         return math.inf
-    alone_ms = rates.queue_ms(node.tokens, 0) + computed_ms
+    alone_ms = rates.prompts_ms(node.tokens) + computed_ms
     step_ms = rates.step_ms(node.requests + 1)
     mean_ms = step_ms + _STALLS * alone_ms / max(1.0, rates.output_tokens())
     return alone_ms + step_ms if mean_ms <= SPARE * tpot_ms else math.inf

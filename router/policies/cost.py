@@ -55,7 +55,7 @@ def decode_ms(ask: Ask, node: NodeView) -> float:
     uncached = ask.uncached(node)
     if uncached:
         # The others' steps carry its chunks meanwhile.
-        total += rates.queue_ms(node.tokens, 0) + rates.prefill_ms(uncached) * (1 + running)
+        total += rates.prompts_ms(node.tokens) + rates.prefill_ms(uncached) * (1 + running)
     fetched = ask.kv_tokens - max(ask.tokens, ask.cached.get(node.url, 0))
     if fetched > 0:
         total += rates.transfer_ms(ask.peer, fetched)

@@ -55,7 +55,7 @@ def decide(ask: Ask, prefill: NodeView, decode: NodeView) -> Decision:
     """For a prefill leg's `ask` (its role does not matter), and the nodes that its two legs would go to."""
     uncached = ask.uncached(decode)
     computed_ms = decode.rates.prefill_ms(uncached)
-    alone_ms = decode.rates.queue_ms(decode.tokens, 0) + computed_ms
+    alone_ms = decode.rates.prompts_ms(decode.tokens) + computed_ms
     local_ms = alone_ms + computed_ms * decode.requests
     # What others usually have on the prefill node and have not now is a reason to choose another one, and none to make
     # streams wait.

@@ -28,6 +28,9 @@ class FixedRates:
     def prefill_ms(self, tokens: float) -> float:
         return tokens * self.per_token
 
+    def prompts_ms(self, tokens: float) -> float:
+        return tokens * self.per_token
+
     def queue_ms(self, tokens: float, requests: int) -> float:
         return tokens * self.per_token
 

@@ -90,12 +90,12 @@ def test_a_prompt_takes_something_even_if_steps_are_thought_to_take_all_of_it(de
 
 def test_a_wait_for_steps_that_decode_is_no_queue_of_prompts(prefill: Node, decode: Node) -> None:
     for node in (prefill, decode):
-        before = node.rates.queue_ms(4_000, 0)
+        before = node.rates.prompts_ms(4_000)
         timing = {"queue": 200.0, "prefill": 40.0}
         for _ in range(30):
             lease = Lease(node, 1_000, expected_queue_ms=20.0)
             learn(lease, Frame(FrameKind.END, timing=timing, usage=(1_000, 1, 0)), 1, None)
-        assert (node.rates.queue_ms(4_000, 0) > 2 * before) == (node is prefill)
+        assert (node.rates.prompts_ms(4_000) > 2 * before) == (node is prefill)
 
 
 def test_a_leg_of_several_choices_and_a_short_one_say_nothing_of_steps(decode: Node) -> None:

@@ -3,6 +3,7 @@
 import math
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,6 +99,18 @@ def test_a_node_that_was_slow_once_is_tried_again() -> None:
     assert slow.prefill_ms(1_000) < 200
 
 
+def _size_at(rates: NodeRates, step_ms: float) -> int:
+    return next(size for size in range(1, 300) if rates.step_ms(size) >= step_ms)
+
+
+def test_who_is_computed_is_half_done() -> None:
+    rates = NodeRates()
+    each_ms, least_ms = rates.prompts_ms(1_000), rates.prefill_ms(1)
+    assert rates.queue_ms(1_000, 1) == pytest.approx(each_ms / 2 + least_ms)
+    assert rates.queue_ms(2_000, 2) == pytest.approx(1.5 * each_ms + 2 * least_ms)
+    assert rates.queue_ms(0, 2) == pytest.approx(2 * least_ms)
+
+
 def test_what_was_not_measured_is_no_reason_to_refuse() -> None:
     """Twice as many requests take half as long again on this GPU, and nearly twice as long by the guess."""
     fleet = NodeRates()
@@ -107,13 +120,16 @@ def test_what_was_not_measured_is_no_reason_to_refuse() -> None:
         rates.stepped(80, 8.0)
         rates.prefilled(500, 12.0)
     assert rates.step_ms(240) > 15
-    assert rates.sure_step_ms(240) == rates.sure_step_ms(127) < 11
+    assert rates.sure_step_ms(240) == rates.step_ms(80) < 9
     assert rates.sure_step_ms(80) == rates.step_ms(80)
-    assert rates.sure_prefill_ms(100_000) == rates.prefill_ms(1_023)
+    assert rates.sure_prefill_ms(100_000) == rates.prefill_ms(500)
     assert NodeRates(fleet).sure_step_ms(240) == fleet.sure_step_ms(240) > 0  # of nodes like it
     for _ in range(5):
         rates.stepped(240, 12.0)
     assert rates.sure_step_ms(240) == rates.step_ms(240) < 14
+    for _ in range(40):
+        rates.stepped(130, 9.0)
+    assert 130 * 0.95 < _size_at(rates, rates.sure_step_ms(255)) < 140  # that there were 240 is long ago
     for minute in range(30):
         rates.age(60.0 * minute)
     assert 0 < rates.sure_step_ms(240) < 14  # in the fleet it was faster than guessed, which is not forgotten
