@@ -296,8 +296,8 @@ class NodeRates:
     def queue_ms(self, tokens: float, requests: int) -> float:
         """Until so many tokens of so many requests are computed that are ahead in the queue, the first of which is half
         computed on average. A request that is there costs a little even if nobody knows of tokens of it."""
-        # Without that half a queue of one would seem too long, or by one ratio for all those of two and three too short,
-        # and more would join them than can be in time.
+        # Without that half a queue of one would seem too long, or by one ratio for all those of two and three too
+        # short, and more would join them than can be in time.
         left = tokens * (1 - 0.5 / max(1, requests))
         return self.prompts_ms(left) + self._wait_ratio * self._prefill.known().least * requests
 
