@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ __all__ = ["family", "free_ports", "running"]
 
 START_DEADLINE_S = 180
 STOP_DEADLINE_S = 60
+_PORTS = 20_000, 32_768
 
 
 @contextmanager
@@ -46,12 +48,16 @@ def running(command: str, *flags: str) -> Iterator[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on now."""
+    """Ports of the loopback that nobody listens on now, outside of the range from which Linux takes those of outgoing
+    connections: one of these may have a port again before it is listened on."""
     with ExitStack() as held:  # all at once, so that none is found twice
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        ports: list[int] = []
+        while len(ports) < count:
+            probe = held.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", random.SystemRandom().randrange(*_PORTS)))
+                ports.append(int(probe.getsockname()[1]))
+        return ports
 
 
 def family(pid: int) -> list[int]:

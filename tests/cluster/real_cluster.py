@@ -6,7 +6,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import httpx2
 import msgspec
 
+from benchmarks.local_cluster import free_ports
 from wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
@@ -53,9 +53,7 @@ def tiny_model(folder: Path, max_position_embeddings: int = 1024) -> list[str]:
 
 def free_port() -> int:
     """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def wait_until(condition: Callable[[], Any], deadline_s: float, what: str, interval_s: float = 0.02) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.local_cluster import free_ports
 from kv_transfer.open import terms_of
 from kv_transfer.rank_messages import Meeting
 from node import rank_asides
@@ -121,7 +122,7 @@ def test_ranks_that_find_other_adapters_end_and_say_so(tiny, repository, tmp_pat
         "model": str(tiny),
         "lora": ["a=adapter"],
         "tensor_parallel": 2,
-        "tensor_parallel_address": f"127.0.0.1:{free_port()}",
+        "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}",
         "tensor_parallel_local": 1,
     }
     first = start([sys.executable, str(SCRIPT)], config, repository, folder=tmp_path / "one")
@@ -141,7 +142,7 @@ def test_ranks_of_one_host_equal_one_alone(ranks, tiny, alone, repository):
 
 
 def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     config = {"model": str(tiny), "tensor_parallel": 2, "tensor_parallel_address": address, "tensor_parallel_local": 1}
     first = start([sys.executable, str(SCRIPT)], config | {"block_tokens": 32}, repository)
     second = start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config)], {}, repository)
@@ -275,7 +276,7 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(ranks, tiny_for_gpus, al
         "tensor_parallel": ranks,
         "tensor_parallel_local": 1,
     } | ON_GPU
-    config |= {"tensor_parallel_local": 1, "tensor_parallel_address": f"127.0.0.1:{free_port()}"}
+    config |= {"tensor_parallel_local": 1, "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}"}
     first = start([sys.executable, str(SCRIPT)], config, repository, host(0))
     others = [
         start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, rank)], {}, repository, host(rank))
@@ -338,12 +339,6 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
     finally:
         for which in "ab":
             subprocess.run(["ip", "netns", "del", f"{name}{which}"], check=False, capture_output=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Pool:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from benchmarks.local_cluster import free_ports
 from paged_engine import ranks
 from paged_engine.rank_address import awaiting, check_rank_0, interface_towards
 from paged_engine.ranks import TorchRanks
@@ -30,9 +31,7 @@ def taken() -> Iterator[int]:
 @pytest.fixture
 def free() -> int:
     """A port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def test_a_free_port_of_this_host_is_taken_as_it_is(free: int) -> None:

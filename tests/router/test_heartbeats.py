@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import time
 
 import msgspec
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_doubles import cluster, decode, prefill, until
 
+from benchmarks.local_cluster import free_ports
 from node.heartbeat import Announcer
 from router.membership.heartbeats import Announced, hearing
 from router.nodes.pool import Pool
@@ -104,14 +104,8 @@ def test_what_cannot_be_a_node_is_refused(facts: Heartbeat) -> None:
         Announced(KEY).take(sealed(facts, KEY), NOW, 0.0)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard() -> None:
-    port, state, pool = free_port(), NodeState.OK, Pool([], [], random.Random(1))
+    port, state, pool = free_ports(1)[0], NodeState.OK, Pool([], [], random.Random(1))
 
     def facts() -> Heartbeat:
         return beat(0.0, state=state)
@@ -137,7 +131,7 @@ async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard
 
 
 async def test_a_router_that_hears_nodes_serves_with_them() -> None:
-    p, d, port = prefill(), decode(), free_port()
+    p, d, port = prefill(), decode(), free_ports(1)[0]
     async with p.running(), d.running(), cluster(heartbeat_port=port, ready=False) as c:
         tasks = []
         for node in (p, d):
