@@ -289,8 +289,11 @@ class _True(NodeRates):
     def prefill_ms(self, tokens: float) -> float:
         return self.speeds.prompt_ms(int(tokens))
 
-    def queue_ms(self, tokens: float, requests: int = 0) -> float:
+    def prompts_ms(self, tokens: float) -> float:
         return max(0.0, self.node.busy_until - self.now) + self.token_ms * tokens
+
+    def queue_ms(self, tokens: float, requests: int) -> float:
+        return self.prompts_ms(tokens)
 
     def step_ms(self, running: float) -> float:
         here = max(1, self.node.requests)

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from router.admission.fair_queue import Ahead, Entrant
-from router.nodes.spare_time import Rates, Streaming, stalled_ms
+from router.nodes.spare_time import SPARE, Rates, Streaming, stalled_ms
 
 __all__ = [
     "Freed",
@@ -204,10 +204,10 @@ def ttft_s(entrant: Entrant, nodes: Nodes, promised: Promised, ahead: Ahead, dec
     not before there is room on a decode node, in `decode_s`."""
     if not nodes.prefill:
         return 0.0
-    tokens = promised.prefill_tokens / len(nodes.prefill)
-    requests = math.ceil(promised.prefill_requests / len(nodes.prefill))
+    coming = promised.prefill_tokens / len(nodes.prefill)
     queue_ms = min(
-        node.rates.queue_ms(node.certain_tokens + tokens, node.certain_requests + requests) for node in nodes.prefill
+        node.rates.queue_ms(node.certain_tokens, node.certain_requests) + node.rates.prompts_ms(coming)
+        for node in nodes.prefill
     )
     waits = ahead.uncached / prefill_speed(nodes.prefill) if ahead.uncached else 0.0
     known = decode_s if decode_s < math.inf else 0.0
@@ -217,4 +217,6 @@ def ttft_s(entrant: Entrant, nodes: Nodes, promised: Promised, ahead: Ahead, dec
     helped = (
         stalled_ms(node, entrant.uncached, entrant.tpot_s * 1e3) for node in nodes.decode if node.computes_prompts
     )
-    return min(expected, known + min(helped, default=math.inf) / 1e3)
+    soonest = min(helped, default=math.inf) / 1e3
+    # Only so soon it is computed there (router/walk/conditional.py).
+    return min(expected, known + soonest) if soonest < SPARE * entrant.ttft_s else expected

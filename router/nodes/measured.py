@@ -21,6 +21,8 @@ def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None
     prompt, _, cached = frame.usage or (0, 0, 0)
     if frame.params is not None:
         prompt, cached = frame.params.prompt_tokens or frame.params.num_tokens, frame.params.cached_tokens
+    if "decode" in timing and generated > _LEAST_STEPS:
+        rates.stepped(lease.running, timing["decode"] / (generated - 1))
     if "queue" in timing:
         if lease.role is Role.PREFILL:  # elsewhere it waits for steps that decode, and that is no queue of prompts
             rates.waited(lease.expected_queue_ms, timing["queue"])
@@ -30,5 +32,3 @@ def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None
         peer.rates.fetched("", prompt, timing["exposed"])
     if frame.usage is not None:
         rates.generated(frame.usage[1])
-    if "decode" in timing and generated > _LEAST_STEPS:
-        rates.stepped(lease.running, timing["decode"] / (generated - 1))

@@ -142,9 +142,9 @@ class Lease:
         return self.company > 0 or self.node.requests > 1
 
     @property
-    def beside(self) -> float:
-        """Requests that decoded while its prompt was computed. To be asked before it is given back."""
-        return self.running - 1 if self.role is Role.DECODE else 0.0
+    def beside(self) -> int:
+        """Requests that decoded when its prompt was computed, which was when it came."""
+        return self.company if self.role is Role.DECODE else 0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

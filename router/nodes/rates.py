@@ -31,10 +31,7 @@ _SURE_WEIGHT = 0.5
 # time whatever their length, and what is cached to be worth little (simulated, with shared contexts of 3,000 to 16,000
 # tokens and empty caches: a third of the requests meet their aims, instead of seven tenths).
 _SHARED_ABOVE = 0.1
-# Of a step with decodes this is a prompt's at least, whatever such steps are thought to take without it. In full they
-# made prompts of 512 tokens beside 150 decodes take twice their time, and all other lengths with them: those of 2,048,
-# which came next, were believed to stop streams for too long, and none was tried (two H200s: code 9.1 instead of 12.8
-# requests/s and GPU where chat had been before).
+# Of a step with decodes so much is a prompt's at least, however long such steps are thought to take without it.
 _LEAST_OWN = 0.1
 # A measurement beyond this factor of a settled estimate counts as one at it: a pause of a node is no news of its speed,
 # and a true change gets through with a few measurements.
@@ -61,6 +58,7 @@ class Curve:
     """Milliseconds for a size, at least 0 and never less for more. The prior is fixed_ms + ms_each * size, or `known`.
 
     Class k holds sizes from 2**(bits * k) on. `parent` is the fleet's curve of the same shape, whose prior it takes.
+    `level`: a size is what one thing has grown to, as a batch, and not drawn anew each time, as a prompt's length.
     """
 
     __slots__ = (
@@ -71,6 +69,7 @@ class Curve:
         "_knots",
         "_known_ratios",
         "_largest",
+        "_level",
         "_parent",
         "_prior",
         "_sums",
@@ -95,8 +94,11 @@ class Curve:
         bits: int,
         parent: Curve | None = None,
         known: Callable[[float], float] | None = None,
+        *,
+        level: bool = False,
     ) -> None:
         self._prior = fixed_ms, ms_each
+        self._level = level
         self._bits = bits
         self._parent = parent
         self._sums = [0.0] * _CLASSES
@@ -182,20 +184,22 @@ class Curve:
         if size < 1 or ms <= 0:
             return
         prior_ms = self._prior_ms(size)
+        at = min((int(size).bit_length() - 1) // self._bits, _CLASSES - 1)
         if self._weight > _SETTLED:
-            # What an outlier is needs no newest estimate, and drawing one each time would cost more than all else.
-            known = self.at(size)
+            # What an outlier is needs no newest estimate, and drawing one each time would cost more than all else. By
+            # the estimate of this size, which is between two knots, what is damped would drift away from its class.
+            sure = self._weights[at] >= _SURE_WEIGHT
+            known = self._sums[at] / self._weights[at] * prior_ms if sure else self.at(size)
             ms = min(max(ms, known / _MOST_OFF), known * _MOST_OFF)
             if ms > known:
                 ms = known + (ms - known) * above
-        at = min((int(size).bit_length() - 1) // self._bits, _CLASSES - 1)
         self._sums[at] = self._sums[at] * _KEPT + ms / prior_ms
         before = self._weights[at]
         after = self._weights[at] = before * _KEPT + 1.0
         self._weight += after - before
         self._largest = max(self._largest, at)
         top = self._tops[at] if before >= _SURE_WEIGHT else 0.0
-        self._tops[at] = max(size, top * _KEPT + size * (1 - _KEPT))
+        self._tops[at] = max(size, top * _KEPT + size * (1 - _KEPT) if self._level else top)
         self.measured = True
         self._undrawn += 1
         self._known_ratios = None
@@ -265,7 +269,7 @@ class NodeRates:
         self.fleet = fleet
         prompt, step, fetch = _of_card(card)
         self._prefill = Curve(*_PREFILL_MS, 2, None if fleet is None else fleet._prefill, prompt)
-        self._step = Curve(*_STEP_MS, 1, None if fleet is None else fleet._step, step)
+        self._step = Curve(*_STEP_MS, 1, None if fleet is None else fleet._step, step, level=True)
         self._transfer = Curve(*_TRANSFER_MS, 2, None if fleet is None else fleet._transfer, fetch)
         self._peers: dict[str, tuple[float, float]] = {}  # logarithms of how far each is off, and their weight
         self._wait_ratio = 1.0
@@ -327,9 +331,14 @@ class NodeRates:
 
     def prefilled(self, tokens: int, ms: float, *, shared: bool = False, beside: float = 0.0) -> None:
         """So many tokens of a prompt were computed in this time; `shared`: perhaps in steps with other prompts;
-        `beside` so many requests that decoded in the same steps: what their tokens take is not the prompt's."""
-        if beside:
-            ms = max(ms - self.step_ms(beside), _LEAST_OWN * ms)
+        `beside` so many requests that decoded in the same step: what it took for them is not the prompt's."""
+        # With it, short prompts beside many decodes would seem to take twice their time, and with them all lengths:
+        # those of 2,048 tokens that come next would be believed to stop streams for too long, and none would be tried.
+        step = self._step.known()
+        if beside and (step.measured or step.given):
+            # What any step takes, to read the weights, a short prompt takes alone, too; in a long one it is hidden.
+            rest, least = ms - step.at(beside), step.at(1)
+            ms = max(rest, min(rest + least, 2 * least), _LEAST_OWN * ms)
         self._prefill.measure(tokens, ms, above=_SHARED_ABOVE if shared else 1.0)
         if self.fleet is not None:
             self.fleet.prefilled(tokens, ms, shared=shared)

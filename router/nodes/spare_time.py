@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-__all__ = ["SPARE", "Rates", "Streaming", "stalled_ms"]
+__all__ = ["SPARE", "Rates", "Streaming", "ahead_ms", "stalled_ms"]
 
 SPARE = 0.8
 """What is reckoned is in time with a fifth to spare: it is not known better."""
@@ -54,13 +54,19 @@ class Streaming(Protocol):
     def rates(self) -> Rates: ...
 
 
+def ahead_ms(node: Streaming, uncached: int) -> float:
+    """Milliseconds until the prompts are computed that are there, if they are like one of so many tokens: the first is
+    half computed on average."""
+    return node.rates.prompts_ms(node.tokens - min(node.tokens, uncached) / 2)
+
+
 def stalled_ms(node: Streaming, uncached: int, tpot_ms: float) -> float:
     """Milliseconds until so many tokens of a prompt are computed there; infinite if the streams cannot spare that."""
     rates = node.rates
     computed_ms = rates.prefill_ms(uncached)
     if computed_ms > _MOST_TARGET_STEPS * tpot_ms:
         return math.inf
-    alone_ms = rates.prompts_ms(node.tokens) + computed_ms
+    alone_ms = ahead_ms(node, uncached) + computed_ms
     step_ms = rates.step_ms(node.requests + 1)
     mean_ms = step_ms + _STALLS * alone_ms / max(1.0, rates.output_tokens())
     return alone_ms + step_ms if mean_ms <= SPARE * tpot_ms else math.inf

@@ -73,7 +73,7 @@ def _room_ms(tokens: float, node: NodeView, ask: Ask) -> float:
         return 0.0
     rates = node.rates
     if ask.role is Role.PREFILL:
-        lifetime_ms = rates.queue_ms(max(node.tokens, tokens), node.requests)
+        lifetime_ms = rates.prompts_ms(max(node.tokens, tokens))
     else:
         lifetime_ms = rates.output_tokens() * rates.step_ms(max(1, node.requests))
     return lifetime_ms * short / max(1.0, tokens, node.context_tokens)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from router.nodes.spare_time import SPARE, stalled_ms
+from router.nodes.spare_time import SPARE, ahead_ms, stalled_ms
 from router.policies.policy import Ask, NodeView
 
 __all__ = ["MOST_STEPS", "Decision", "Reason", "decide"]
@@ -55,7 +55,7 @@ def decide(ask: Ask, prefill: NodeView, decode: NodeView) -> Decision:
     """For a prefill leg's `ask` (its role does not matter), and the nodes that its two legs would go to."""
     uncached = ask.uncached(decode)
     computed_ms = decode.rates.prefill_ms(uncached)
-    alone_ms = decode.rates.prompts_ms(decode.tokens) + computed_ms
+    alone_ms = ahead_ms(decode, uncached) + computed_ms
     local_ms = alone_ms + computed_ms * decode.requests
     # What others usually have on the prefill node and have not now is a reason to choose another one, and none to make
     # streams wait.

@@ -19,6 +19,7 @@ from benchmarks.goodput.drawing import Measured, drawn, read_folders, tables
 from benchmarks.goodput.measuring import OutOfTime, Place, held, judged, met_share
 from benchmarks.goodput.nodes import Nodes, gpus_taken
 from benchmarks.goodput.works import WORKS, Arm, flips_to, parse_work
+from benchmarks.local_cluster import free_ports
 from load.config import BenchConfig
 from load.endpoint import Server
 from load.measures import Slo, Window, client_of, measured
@@ -296,3 +297,10 @@ async def test_no_probe_begins_that_could_not_end(tmp_path: Path, probes: list[t
     with pytest.raises(OutOfTime, match="tiny by 4 colocated, asked in turn at 8"):
         await course(tmp_path, until=0.0).run()
     assert probes == []
+
+
+def test_free_ports_are_none_of_outgoing_connections() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(1_024 < port < max(low, 32_768) for port in ports)

@@ -260,7 +260,7 @@ def test_one_more_request_waits_until_a_token_takes_no_longer_than_its_target() 
         assert cluster.ask(entrant(1)).begins
     cluster.run(0.01)
     assert cluster.nodes.decode[0].requests == 5
-    assert not cluster.ask(hurried := entrant(1, tpot_s=0.0155)).begins  # one more makes 16 ms
+    assert not cluster.ask(hurried := entrant(1, tpot_s=0.0163)).begins  # one more makes it full: 16 ms
     assert cluster.admission.waits(hurried)
     cluster.run(DECODE_S)
     assert hurried in cluster.begun
@@ -320,6 +320,8 @@ def test_a_first_token_that_a_decode_node_has_in_time_is_not_late() -> None:
     for decode, conditional, taken in ((free, True, True), (free, False, False), (sworn_off, True, False)):
         arrival = Admission(10).arrive(late, Nodes([behind], [decode], conditional), 0.0)
         assert (arrival.refusal is None) == taken
+    close = entrant(100, ttft_s=0.12, tpot_s=1.0)  # there in 101 ms, and not counted on with less than a fifth to spare
+    assert refusal(Admission(10).arrive(close, Nodes([behind], [free], True), 0.0)).reason == "ttft"
     without = entrant(100, ttft_s=late.ttft_s)  # of its streams nobody knows how much they can spare
     assert refusal(Admission(10).arrive(without, Nodes([behind], [free], True), 0.0)).reason == "ttft"
 

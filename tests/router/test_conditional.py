@@ -53,7 +53,10 @@ def test_a_first_token_that_would_be_late_comes_from_the_decode_node_if_its_stre
     assert not decide(in_time(1_000, 30, 30), waiting, decode).local  # it would be late there, too
     assert not decide(in_time(1_000, 200, 10), waiting, decode).local  # streams take 10 ms already
     assert not decide(in_time(3_000, 400, 30), NodeView("p", 4, 30_000), decode).local  # too long a stall
-    assert not decide(in_time(1_000, 65, 30), waiting, decode).local  # 45 ms, and the step in which it is computed: 10
+    assert not decide(in_time(1_000, 68, 30), waiting, decode).local  # 45 ms, and 10 for the decodes of its step
+    begun = NodeView("d", 20, 1_000)  # a prompt like it is half computed
+    assert decide(in_time(1_000, 98, 30), waiting, begun).local
+    assert not decide(in_time(1_000, 92, 30), waiting, begun).local
     busy = NodeView("d", 20, 4_000)  # of prompts that are there already
     assert not decide(in_time(1_000, 200, 30), waiting, busy).local
 

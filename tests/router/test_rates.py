@@ -135,6 +135,15 @@ def test_what_was_not_measured_is_no_reason_to_refuse() -> None:
     assert 0 < rates.sure_step_ms(240) < 14  # in the fleet it was faster than guessed, which is not forgotten
 
 
+def test_short_prompts_do_not_make_long_ones_uncertain() -> None:
+    rates = NodeRates()
+    for at in range(200):
+        tokens = 4_000 if at % 20 == 0 else 1_100
+        rates.prefilled(tokens, tokens / 40)
+    assert rates.sure_prefill_ms(4_000) == rates.prefill_ms(4_000) == pytest.approx(100, rel=0.2)
+    assert rates.sure_prefill_ms(16_000) == rates.prefill_ms(4_000)
+
+
 def test_pairs_are_told_apart_and_forgotten_pairs_are_few() -> None:
     rates = NodeRates()
     for _ in range(20):

@@ -43,12 +43,13 @@ def test_prompts_teach_how_long_each_length_takes_without_what_was_cached(p: Nod
 
 
 def test_a_prompt_that_has_waited_for_others_is_not_taken_for_a_slow_one(p: Node) -> None:
-    """A node that computes one prompt of 1,000 tokens after the other in 100 ms each, behind a queue of four."""
+    """A node that computes one prompt of 1,000 tokens after the other in 100 ms each, behind a queue of four, the first
+    of which is half computed."""
     for _ in range(100):
-        queue_ms = p.rates.prompts_ms(4_000)
-        prefilled(Lease(p, 1_000, company=4, expected_queue_ms=queue_ms), 1_000, 0, 0.5)
+        queue_ms = p.rates.queue_ms(4_000, 4)
+        prefilled(Lease(p, 1_000, company=4, expected_queue_ms=queue_ms), 1_000, 0, 0.45)
     assert p.rates.prefill_ms(1_000) == pytest.approx(100, rel=0.25)
-    assert p.rates.prompts_ms(4_000) == pytest.approx(400, rel=0.25)
+    assert p.rates.queue_ms(4_000, 4) == pytest.approx(350, rel=0.25)
 
 
 def test_a_prompt_of_no_known_length_says_nothing(p: Node, d: Node) -> None:

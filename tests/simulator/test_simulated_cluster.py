@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from planning.rate_card import MixedPoint, PrefillPoint
 from simulator.engine import Engine
+from simulator.routers import Router, Way
 from simulator.seat import Leg
 from simulator.setting import OMNISCIENT, NodeEvent, Result, Setting, Targets, What
 from simulator.speeds import H200, Speeds, slowed
 from simulator.stream import Stream
 from simulator.world import simulate
 from wire.config import Role
+from wire.outputs import Load
 
 SPEEDS = Speeds(H200)
 
@@ -296,3 +298,9 @@ def test_an_engine_is_empty_when_all_have_left() -> None:
     assert node.idle
     assert node.cache.free == node.cache.capacity
     assert node.cache.cached((1, 2)) == 256
+
+
+def test_decode_nodes_say_that_they_compute_prompts() -> None:
+    """Else nobody is admitted for their help."""
+    router = Router(Way("cost", True, 0), [Role.PREFILL, Role.DECODE], [Load(), Load()], "seed")
+    assert [node.computes_prompts for node in router.pool.up(Role.DECODE)] == [True]
