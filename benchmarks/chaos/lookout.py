@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.chaos.processes import Cluster, family
+from benchmarks.chaos.processes import Cluster
+from benchmarks.local_cluster import family
 
 __all__ = [
     "LATEST_S",

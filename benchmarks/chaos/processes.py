@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +25,7 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.logs import Logs
 from benchmarks.chaos.network import Loopback, Network
 from benchmarks.chaos.shim import Shim
+from benchmarks.local_cluster import family, free_ports
 from node.parent import PARENT_PID
 
 __all__ = ["Cluster", "Node", "Struck", "family"]
@@ -129,7 +128,7 @@ class Cluster:
         roles = {
             f"{role}{at}": role for role, count in (("prefill", prefill), ("decode", decode)) for at in range(count)
         }
-        free = iter(_free_ports(4 * len(roles) + 1))
+        free = iter(free_ports(4 * len(roles) + 1))
         ports = {name: tuple(next(free) for _ in range(4)) for name in roles} | {"router": (next(free),)}
         await self.network.join(ports)
         self.nodes = [self._launched(name, role, ports[name], self.flags) for name, role in roles.items()]
@@ -327,29 +326,6 @@ class Cluster:
             return subprocess.Popen(argv, stdout=out, stderr=out, env=env, cwd=self.folder)
         finally:
             os.close(out)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Pairs of neighbours, none of those that the system gives to connections: they are taken again after a restart."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().randrange(18000, 32000, 2)
-        with socket.socket() as first, socket.socket() as second, suppress(OSError):
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 1))
-            if port not in found:
-                found += [port, port + 1]
-    return found[:count]
-
-
-def family(pid: int) -> list[int]:
-    """A process and its children, the engine among them."""
-    found = [pid]
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
 
 
 def _signal(pid: int, how: signal.Signals) -> None:

@@ -43,7 +43,11 @@ _HALF_LIFE_S = 30.0
 
 
 class SureRates(Rates, Protocol):
-    """Those by which a request may be refused: of sizes that were measured."""
+    """With those by which a request may be refused: of sizes that were measured."""
+
+    def queue_ms(self, tokens: float, requests: int) -> float:
+        """Until so many tokens of so many requests are computed that are ahead in the queue."""
+        ...
 
     def sure_prefill_ms(self, tokens: float) -> float:
         """To compute so many tokens of a prompt, or the most that were measured."""

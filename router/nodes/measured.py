@@ -21,6 +21,7 @@ def learn(lease: Lease, frame: Frame, generated: int, peer: Node | None) -> None
     prompt, _, cached = frame.usage or (0, 0, 0)
     if frame.params is not None:
         prompt, cached = frame.params.prompt_tokens or frame.params.num_tokens, frame.params.cached_tokens
+    # Before the prompt, of whose time it is subtracted.
     if "decode" in timing and generated > _LEAST_STEPS:
         rates.stepped(lease.running, timing["decode"] / (generated - 1))
     if "queue" in timing:

@@ -68,11 +68,11 @@ class Curve:
         "_heights",
         "_knots",
         "_known_ratios",
-        "_largest",
         "_level",
         "_parent",
         "_prior",
         "_sums",
+        "_top",
         "_tops",
         "_undrawn",
         "_weight",
@@ -124,8 +124,8 @@ class Curve:
         self._weight = 0.0  # the sum of all
         self.measured = False
         """Whether anything was, ever."""
-        self._largest = -1  # class of which at least _SURE_WEIGHT is left: looked for in each request that has targets
-        self._tops = [0.0] * _CLASSES  # the largest sizes of each class of late
+        self._tops = [0.0] * _CLASSES  # the largest sizes of late of each class of which at least _SURE_WEIGHT is left
+        self._top = 0.0  # of them: asked for in each request that has targets
         self.least, self.each = self._first, self._prior_ms(_TYPICAL) / _TYPICAL
         """Of the smallest size, and for each one of a typical size."""
 
@@ -146,10 +146,6 @@ class Curve:
             return self.at(size)
         top = self._top if self._parent is None else max(self._top, self._parent._top)
         return self.at(min(size, top))
-
-    @property
-    def _top(self) -> float:
-        return self._tops[self._largest] if self._largest >= 0 else 0.0
 
     def _prior_ms(self, size: float) -> float:
         if self.given:
@@ -197,9 +193,9 @@ class Curve:
         before = self._weights[at]
         after = self._weights[at] = before * _KEPT + 1.0
         self._weight += after - before
-        self._largest = max(self._largest, at)
-        top = self._tops[at] if before >= _SURE_WEIGHT else 0.0
+        top = self._tops[at]
         self._tops[at] = max(size, top * _KEPT + size * (1 - _KEPT) if self._level else top)
+        self._top = max(self._tops)
         self.measured = True
         self._undrawn += 1
         self._known_ratios = None
@@ -215,8 +211,10 @@ class Curve:
             self._sums = [each * fade for each, fade in zip(self._sums, fades, strict=True)]
             self._weights = [each * fade for each, fade in zip(self._weights, fades, strict=True)]
             self._weight = sum(self._weights)
-            while self._largest >= 0 and self._weights[self._largest] < _SURE_WEIGHT:
-                self._largest -= 1
+            self._tops = [
+                top if weight >= _SURE_WEIGHT else 0.0 for top, weight in zip(self._tops, self._weights, strict=True)
+            ]
+            self._top = max(self._tops)
             self._undrawn += 1
             self._known_ratios = None
 
@@ -302,8 +300,8 @@ class NodeRates:
         computed on average. A request that is there costs a little even if nobody knows of tokens of it."""
         # Without that half a queue of one would seem too long, or by one ratio for all those of two and three too
         # short, and more would join them than can be in time.
-        left = tokens * (1 - 0.5 / max(1, requests))
-        return self.prompts_ms(left) + self._wait_ratio * self._prefill.known().least * requests
+        left, known = tokens * (1 - 0.5 / max(1, requests)), self._prefill.known()
+        return self._wait_ratio * (known.each * left + known.least * requests)
 
     def step_ms(self, running: float) -> float:
         """One decode step with so many running requests."""

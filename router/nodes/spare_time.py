@@ -30,10 +30,6 @@ class Rates(Protocol):
         """To compute so many tokens of nobody knows how many prompts."""
         ...
 
-    def queue_ms(self, tokens: float, requests: int) -> float:
-        """Until so many tokens of so many requests are computed that are ahead in the queue."""
-        ...
-
     def step_ms(self, running: float) -> float:
         """One decode step with so many running requests."""
         ...
