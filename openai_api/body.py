@@ -15,7 +15,7 @@ from openai_api.structured import constraint_of
 from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
-from wire.sampling import MAX_LOGPROBS, SamplingParams
+from wire.sampling import MAX_LOGPROBS, SamplingParams, check_count
 
 __all__ = [
     "MAX_CHOICES",
@@ -208,6 +208,11 @@ def sampling_params(
     if request.kv_transfer_params and request.kv_transfer_params.do_remote_decode:
         # Min tokens stay in force: token 1 must not end an answer that needs more.
         limit, min_tokens = 1, min(min_tokens, 1)
+    if (count := len(request.allowed_token_ids or ())) > vocab_size:
+        raise RequestError(
+            f"allowed_token_ids lists {count} tokens, and the vocabulary has {vocab_size}",
+            param="allowed_token_ids",
+        )
     temperature = _or(request.temperature, 1.0)
     top_k = request.top_k or 0
     params = SamplingParams(
@@ -259,6 +264,8 @@ def _check_common(request: SamplingFields) -> None:
         )
     if request.cache_salt == "":
         raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
+    for name in ("stop_token_ids", "logit_bias", "bad_words"):
+        check_count(name, len(getattr(request, name) or ()))
     stops = request.stop_strings
     if len(stops) > _MAX_STOP_STRINGS:
         raise RequestError(f"stop holds {len(stops)} strings; the limit is {_MAX_STOP_STRINGS}", param="stop")

@@ -31,6 +31,7 @@ _KINDS: dict[str, ConstraintKind] = {
 }
 _NO_WHITESPACE, _WHITESPACE = "disable_any_whitespace", "whitespace_pattern"
 _MAX_BAD_WORD_CHARS = 256
+_MAX_TAGS = 128
 
 
 def constraint_of(request: SamplingFields) -> Constraint | None:
@@ -172,6 +173,9 @@ def _tags(value: Any, field: str) -> Constraint:
             f"they begin: {why}",
             param=field,
         ) from why
+    for name, count in (("structures", len(tags.structures)), ("triggers", len(tags.triggers))):
+        if count > _MAX_TAGS:
+            raise RequestError(f"{field} holds {count} {name}; the limit is {_MAX_TAGS}", param=field)
     for trigger in tags.triggers:
         if not trigger or not any(tag.begin.startswith(trigger) for tag in tags.structures):
             raise RequestError(f"{field}: no structure begins with the trigger {trigger!r}", param=field)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Literal
 
 import msgspec
 
 from wire.errors import RequestError
 
-__all__ = ["MAX_LOGPROBS", "Constraint", "ConstraintKind", "SamplingParams"]
+__all__ = ["MAX_LOGPROBS", "Constraint", "ConstraintKind", "SamplingParams", "check_count"]
 
 MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
@@ -18,18 +19,35 @@ _MAX_SEED = 2**63 - 1
 _REPETITION_PENALTY = (0.01, 100)
 # These are applied one by one, in every step and for everybody in the batch.
 _MAX_LISTED_TOKENS = 1024
-# A schema travels with its request to both nodes, and its compile time grows with it.
-_MAX_CONSTRAINT_CHARS = 128 << 10
 
-ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "tags", "lark"]
+
+# Compile time grows with these. 64 KiB are a schema of 1,000 properties, or of 100 tools.
+_MAX_CONSTRAINT_CHARS: dict[ConstraintKind, int] = {
+    "json": 64 << 10,
+    "tags": 64 << 10,
+    "choice": 64 << 10,
+    "grammar": 32 << 10,
+    "regex": 4 << 10,
+}
+_MAX_WHITESPACE_CHARS = 128
+# Parsers recurse into brackets, and into rules and references that stand for each other.
+_MAX_BRACKETS_DEEP = 64
+_MAX_RULES = 400
+_RULE = {"json": '"$ref"', "tags": '"$ref"', "grammar": ":"}
+# What has no depth: quoted text, and escapes and classes of a regular expression.
+_QUOTED = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?", re.DOTALL)
+_NO_BRACKET = re.compile(r"[^()\[\]{}]+")
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """What the text of an answer must match. Tokens are masked so that it does: paged_engine/grammar.py.
 
     `text` by kind: json: a JSON schema. regex: a regular expression for the whole answer. choice: a JSON list of
-    strings, of which the answer is one. grammar: a Lark grammar. tags: free text with constrained parts, a JSON
-    object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}.
+    strings, of which the answer is one. grammar: a Lark grammar, or GBNF. tags: free text with constrained parts, a
+    JSON object {"structures": [{"begin", "schema", "end"}], "triggers": [...]}. lark: any of these as the Lark grammar
+    that the engine compiles; no request has it.
     `whitespace`: json: what may stand between tokens, as a regular expression; None is at most one space.
     `field`: the request's field that asked for it, which an error names.
     `behind`: the text is free up to this one, and the constraint is about what follows; empty: it is about all. If
@@ -45,12 +63,27 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self) -> Constraint:
         """Return self, or raise RequestError if it is too large. Whether it compiles, a grammar library says."""
-        size = len(self.text) + len(self.whitespace or "")
-        if size > _MAX_CONSTRAINT_CHARS:
-            raise RequestError(
-                f"{self.field} has {size} characters; the limit is {_MAX_CONSTRAINT_CHARS}", param=self.field
-            )
+        self._at_most("characters", len(self.text), _MAX_CONSTRAINT_CHARS[self.kind])
+        self._at_most("characters in its whitespace pattern", len(self.whitespace or ""), _MAX_WHITESPACE_CHARS)
+        if self.kind in _RULE:
+            self._at_most("rules or references", self.text.count(_RULE[self.kind]), _MAX_RULES)
+        if self.kind != "choice":
+            text = (_CLASS if self.kind == "regex" else _QUOTED).sub("", self.text)
+            self._at_most("levels of brackets", _brackets_deep(text), _MAX_BRACKETS_DEEP)
         return self
+
+    def _at_most(self, what: str, count: int, limit: int) -> None:
+        if count > limit:
+            raise RequestError(f"{self.field} has {count} {what}; the limit is {limit}", param=self.field)
+
+
+def _brackets_deep(text: str) -> int:
+    """How deep brackets stand in each other."""
+    deep = deepest = 0
+    for bracket in _NO_BRACKET.sub("", text):
+        deep = deep + 1 if bracket in "([{" else max(0, deep - 1)
+        deepest = max(deepest, deep)
+    return deepest
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
@@ -95,8 +128,6 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         _within("repetition_penalty", self.repetition_penalty, *_REPETITION_PENALTY)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens, " (max_tokens)")
-        _at_most("stop_token_ids", len(self.stop_token_ids))
-        _at_most("logit_bias", len(self.logit_bias))
         if self.min_tokens and len(set(self.stop_token_ids)) >= vocab_size:
             raise RequestError(
                 f"stop_token_ids lists all {vocab_size} tokens and min_tokens forbids them; list fewer",
@@ -115,7 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
             raise RequestError("allowed_token_ids must not be empty; leave it out", param="allowed_token_ids")
         for token in self.allowed_token_ids or ():
             _within("allowed_token_ids", token, 0, vocab_size - 1)
-        _at_most("bad_words", sum(map(len, self.bad_words)))
+        check_count("bad_words", sum(map(len, self.bad_words)))
         for token in itertools.chain(*self.bad_words):
             _within("bad_words", token, 0, vocab_size - 1)
         if self.prompt_logprobs is not None:
@@ -130,6 +161,7 @@ def _within(name: str, value: float, low: float, high: float | None, why: str = 
         raise RequestError(f"{name} must be {limit}{why}, got {value}", param=name)
 
 
-def _at_most(name: str, count: int) -> None:
+def check_count(name: str, count: int) -> None:
+    """Raise RequestError for a list of more tokens than a request may name."""
     if count > _MAX_LISTED_TOKENS:
         raise RequestError(f"{name} lists {count} tokens; the limit is {_MAX_LISTED_TOKENS}", param=name)

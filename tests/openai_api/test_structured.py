@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -134,7 +136,20 @@ def test_white_space_goes_with_json() -> None:
             "structured_outputs.regex",
             "goes with json",
         ),
-        ({"guided_regex": "a" * 200_000}, "guided_regex", "131072"),
+        ({"guided_regex": "a" * 4097}, "guided_regex", "4097 characters; the limit is 4096"),
+        ({"guided_grammar": "#" * 32_769}, "guided_grammar", "the limit is 32768"),
+        ({"guided_choice": ["a" * 65_536]}, "guided_choice", "the limit is 65536"),
+        ({"guided_json": {"const": "a" * 65_536}}, "guided_json", "the limit is 65536"),
+        ({"guided_json": {}, "guided_whitespace_pattern": " " * 129}, "guided_json", "whitespace.* limit is 128"),
+        ({"guided_regex": "(" * 65 + ")" * 65}, "guided_regex", "65 levels of brackets; the limit is 64"),
+        ({"guided_json": "[" * 65 + "]" * 65}, "guided_json", "65 levels of brackets"),
+        ({"guided_json": {"anyOf": [{"$ref": "#"}] * 401}}, "guided_json", "401 rules or references; the limit is 400"),
+        ({"guided_grammar": "a: b\n" * 401}, "guided_grammar", "401 rules or references"),
+        (
+            {"structured_outputs": {"structural_tag": {"structures": [], "triggers": ["<"] * 129}}},
+            "structured_outputs.structural_tag",
+            "129 triggers; the limit is 128",
+        ),
     ],
 )
 def test_what_is_no_constraint_is_refused(fields: dict[str, Any], param: str, words: str) -> None:
@@ -142,6 +157,21 @@ def test_what_is_no_constraint_is_refused(fields: dict[str, Any], param: str, wo
         asked(**fields)
     assert refused.value.status == 400
     assert refused.value.param == param
+
+
+def test_brackets_in_texts_and_classes_have_no_depth() -> None:
+    for fields in ({"guided_json": {"const": "[" * 100}}, {"guided_regex": "[(]" * 100}, {"guided_regex": r"\(" * 100}):
+        asked(**fields)
+
+
+@pytest.mark.parametrize("unit", ['"', "\\", "[", '"\\"', "[\\]", "\n", " "])
+def test_limits_are_checked_in_linear_time(unit: str) -> None:
+    """A quadratic pattern would take seconds of CPU time for these."""
+    began = time.process_time()
+    for kind in ("json", "grammar"):
+        with contextlib.suppress(RequestError):
+            Constraint(kind, unit * (32_000 // len(unit))).check()  # type: ignore[arg-type]
+    assert time.process_time() - began < 1
 
 
 def test_wrong_types_name_the_field() -> None:
