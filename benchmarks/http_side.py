@@ -71,11 +71,16 @@ def _body(text: str, fields: dict[str, Any]) -> bytes:
     return msgspec.json.encode({"model": "model", "messages": [{"role": "user", "content": text}], **fields})
 
 
+def _leg(serving: Serving, call: Call) -> Leg:
+    request = serving.read(call)
+    return serving.legs(call, request, serving.token_ids(request))[0]
+
+
 def answer_us(serving: Serving, fields: dict[str, Any], tokens: Sequence[int]) -> float:
     """Microseconds per token of `STREAMS` answers of the same tokens."""
     legs: dict[str, Leg] = {}
     for i in range(STREAMS):
-        leg, _ = serving.leg(Call(True, _body("Hello", {**fields, "max_tokens": TOKENS + 1}), f"bench-{i}"))
+        leg = _leg(serving, Call(True, _body("Hello", {**fields, "max_tokens": TOKENS + 1}), f"bench-{i}"))
         legs[leg.submits[0].request_id] = leg
     top = 5 if fields.get("logprobs") else None
     encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(StepOutputs).decode
@@ -99,7 +104,7 @@ def prompt_us(serving: Serving, prompt_tokens: int) -> float:
     """Microseconds per token of a prompt, from its body to what the engine is sent."""
     text = TEXT * (prompt_tokens // 42)
     began = time.process_time()
-    leg, _ = serving.leg(Call(True, _body(text, {"max_tokens": 1}), "bench"))
+    leg = _leg(serving, Call(True, _body(text, {"max_tokens": 1}), "bench"))
     msgspec.msgpack.encode(leg.submits[0])
     return (time.process_time() - began) / len(leg.submits[0].prompt_token_ids) * 1e6
 
@@ -146,7 +151,7 @@ def main() -> int:
     parser.add_argument("--stall", action="store_true")
     args = parser.parse_args()
     serving = _serving(args.model or str(embedded_model()))
-    tokens = serving.leg(Call(True, _body(TEXT * 12, {"max_tokens": 1}), "t"))[0].submits[0].prompt_token_ids[-TOKENS:]
+    tokens = _leg(serving, Call(True, _body(TEXT * 12, {"max_tokens": 1}), "t")).submits[0].prompt_token_ids[-TOKENS:]
     random.Random(1).shuffle(tokens)
     for name, fields in ANSWERS.items():
         rounds = [answer_us(serving, fields, tokens) for _ in range(args.rounds)]

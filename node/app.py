@@ -22,7 +22,6 @@ from fastapi.responses import StreamingResponse
 from node.accounts import Account
 from node.adapter_calls import load_adapter, unload_adapter
 from node.callers import authorize, read_body, request_id, unless_gone
-from node.compiling import COMPILE_DEADLINE_S
 from node.directly import Directly
 from node.drain import Drain
 from node.engine_client import EngineClient, Updates
@@ -33,9 +32,11 @@ from node.leg_stream import LegStreams, check_version
 from node.metrics import NodeMetrics
 from node.orders import add_orders
 from node.plain_answers import payloads, whole
+from node.preprocess import legs_of
 from node.probe_calls import fetch_probe, offer_probe
 from node.role import FLIPPING, NodeRole
-from node.serving import INLINE_BODY_BYTES, Call, Serving
+from node.sandbox import Sandbox
+from node.serving import Call, Serving
 from openai_api.join import joined_end
 from openai_api.json_body import json_response
 from openai_api.leg import Leg
@@ -54,10 +55,9 @@ from wire.errors import (
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, MAX_HANDOVER_BYTES, Frame, FrameKind, pack
 from wire.leg_stream import LEGS_PATH
 from wire.outputs import Finish, Load
-from wire.sampling import Constraint
 from wire.versions import LEGS, RELEASE
 
-__all__ = ["Node", "create_app", "frames_of", "legs_of"]
+__all__ = ["Node", "create_app", "frames_of"]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -90,6 +90,7 @@ class Node:
     drain: Drain = field(init=False)
     role: NodeRole = field(init=False)
     streams: LegStreams = field(default_factory=LegStreams)
+    sandbox: Sandbox = field(default_factory=Sandbox)
 
     def __post_init__(self) -> None:
         self.drain = Drain(self.engine)
@@ -136,7 +137,14 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     chat_with = partial(_complete, node, chat=True)
     add_routes(
         app,
-        Directly(node.ready, node.alive, key, partial(_node_body, node), lambda req, body: chat_with(req, body=body)),
+        Directly(
+            node.ready,
+            node.alive,
+            node.sandbox,
+            key,
+            partial(_node_body, node),
+            lambda req, body: chat_with(req, body=body),
+        ),
     )
 
     @app.post(_COMPLETIONS[1])
@@ -251,7 +259,10 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
     call = Call(chat, body, request_id(request.headers.get("x-request-id")), sane_trace(request.headers.get))
-    legs, parsed, frames = await _begun(node, call)
+    begun = await unless_gone(request, _begun(node, call))
+    if begun is None:
+        return Response(status_code=499)  # nobody is there to read it
+    legs, parsed, frames = begun
     leg = legs[0]
     headers = {LOAD_HEADER: node.engine.load.header(), "x-request-id": call.id}
     if wants_frames:
@@ -259,7 +270,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     first = await unless_gone(request, anext(frames))
     if first is None:
         await frames.aclose()
-        return Response(status_code=499)  # nobody is there to read it
+        return Response(status_code=499)
     if first.kind is FrameKind.ERROR and first.error is not None:
         await frames.aclose()
         if first.status in (429, 503):
@@ -287,7 +298,7 @@ async def _begun(
         raise Overloaded(f"{MAX_QUEUED} requests are queued on this node; try again or add nodes")
     if node.config.log_bodies:
         log.info("%s body=%s", call.response_id, shown(call.body))
-    legs, parsed = await legs_of(serving, call)
+    legs, parsed = await legs_of(serving, node.sandbox, call)
     return legs, parsed, frames_of(node, legs, call)
 
 
@@ -300,29 +311,6 @@ async def _streamed(
     call = Call(path == _COMPLETIONS[0], body, request_id(headers.get("x-request-id")), sane_trace(headers.get))
     _, _, frames = await _begun(node, call)
     return node.engine.load, frames
-
-
-async def legs_of(serving: Serving, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
-    """What a call asks for, a leg for each prompt, checked. Raises RequestError."""
-    if len(call.body) > INLINE_BODY_BYTES:
-        legs, parsed = await asyncio.to_thread(serving.legs, call)
-    else:
-        legs, parsed = serving.legs(call)
-    await _check_constraint(serving, legs[0].submits[0].params.constraint if legs[0].submits else None)
-    return legs, parsed
-
-
-async def _check_constraint(serving: Serving, constraint: Constraint | None) -> None:
-    """Whether what an answer must match can be followed. Raises RequestError."""
-    if constraint is None or serving.knows(constraint):
-        return
-    try:
-        await asyncio.wait_for(asyncio.to_thread(serving.compile, constraint), COMPILE_DEADLINE_S)
-    except TimeoutError as why:
-        raise RequestError(
-            f"{constraint.field} took longer than {COMPILE_DEADLINE_S:g} s to compile; make it simpler",
-            param=constraint.field,
-        ) from why
 
 
 def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:

@@ -26,6 +26,8 @@ log = logging.getLogger("kvrelay.engine")
 COMPILE_DEADLINE_S = 10.0
 """The largest schemas that are taken need about one; the library itself gives up after some millions of steps."""
 _THREADS = 2
+_STACK_BYTES = 16 << 20
+"""Compilers recurse. What comes here has been compiled with less (node/sandbox_messages.py)."""
 
 
 def grammars_for(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> Grammars:
@@ -47,8 +49,10 @@ class Compiling:
         self._done: queue.SimpleQueue[tuple[Request, str | None]] = queue.SimpleQueue()
         self._loaded = threading.Event()
         self._load_error: str | None = None
+        before = threading.stack_size(_STACK_BYTES)
         for number in range(_THREADS):
             threading.Thread(target=self._work, args=(number == 0,), name=f"compiling-{number}", daemon=True).start()
+        threading.stack_size(before)
 
     def begin(self, request: Request) -> None:
         """Make the guide of a request with a constraint; it is nobody else's until it is ready."""

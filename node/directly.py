@@ -5,7 +5,6 @@ The routes are openai_api/routes.py's; chat completions themselves are node/app.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import cast
@@ -15,7 +14,10 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.responses import Response
 
-from node.serving import INLINE_BODY_BYTES, Serving
+from node.callers import unless_gone
+from node.preprocess import detokenized, tokenized
+from node.sandbox import Sandbox
+from node.serving import Serving
 from openai_api.dialect import Dialect, Speak
 from wire.errors import EngineDead, ErrorBody, NodeFailed
 
@@ -37,11 +39,12 @@ class Directly:
         self,
         ready: Callable[[], Serving],
         alive: Callable[[], bool],
+        sandbox: Sandbox,
         check: Callable[[Request], None],
         read: Callable[[Request], Awaitable[bytes]],
         chat: Callable[[Request, bytes], Awaitable[Response]],
     ) -> None:
-        self._ready, self._check, self._read, self._chat = ready, check, read, chat
+        self._ready, self._sandbox, self._check, self._read, self._chat = ready, sandbox, check, read, chat
         self.alive = alive
 
     def check_key(self, request: Request) -> None:
@@ -77,9 +80,8 @@ class Directly:
         """POST /tokenize and /detokenize. Raises KvrelayError."""
         serving = self._ready()
         body = translate(await self._read(request))
-        work = serving.tokenized if path == "/tokenize" else serving.detokenized
-        told = await asyncio.to_thread(work, body) if len(body) > INLINE_BODY_BYTES else work(body)
-        return msgspec.json.encode(told)
+        work = tokenized(serving, self._sandbox, body) if path == "/tokenize" else detokenized(serving, body)
+        return await unless_gone(request, work) or b""
 
 
 def _spoken(answer: Response, dialect: Dialect) -> Response:

@@ -134,6 +134,8 @@ class EngineClient:
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1073741824"
             ":glibc.malloc.mmap_threshold=33554432",
             "OMP_NUM_THREADS": threads,
+            # Of the threads that fill masks, which recurse into grammars as the compiler does.
+            "RUST_MIN_STACK": str(16 << 20),
             **os.environ,
             PARENT_PID: str(os.getpid()),
             # The same code as this process, wherever it was started.

@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 
 from node.engine_client import EngineClient
+from node.sandbox import Sandbox
+from node.sandbox_messages import Setup
 from node.serving import Serving
 from openai_api.chat_template import check_template
 from openai_api.tokenizer import Tokenizer
@@ -16,11 +18,22 @@ from wire.errors import ConfigError
 __all__ = ["serving_of"]
 
 
-async def serving_of(config: NodeConfig, engine: EngineClient) -> Serving:
-    """Load the tokenizer while the started engine loads the model. Raises ConfigError, EngineDead."""
+async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
+    """Load the tokenizer while the started engine loads the model, and open the sandbox. Raises ConfigError,
+    EngineDead."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
     info = await engine.ready(config.start_deadline_s)
     template = await asyncio.to_thread(_template, config.chat_template)
+    await sandbox.open(
+        Setup(
+            config.engine.model,
+            template,
+            config.trust_request_chat_template,
+            info.max_model_len,
+            info.vocab_size,
+            list(info.eos_token_ids),
+        )
+    )
     return Serving(
         config.role,
         _served_name(config, info),

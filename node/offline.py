@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from node.app import Node, frames_of, legs_of
+from node.app import Node, frames_of
 from node.engine_client import EngineClient
 from node.loading import serving_of
+from node.preprocess import legs_of
 from node.serving import Call, Serving
 from openai_api.leg import Leg
 from wire.config import NodeConfig
@@ -49,7 +50,7 @@ class Offline:
 
         Raises KvrelayError, AnswerBroke."""
         call = Call(chat, body, uuid.uuid4().hex)
-        legs, _ = await legs_of(self.serving, call)
+        legs, _ = await legs_of(self.serving, self._node.sandbox, call)
         told: list[Frame] = []
         async with contextlib.aclosing(frames_of(self._node, legs, call)) as frames:
             async for frame in frames:
@@ -62,13 +63,14 @@ class Offline:
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
     config = replace(config, kv_events=False)
-    engine = EngineClient(config)
-    await engine.start()
+    node = Node(config, EngineClient(config), int(time.time()))
+    await node.engine.start()
     try:
-        serving = await serving_of(config, engine)
-        yield Offline(Node(config, engine, int(time.time()), serving), serving)
+        node.serving = await serving_of(config, node.engine, node.sandbox)
+        yield Offline(node, node.serving)
     finally:
-        await engine.stop()
+        await node.sandbox.close()
+        await node.engine.stop()
 
 
 def _raise_error(frame: Frame) -> None:

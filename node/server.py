@@ -87,6 +87,7 @@ async def _lifespan(_: FastAPI, node: Node, server: _Server) -> AsyncIterator[No
         if node.kv_events is not None:
             node.engine.on_changes = None
             await node.kv_events.close()
+        await node.sandbox.close()
         await node.engine.stop()
         if node.tracing is not None:
             await asyncio.to_thread(node.tracing.close)
@@ -154,7 +155,7 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     `changed`: it is ready now."""
     config = node.config
     try:
-        serving = await serving_of(config, node.engine)
+        serving = await serving_of(config, node.engine, node.sandbox)
         if config.kv_events and config.engine.prefix_cache:
             node.kv_events = KvEvents(config, serving.info, serving.model_name)
             node.engine.on_changes = node.kv_events.tell

@@ -1,11 +1,10 @@
 """From a request body to a leg: decode, tokenize once, check, and choose what the role does with it.
 
-Pure apart from drawing a seed for a request that has none. Knows no HTTP and no engine.
+Pure apart from drawing a seed for a request that has none. Knows no HTTP, no engine and no sandbox.
 """
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 import uuid
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from decode_node.leg import DecodeLeg
-from node.compiling import grammars_for
 from openai_api.body import (
     MAX_CHOICES,
     choice_count,
@@ -34,18 +32,13 @@ from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTo
 from openai_api.tokenizer import Tokenizer
 from openai_api.types import ChatRequest, CompletionRequest, ModelCard
 from openai_api.writer import AnswerWriter
-from paged_engine.grammar import Grammars
 from prefill_node.leg import PrefillLeg
 from wire.config import Role
 from wire.engine_messages import EngineReady, Submit
 from wire.errors import Draining, NotFound, RequestError
-from wire.sampling import Constraint
 from wire.transfer import KvTransferParams
 
-__all__ = ["INLINE_BODY_BYTES", "Call", "Serving"]
-
-# Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
-INLINE_BODY_BYTES = 16 << 10
+__all__ = ["Call", "Serving"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +57,7 @@ class Call:
 
 
 class Serving:
-    """Made once the engine is ready; `leg` is called for every request."""
+    """Made once the engine is ready. Of every request `read`, `token_ids` and `legs` are called, in this order."""
 
     def __init__(
         self,
@@ -87,8 +80,7 @@ class Serving:
         self._prompts = Prompts(
             tokenizer,
             info.max_model_len,
-            chat_template=chat_template or tokenizer.chat_template,
-            tool_template=chat_template or tokenizer.tool_template,
+            chat_template=chat_template,
             trusts_request_templates=trusts_request_templates,
         )
         self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
@@ -97,38 +89,54 @@ class Serving:
         """The node has this role from now on."""
         self.role, self._flipped = role, True
 
-    def leg(self, call: Call) -> tuple[Leg, ChatRequest | CompletionRequest]:
-        """Of a call with one prompt; see `legs`."""
-        legs, request = self.legs(call)
-        return legs[0], request
-
-    def legs(self, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
-        """For each prompt what to submit and how to answer. Raises RequestError, and Draining for a leg of the role
-        that the node had before; nothing is taken before it returns."""
+    def read(self, call: Call) -> ChatRequest | CompletionRequest:
+        """The request of a call, checked but for its prompts. Raises RequestError, and Draining for a leg of the role
+        that the node had before."""
         request = decode_chat(call.body) if call.chat else decode_completion(call.body)
         self._check_model(request.model)
         transfer = request.kv_transfer_params or KvTransferParams()
         self._check_role(transfer)
-        prompts = prompts_of(request) if isinstance(request, CompletionRequest) else []
-        if not isinstance(request, CompletionRequest) or len(prompts) == 1:
-            only = msgspec.structs.replace(request, prompt=prompts[0]) if prompts else request
-            return [self._leg(call, only, transfer)], request
         # A hand-over has one prompt. Of a prefill leg with several, which a third-party proxy sends, nothing is held:
         # the decode leg comes without a hand-over, and is served whole.
-        if transfer.do_remote_prefill:
+        if transfer.do_remote_prefill and isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1:
             raise RequestError("a hand-over has one prompt; send one for each", param="prompt")
+        return request
+
+    def token_ids(self, request: ChatRequest | CompletionRequest, *, fits: bool = True) -> list[list[int]]:
+        """Each prompt of a request as token ids. `fits`: each must fit the context. Raises RequestError."""
+        handed_over = self.handed_over(request)
+        return self._prompts.all_token_ids(request, fits=fits) if handed_over is None else [handed_over]
+
+    def handed_over(self, request: ChatRequest | CompletionRequest) -> list[int] | None:
+        """The prompt's token ids, if another node has tokenized it."""
+        if request.kv_transfer_params is None:
+            return None
+        several = isinstance(request, CompletionRequest) and len(prompts_of(request)) != 1
+        return None if several else request.kv_transfer_params.prompt()
+
+    def legs(self, call: Call, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Leg]:
+        """For each prompt what to submit and how to answer. Raises RequestError; nothing is taken before it returns."""
+        if not isinstance(request, CompletionRequest):
+            return [self._leg(call, request, request.kv_transfer_params or KvTransferParams(), prompts[0])]
+        given = prompts_of(request)
+        if len(given) == 1:
+            only = msgspec.structs.replace(request, prompt=given[0])
+            return [self._leg(call, only, request.kv_transfer_params or KvTransferParams(), prompts[0])]
         created = int(time.time())
         return [
             self._leg(
                 call,
-                msgspec.structs.replace(request, prompt=prompt),
+                msgspec.structs.replace(request, prompt=given[at]),
                 KvTransferParams(created=created, part=True, first_index=at * (request.n or 1)),
+                prompt,
             )
             for at, prompt in enumerate(prompts)
-        ], request
+        ]
 
-    def _leg(self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams) -> Leg:
-        prompt = transfer.prompt() or self._prompts.token_ids(request)
+    def _leg(
+        self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams, prompt: list[int]
+    ) -> Leg:
+        token_limit(request, len(prompt), self.info.max_model_len)  # before a look at each of a million tokens
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         form = message_form(
             request,
@@ -179,18 +187,18 @@ class Serving:
             return PrefillLeg(submit, transfer, writer)
         return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer)
 
-    def tokenized(self, body: bytes) -> Tokenized:
-        """POST /tokenize: the prompt that a completion or chat with this body would have. Raises RequestError."""
+    def to_tokenize(self, body: bytes) -> tuple[ToTokenize, ChatRequest | CompletionRequest]:
+        """What POST /tokenize asks, and the request whose prompt is meant. Raises RequestError."""
         with reading():
             asked = msgspec.json.decode(body, type=ToTokenize)
         self._check_model(asked.model, needed=False)
         request = decode_chat(body) if asked.is_chat else decode_completion(body)
-        if isinstance(request, CompletionRequest):
-            prompts = prompts_of(request)
-            if len(prompts) != 1:
-                raise RequestError(f"prompt holds {len(prompts)} prompts; send one request for each", param="prompt")
-            request = msgspec.structs.replace(request, prompt=prompts[0])
-        tokens = self._prompts.token_ids(request)
+        if isinstance(request, CompletionRequest) and (count := len(prompts_of(request))) != 1:
+            raise RequestError(f"prompt holds {count} prompts; send one request for each", param="prompt")
+        return asked, request
+
+    def tokenized(self, asked: ToTokenize, tokens: list[int]) -> Tokenized:
+        """The answer to POST /tokenize."""
         texts = [self._tokenizer.token_text(token) for token in tokens] if asked.return_token_strs else None
         return Tokenized(len(tokens), self.info.max_model_len, tokens, texts)
 
@@ -199,6 +207,12 @@ class Serving:
         with reading():
             asked = msgspec.json.decode(body, type=ToDetokenize)
         self._check_model(asked.model, needed=False)
+        if len(asked.tokens) > self.info.max_model_len:
+            raise RequestError(
+                f"tokens holds {len(asked.tokens)} token ids; the limit is this model's context, "
+                f"{self.info.max_model_len}",
+                param="tokens",
+            )
         self._check_tokens(asked.tokens, "tokens")
         return Detokenized(self._tokenizer.decode(asked.tokens, skip_special_tokens=False))
 
@@ -224,20 +238,6 @@ class Serving:
             self.check_served(name)
         elif needed:
             raise RequestError(f"model is missing; {self.model_name!r} is served here", param="model")
-
-    def knows(self, constraint: Constraint) -> bool:
-        """Whether this constraint is known to be one that can be followed."""
-        return "_grammars" in self.__dict__ and self._grammars.known(constraint)
-
-    def compile(self, constraint: Constraint) -> None:
-        """Try to follow a constraint; takes some milliseconds and more, so not on the event loop.
-
-        Raises RequestError with the grammar library's reason."""
-        self._grammars.matcher(constraint)
-
-    @functools.cached_property
-    def _grammars(self) -> Grammars:
-        return grammars_for(self._tokenizer, self.info.vocab_size, self.info.eos_token_ids)
 
     def _check_role(self, transfer: KvTransferParams) -> None:
         if transfer.do_remote_decode and transfer.do_remote_prefill:

@@ -17,6 +17,7 @@ from wire.engine_messages import RequestUpdate, Submit, Timing
 from wire.errors import KvNotLoaded, KvrelayError, NodeFailed, NotFound, RequestError
 from wire.frames import Frame, FrameKind
 from wire.outputs import Finish, Load
+from wire.sampling import Constraint
 
 __all__ = ["Leg", "with_forks"]
 
@@ -60,6 +61,13 @@ class Leg:
         """Why KV did not come; empty once the router has been told."""
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)
+
+    def constrain(self, constraint: Constraint) -> None:
+        """Give all choices this constraint in place of theirs."""
+        self.submits = [
+            msgspec.structs.replace(each, params=msgspec.structs.replace(each.params, constraint=constraint))
+            for each in self.submits
+        ]
 
     def opening_frames(self) -> Iterator[Frame]:
         """What can be said before the engine is asked. If it ends the leg, the engine never is."""

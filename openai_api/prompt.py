@@ -1,9 +1,16 @@
-"""A request's prompt as token ids: the template rendered, tokenized once, and cut to what the client allows."""
+"""A request's prompt as token ids: the template rendered, tokenized once, and cut to what the client allows.
+
+A text that cannot fit the model's context is refused by its bytes, or after the first parts of it were tokenized.
+"""
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import msgspec
+
 from openai_api.beginning import Beginning, beginning_of, generates_reply
-from openai_api.body import kept_tokens
+from openai_api.body import kept_tokens, prompts_of
 from openai_api.chat_template import render
 from openai_api.tokenizer import Tokenizer
 from openai_api.tool_choice import asked_tools
@@ -12,9 +19,17 @@ from wire.errors import RequestError
 
 __all__ = ["Prompts"]
 
+# Text has 2 to 5 bytes per token. What has more than this for each token of the context is counted in slices first.
+_LIKELY_BYTES_PER_TOKEN = 6
+_SLICE_CHARS = 256 << 10
+_CUT_TOKENS = 16
+"""A cut through a word adds fewer."""
+_MAX_COUNTED_BYTES = 1 << 20
+"""Of a text whose tokens are counted, whether or not they fit a context."""
+
 
 class Prompts:
-    """Of one model. `tool_template` is for requests with tools; templates of requests are taken if they are trusted."""
+    """The prompts of one model's requests."""
 
     def __init__(
         self,
@@ -22,19 +37,36 @@ class Prompts:
         max_model_len: int,
         *,
         chat_template: str | None,
-        tool_template: str | None,
         trusts_request_templates: bool,
     ) -> None:
+        """`chat_template`: None takes the model's. Templates of requests are refused unless they are trusted."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._chat_template, self._tool_template = chat_template, tool_template
+        self._chat_template = chat_template or tokenizer.chat_template
+        self._tool_template = chat_template or tokenizer.tool_template
         self._trusts_request_templates = trusts_request_templates
 
-    def token_ids(self, request: ChatRequest | CompletionRequest) -> list[int]:
+    def all_token_ids(self, request: ChatRequest | CompletionRequest, *, fits: bool = True) -> list[list[int]]:
+        """Each prompt of a request; a chat has one. `fits`: it must fit the context. Raises RequestError."""
+        if isinstance(request, ChatRequest):
+            return [self.token_ids(request, fits=fits)]
+        prompts = prompts_of(request)
+        return [self.token_ids(msgspec.structs.replace(request, prompt=prompt), fits=fits) for prompt in prompts]
+
+    def token_ids(self, request: ChatRequest | CompletionRequest, *, fits: bool = True) -> list[int]:
         """The prompt of a chat, or of a completion with one prompt. Raises RequestError."""
-        tokens = self._chat(request) if isinstance(request, ChatRequest) else self._completion(request)
-        kept = kept_tokens(request, len(tokens), self._max_model_len)
-        return tokens[len(tokens) - kept :]
+        if isinstance(request, ChatRequest):
+            text, special = self._chat(request), bool(request.add_special_tokens)
+        elif isinstance(request.prompt, str):
+            text, special = request.prompt, request.add_special_tokens is not False
+        else:
+            return self._kept(request, [token for token in request.prompt if isinstance(token, int)])
+        if len(text) > self._max_model_len and request.truncate_prompt_tokens is None:
+            self._check_length(text, "messages" if isinstance(request, ChatRequest) else "prompt", fits=fits)
+        return self._kept(request, self._tokenizer.encode(text, special))
+
+    def _kept(self, request: ChatRequest | CompletionRequest, tokens: list[int]) -> list[int]:
+        return tokens[len(tokens) - kept_tokens(request, len(tokens), self._max_model_len) :]
 
     def beginning(self, request: ChatRequest | CompletionRequest, token_ids: list[int]) -> Beginning:
         """What an answer to this prompt begins with."""
@@ -44,12 +76,8 @@ class Prompts:
             text = request.prompt if whole else self._tokenizer.decode(token_ids)
         return beginning_of(request, token_ids, text if isinstance(text, str) else None)
 
-    def _completion(self, request: CompletionRequest) -> list[int]:
-        if isinstance(request.prompt, str):
-            return self._tokenizer.encode(request.prompt, request.add_special_tokens is not False)
-        return [token for token in request.prompt if isinstance(token, int)]
-
-    def _chat(self, request: ChatRequest) -> list[int]:
+    def _chat(self, request: ChatRequest) -> str:
+        """The rendered prompt, with the special tokens that the template writes."""
         if request.chat_template is not None and not self._trusts_request_templates:
             raise RequestError(
                 "chat_template of a request is refused here: a template is a program; start the nodes with "
@@ -61,7 +89,7 @@ class Prompts:
             "reasoning_effort": request.reasoning_effort,
             "documents": request.documents,
         }
-        text = render(
+        return render(
             request.chat_template or (self._tool_template if tools else self._chat_template),
             request.messages,
             bos_token=self._tokenizer.bos_token,
@@ -72,5 +100,29 @@ class Prompts:
             **{name: value for name, value in variables.items() if value is not None}
             | (request.chat_template_kwargs or {}),
         )
-        # The template has written the special tokens already.
-        return self._tokenizer.encode(text, bool(request.add_special_tokens))
+
+    def _check_length(self, text: str, field: str, *, fits: bool) -> None:
+        """Raise RequestError for a text that is surely longer than the context, or too long to count its tokens."""
+        context, size = self._max_model_len, len(text.encode("utf-8", "surrogatepass"))
+        likely = context * _LIKELY_BYTES_PER_TOKEN
+        if not fits:
+            if size > max(likely, _MAX_COUNTED_BYTES):
+                self._refuse(f"{size} bytes; the limit here is {max(likely, _MAX_COUNTED_BYTES)}", field)
+            return
+        longest = self._tokenizer.longest_token_bytes
+        if size > context * longest:
+            self._refuse(f"{size} bytes, and no token of this model stands for more than {longest}", field)
+        if size <= likely or len(text) <= _SLICE_CHARS:
+            return
+        tokens = 0
+        for start in range(0, len(text), _SLICE_CHARS):
+            tokens += len(self._tokenizer.encode(text[start : start + _SLICE_CHARS], False)) - _CUT_TOKENS
+            if tokens > context:
+                self._refuse(f"{size} bytes, the first {start + _SLICE_CHARS} characters are {tokens} tokens", field)
+
+    def _refuse(self, size: str, field: str) -> NoReturn:
+        raise RequestError(
+            f"the prompt has {size}; the context of this model is {self._max_model_len} tokens: shorten the prompt",
+            param=field,
+            code="context_length_exceeded",
+        )

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from paged_engine.closed_schema import closed
@@ -27,14 +27,18 @@ from wire.sampling import Constraint
 
 __all__ = ["Grammars", "masks_of"]
 
-# Of compiled grammars. Most are some 10 KB; a schema at the limit of its size is some megabytes.
-_KEPT = 128
+# Of compiled grammars. Most are some 10 KB, and none is above 32 MiB (node/sandbox_process.py).
+_KEPT = 32
+# An automaton grows with the answers that it has seen, by 1 to 2 KB a state.
+_LIMITS = LLParserLimits(max_lexer_states=50_000)
 # Between JSON's tokens, unless a request says otherwise: a model that may write white space for ever does.
 _WHITESPACE = "[ ]?"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-_OPTION_LINE = re.compile(r"^\s*%llguidance.*$", re.MULTILINE)
-_EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+# Texts are people's: no pattern here looks at a character twice.
+_OPTION_LINE = re.compile(r"^[^\S\n]*+%llguidance.*+$", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
+_EXCERPT = re.compile(r"\n *+\d++ \| .*+", re.DOTALL)
+_PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
 
 
 class Grammars:
@@ -57,14 +61,10 @@ class Grammars:
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def known(self, constraint: Constraint) -> bool:
-        """Whether `matcher` has it at once."""
-        return constraint in self._compiled
-
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """A matcher of its own for one answer. Raises RequestError with the reason, a sentence of the library's.
 
-        Compiling takes some milliseconds, for a schema at the limit of its size up to a second or so.
+        Compiling takes some milliseconds, for a schema at the limit of its size a quarter of a second.
         """
         with self._lock:
             found = self._compiled.get(constraint)
@@ -85,18 +85,26 @@ class Grammars:
             self._compile(msgspec.structs.replace(constraint, behind="", opener=""))
         try:
             lark = self._lark(constraint)
-            if constraint.behind:
-                lark = self._behind(lark, constraint.behind, constraint.opener)
-            matcher = LLMatcher(self._tokenizer, lark, log_level=0)
+            matcher = LLMatcher(self._tokenizer, lark, log_level=0, limits=_LIMITS)
         except (ValueError, TypeError, KeyError, RecursionError) as why:
             raise _refused(constraint, f"{why}") from why
         if matcher.is_error():
             raise _refused(constraint, matcher.get_error())
         return matcher
 
+    def as_lark(self, constraint: Constraint) -> Constraint:
+        """The same constraint as one Lark grammar, which is compiled without Python. `matcher` must have taken it."""
+        return Constraint("lark", self._lark(constraint), field=constraint.field)
+
     def _lark(self, constraint: Constraint) -> str:
+        lark = self._body(constraint)
+        return self._behind(lark, constraint.behind, constraint.opener) if constraint.behind else lark
+
+    def _body(self, constraint: Constraint) -> str:
         text = constraint.text
         match constraint.kind:
+            case "lark":
+                return text
             case "json":
                 return f"{_OPTIONS}start: {_json_rule(json.loads(text), constraint.whitespace)}\n"
             case "regex":
@@ -221,7 +229,7 @@ def _user_grammar(text: str) -> str:
     """Lark as it is; GBNF, which begins its rules with `name ::=`, is rewritten."""
     if _OPTION_LINE.search(text):
         raise ValueError("its options are the server's; leave out the line %llguidance")
-    if re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+    if _GBNF_RULE.search(text):
         try:
             text = _OPTION_LINE.sub("", gbnf_to_lark(text))
         except Exception as why:
@@ -235,6 +243,7 @@ def _refused(constraint: Constraint, why: str) -> RequestError:
         reason = _PLACE.sub("", reason)
     reason = " ".join(line.strip() for line in reason.splitlines() if line.strip(" ^"))
     name = {
+        "lark": "grammar",
         "json": "JSON schema",
         "regex": "regular expression",
         "choice": "choice",

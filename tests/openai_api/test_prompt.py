@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def prompts(tokenizer: Tokenizer, *, trusts: bool = False) -> Prompts:
-    return Prompts(tokenizer, 100, chat_template=TEMPLATE, tool_template=TEMPLATE, trusts_request_templates=trusts)
+    return Prompts(tokenizer, 100, chat_template=TEMPLATE, trusts_request_templates=trusts)
 
 
 def chat(*said: tuple[str, str], **fields: Any) -> Any:
@@ -53,6 +53,46 @@ def test_only_the_last_tokens_of_a_prompt_are_kept(bytewise: Tokenizer) -> None:
     assert text(bytewise, completion(prompt="abcdef", truncate_prompt_tokens=2)) == "ef"
     assert prompts(bytewise).token_ids(completion(prompt=[1, 2, 3], truncate_prompt_tokens=2)) == [2, 3]
     assert text(bytewise, chat(("user", "abcdef"), truncate_prompt_tokens=3)) == "ef;"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    bytewise: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bytewise.longest_token_bytes == len("<|end2|>")
+    assert len(prompts(bytewise).token_ids(completion(prompt="x" * 800))) == 800  # the limit on tokens is another's
+    monkeypatch.setattr(bytewise, "encode", lambda *_: pytest.fail("it was tokenized"))
+    for request, param in ((completion(prompt="é" * 401), "prompt"), (chat(("user", "x" * 800)), "messages")):
+        with pytest.raises(RequestError, match="no token of this model stands for more than 8") as refused:
+            prompts(bytewise).token_ids(request)
+        assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
+
+
+@pytest.mark.model
+def test_a_text_of_too_many_tokens_is_tokenized_in_part(smollm2: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    encode = smollm2.encode
+    monkeypatch.setattr(smollm2, "encode", lambda text, special: seen.append(len(text)) or encode(text, special))
+    many = Prompts(smollm2, 40_000, chat_template=TEMPLATE, trusts_request_templates=False)
+    with pytest.raises(RequestError, match="the context of this model is 40000 tokens") as refused:
+        many.token_ids(completion(prompt="a b " * 500_000))
+    assert refused.value.code == "context_length_exceeded"
+    assert sum(seen) == 256 << 10
+    seen.clear()
+    words = "internationalization " * 20_000  # fits: it is tokenized once as a whole, whatever was counted before
+    assert many.token_ids(completion(prompt=words)) == encode(words, True)
+    assert many.token_ids(completion(prompt="a b " * 500_000, truncate_prompt_tokens=2))
+
+
+def test_tokens_of_a_text_that_does_not_fit_can_be_counted(bytewise: Tokenizer) -> None:
+    limit = 1 << 20
+    assert len(prompts(bytewise).token_ids(completion(prompt="x" * limit), fits=False)) == limit
+    with pytest.raises(RequestError, match=f"{limit + 1} bytes; the limit here is {limit}"):
+        prompts(bytewise).token_ids(completion(prompt="x" * (limit + 1)), fits=False)
+
+
+def test_every_prompt_of_a_request_is_tokenized(bytewise: Tokenizer) -> None:
+    assert prompts(bytewise).all_token_ids(completion(prompt=["a", [5, 6], "bc"])) == [[97], [5, 6], [98, 99]]
+    assert prompts(bytewise).all_token_ids(chat(("user", "x"))) == [[120, 59]]
 
 
 def test_what_a_completion_repeats(bytewise: Tokenizer) -> None:

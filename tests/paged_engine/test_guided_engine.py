@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import time
 from pathlib import Path
 
 import msgspec
@@ -448,16 +450,46 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(constraint, reason, gr
     assert len(refused.value.message) < 800
 
 
-def test_compiled_grammars_are_kept_and_forgotten(grammars):
+def test_compiled_grammars_are_kept_and_forgotten(monkeypatch):
+    compiled: list[str] = []
+    compile_ = Grammars._compile
+    monkeypatch.setattr(
+        Grammars, "_compile", lambda self, constraint: compiled.append(constraint.text) or compile_(self, constraint)
+    )
     small = Grammars(TOKENS, special_ids=[EOS], eos_token_ids=[EOS])
-    first = Constraint("regex", "first")
-    assert not small.known(first)
-    small.matcher(first)
-    assert small.known(first)
-    for i in range(200):
-        small.matcher(Constraint("regex", f"x{i}"))
-    assert not small.known(first)
-    assert small.known(Constraint("regex", "x199"))
+    for text in ("first", "first", *(f"x{i}" for i in range(200)), "x199", "first"):
+        small.matcher(Constraint("regex", text))
+    assert compiled == ["first", *(f"x{i}" for i in range(200)), "first"]
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        JSON,
+        Constraint("regex", "[ab]+"),
+        Constraint("choice", '["one", "two"]'),
+        Constraint("grammar", 'root ::= "a" root | "b"'),
+        Constraint("json", '{"type": "integer"}', behind="</think>", opener="<think>"),
+    ],
+)
+def test_the_same_constraint_as_lark_allows_the_same_tokens(grammars, constraint):
+    matcher, lark = grammars.matcher(constraint), grammars.matcher(grammars.as_lark(constraint))
+    for _ in range(8):
+        allowed = matcher.compute_bitmask()
+        assert lark.compute_bitmask() == allowed
+        token = next((i for i in range(len(TOKENS)) if i != EOS and allowed[i // 8] >> (i % 8) & 1), None)
+        if token is None:
+            break
+        assert matcher.consume_token(token)
+        assert lark.consume_token(token)
+
+
+@pytest.mark.parametrize("line", ["\n" * 32_000, " " * 32_000, "a" * 32_000, "\n \t" * 10_000, "%" * 32_000])
+def test_a_users_grammar_is_read_in_linear_time(grammars, line):
+    began = time.process_time()
+    with contextlib.suppress(RequestError):
+        grammars.matcher(Constraint("grammar", f'start: "a"\n{line}'))
+    assert time.process_time() - began < 2
 
 
 def test_the_wire_carries_a_constraint():

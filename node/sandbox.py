@@ -1,0 +1,196 @@
+"""Work that a request could make endless, done in child processes with limits (node/sandbox_process.py).
+
+That is every prompt that is long or has a template of its own, and every grammar that was not seen before. A child that
+reaches a limit means that its request asks for too much: a 400. A child for which nobody waits any more is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+
+from node.collector import command_of
+from node.sandbox_messages import (
+    GRAMMAR,
+    LENGTH_BYTES,
+    PROMPT,
+    Answer,
+    Broke,
+    Compile,
+    Compiled,
+    Limits,
+    Refused,
+    Setup,
+    Tokenize,
+    Tokenized,
+    Work,
+)
+from wire.errors import NodeFailed, Overloaded, RequestError, Unavailable
+from wire.sampling import Constraint
+
+__all__ = ["Sandbox"]
+
+log = logging.getLogger("kvrelay.node")
+
+# Of each kind. More would only share the same cores.
+_CHILDREN = 2
+_TURN_DEADLINE_S = 10.0
+"""Nobody waits longer for a child to begin."""
+_WORK_DEADLINE_S = 30.0
+"""Only on a machine that has no time left: limits of CPU time come first."""
+_KEPT = 256
+"""Outcomes of grammars, so that each is compiled here once."""
+_MAX_ANSWER_BYTES = 1 << 27
+_ROOT = Path(__file__).resolve().parent.parent
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class _Killed(Exception):
+    """A child ended without an answer."""
+
+
+class Sandbox:
+    """The children of one node, and the process that forks them. `open` it before anything else, `close` it last."""
+
+    def __init__(self) -> None:
+        self._setup = b""
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._starting = asyncio.Lock()
+        self._turns = {Tokenize: asyncio.Semaphore(_CHILDREN), Compile: asyncio.Semaphore(_CHILDREN)}
+        self._grammars: OrderedDict[Constraint, Constraint | RequestError] = OrderedDict()
+
+    async def open(self, setup: Setup) -> None:
+        """Start the process; work that is given before it has loaded the tokenizer waits."""
+        self._setup = _framed(msgspec.msgpack.encode(setup))
+        await self._ready()
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
+        """The prompts of a chat's or completion's body. `fits`: the context. Raises RequestError, Unavailable."""
+        field = "messages" if chat else "prompt"
+        try:
+            answer = await self._done(Tokenize(chat, body, fits))
+        except _Killed as why:
+            raise _too_much(field, "be rendered and tokenized", PROMPT, None) from why
+        assert isinstance(answer, Tokenized)
+        return answer.prompts
+
+    async def as_lark(self, constraint: Constraint) -> Constraint:
+        """The same constraint as a Lark grammar that compiles. Raises RequestError with the reason, Unavailable."""
+        known = self._grammars.get(constraint)
+        if known is None:
+            known = self._grammars[constraint] = await self._compiled(constraint)
+            while len(self._grammars) > _KEPT:
+                self._grammars.popitem(last=False)
+        else:
+            self._grammars.move_to_end(constraint)
+        if isinstance(known, RequestError):
+            raise known
+        return known
+
+    async def _compiled(self, constraint: Constraint) -> Constraint | RequestError:
+        try:
+            answer = await self._done(Compile(constraint))
+        except _Killed:
+            return _too_much(constraint.field, "be compiled", GRAMMAR, "invalid_grammar")
+        except RequestError as why:
+            return why
+        assert isinstance(answer, Compiled)
+        return answer.constraint
+
+    async def _done(self, work: Work) -> Answer:
+        """Have a child do it. Raises RequestError, Unavailable, NodeFailed, _Killed."""
+        turn = self._turns[type(work)]
+        try:
+            await asyncio.wait_for(turn.acquire(), _TURN_DEADLINE_S)
+        except TimeoutError as why:
+            raise Overloaded("this node has too many long prompts or new grammars to read; try again later") from why
+        try:
+            async with asyncio.timeout(_WORK_DEADLINE_S):
+                answer = await self._asked(msgspec.msgpack.encode(work))
+        except TimeoutError as why:
+            raise Unavailable(f"this node could not read the request within {_WORK_DEADLINE_S:g} s") from why
+        finally:
+            turn.release()
+        if isinstance(answer, Refused):
+            raise RequestError(answer.message, param=answer.param, code=answer.code)
+        if isinstance(answer, Broke):
+            log.error("a child that read a request broke:\n%s", answer.traceback)
+            raise NodeFailed("this node failed on the request; its log says why")
+        return answer
+
+    async def _asked(self, work: bytes) -> Answer:
+        process = await self._ready()
+        assert self._control is not None
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:  # hanging up ends the child
+            ours.setblocking(False)
+            try:
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+                theirs.close()
+                await loop.sock_sendall(ours, _framed(work))
+                length = int.from_bytes(await _exactly(ours, LENGTH_BYTES), "big")
+                if length > _MAX_ANSWER_BYTES:
+                    raise ConnectionError(f"an answer of {length} bytes")
+                return _answer.decode(await _exactly(ours, length))
+            except (ConnectionError, BlockingIOError) as why:
+                if process.returncode is not None:
+                    raise Unavailable("the process that reads requests on this node has ended; try again") from why
+                log.warning("a child that read a request was ended at its limits")
+                raise _Killed from why
+
+    async def _ready(self) -> asyncio.subprocess.Process:
+        """The process that forks; another one if the last has ended."""
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                if self._control is not None:
+                    log.error("the process that reads requests has ended; another one is started")
+                    self._control.close()
+                self._control, theirs = socket.socketpair()
+                with theirs:
+                    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+                    # Children are forked from it, so no library may start threads.
+                    one = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+                    self._process = await asyncio.create_subprocess_exec(
+                        *command_of("node.sandbox_process"),
+                        stdin=theirs.fileno(),
+                        env={**os.environ, **one, "PYTHONPATH": path},
+                    )
+                self._control.setblocking(False)
+                await asyncio.get_running_loop().sock_sendall(self._control, self._setup)
+            return self._process
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(LENGTH_BYTES, "big") + message
+
+
+async def _exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes. Raises ConnectionError if there are no more."""
+    received = bytearray()
+    while len(received) < count:
+        chunk = await asyncio.get_running_loop().sock_recv(sock, min(count - len(received), 1 << 20))
+        if not chunk:
+            raise ConnectionError("the other side has hung up")
+        received += chunk
+    return bytes(received)
+
+
+def _too_much(field: str, what: str, limits: Limits, code: str | None) -> RequestError:
+    return RequestError(f"{field} could not {what} within {limits}; make it shorter or simpler", param=field, code=code)

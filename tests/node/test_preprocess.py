@@ -1,0 +1,126 @@
+"""Where a request is read: here, or by a child with limits; and that what its answer must match was compiled there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from node.preprocess import detokenized, legs_of, tokenized
+from node.sandbox import Sandbox
+from node.serving import Call, Serving
+from openai_api.tokenizer import Tokenizer
+from wire.config import Role
+from wire.engine_messages import EngineReady
+from wire.errors import RequestError
+from wire.sampling import Constraint
+
+EOS = 2
+INFO = EngineReady("e", "g", "m", 300, 1_000_000, 16, 99, 1, [EOS], "h", 1, 0.0)
+LARGE = "x" * (257 << 10)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+class StandInSandbox(Sandbox):
+    """Says what was given to it, and answers at once."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[bool, bool]] = []
+
+    async def token_ids(self, chat: bool, body: bytes, *, fits: bool = True) -> list[list[int]]:
+        self.read.append((chat, fits))
+        return [[97]]
+
+    async def as_lark(self, constraint: Constraint) -> Constraint:
+        return Constraint("lark", f"of {constraint.text}", field=constraint.field)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    config = tmp_path_factory.mktemp("bytewise") / "config.json"
+    config.write_text(json.dumps({"vocab_size": 300, "eos_token_id": EOS}))
+    return Serving(Role.AGGREGATED, "m", TEMPLATE, Tokenizer.load(str(config)), INFO, trusts_request_templates=True)
+
+
+def said(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_sandbox"),
+    [
+        ({"messages": said("x" * 100_000)}, False),
+        ({"messages": said(LARGE)}, True),
+        ({"messages": said("x") * 512}, False),
+        ({"messages": said("x") * 513}, True),
+        ({"messages": said("x"), "chat_template": "{{ messages[0].content }}"}, True),
+        ({"prompt": "x" * 100_000}, False),
+        ({"prompt": LARGE}, True),
+        ({"prompt": ["x", LARGE]}, True),
+        ({"prompt": [97] * 200_000}, False),
+        ({"prompt": LARGE, "kv_transfer_params": {"prompt_token_ids": [97]}}, False),
+    ],
+)
+async def test_what_could_be_endless_is_read_by_a_child(
+    serving: Serving, fields: dict[str, Any], in_sandbox: bool
+) -> None:
+    sandbox, chat = StandInSandbox(), "messages" in fields
+    body = json.dumps({"model": "m", "max_tokens": 1, **fields}).encode()
+    if fields.get("prompt") == ["x", LARGE]:
+        sandbox.token_ids = lambda *_, **__: _two(sandbox)  # type: ignore[method-assign]
+    legs, _ = await legs_of(serving, sandbox, Call(chat, body, "r"))
+    assert sandbox.read == ([(chat, True)] if in_sandbox else [])
+    if in_sandbox:
+        assert all(leg.submits[0].prompt_token_ids == [97] for leg in legs)
+
+
+async def _two(sandbox: StandInSandbox) -> list[list[int]]:
+    sandbox.read.append((False, True))
+    return [[97], [97]]
+
+
+async def test_all_choices_are_bound_by_what_was_compiled(serving: Serving) -> None:
+    body = json.dumps({"model": "m", "prompt": "x", "n": 3, "guided_regex": "ab"}).encode()
+    legs, _ = await legs_of(serving, StandInSandbox(), Call(False, body, "r"))
+    constraints = [submit.params.constraint for submit in legs[0].submits]
+    assert constraints == [Constraint("lark", "of ab", field="guided_regex")] * 3
+
+
+async def test_tokenizing_does_not_ask_whether_a_text_fits(serving: Serving) -> None:
+    sandbox = StandInSandbox()
+    told = await tokenized(serving, sandbox, json.dumps({"model": "m", "prompt": LARGE}).encode())
+    assert msgspec.json.decode(told)["tokens"] == [97]
+    assert sandbox.read == [(False, False)]
+
+
+async def test_no_more_tokens_become_text_than_a_context_holds(serving: Serving) -> None:
+    body = json.dumps({"tokens": [97] * 1_000_001}).encode()
+    with pytest.raises(RequestError, match="1000001 token ids; the limit is this model's context") as refused:
+        await detokenized(serving, body)
+    assert refused.value.param == "tokens"
+    assert msgspec.json.decode(await detokenized(serving, b'{"tokens": [97, 98]}')) == {"prompt": "ab"}
+
+
+async def test_token_ids_are_counted_before_each_is_looked_at(serving: Serving) -> None:
+    body = json.dumps({"model": "m", "prompt": [999] * 1_000_001}).encode()
+    with pytest.raises(RequestError) as refused:
+        await legs_of(serving, StandInSandbox(), Call(False, body, "r"))
+    assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bad_words", ["x"] * 1025),
+        ("stop_token_ids", [1] * 1025),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("allowed_token_ids", [1] * 301),
+    ],
+)
+async def test_lists_are_counted_first(serving: Serving, field: str, value: object) -> None:
+    body = json.dumps({"model": "m", "prompt": "x", field: value}).encode()
+    with pytest.raises(RequestError, match=f"{field} lists {len(value)} tokens") as refused:  # type: ignore[arg-type]
+        await legs_of(serving, StandInSandbox(), Call(False, body, "r"))
+    assert refused.value.param == field

@@ -1,0 +1,179 @@
+"""Work in child processes: what comes back, what each limit ends, and that nothing outlives its caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node import sandbox as sandbox_module
+from node.sandbox import Sandbox
+from node.sandbox_messages import Setup
+from wire.errors import Overloaded, RequestError
+from wire.sampling import Constraint
+
+VOCAB, EOS = 300, 2
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+async def sandbox(tmp_path: Path) -> AsyncIterator[Sandbox]:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": EOS}))
+    sandbox = Sandbox()
+    await sandbox.open(Setup(str(config), "{{ messages[0].content }}", True, 100, VOCAB, [EOS]))
+    yield sandbox
+    await sandbox.close()
+
+
+def chat(content: str, **fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}], **fields}).encode()
+
+
+def children(sandbox: Sandbox) -> list[int]:
+    assert sandbox._process is not None
+    pid = sandbox._process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_prompts_are_rendered_and_tokenized(sandbox: Sandbox) -> None:
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    body = json.dumps({"prompt": ["a", "bc"]}).encode()
+    assert await sandbox.token_ids(False, body) == [[97], [98, 99]]
+
+
+async def test_a_wrong_request_is_refused_as_it_is_elsewhere(sandbox: Sandbox) -> None:
+    with pytest.raises(RequestError, match="no token of this model stands for more than 8") as refused:
+        await sandbox.token_ids(True, chat("x" * 801))
+    assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+    with pytest.raises(RequestError, match="unclosed group") as refused:
+        await sandbox.as_lark(Constraint("regex", "(", field="guided_regex"))
+    assert (refused.value.param, refused.value.code) == ("guided_regex", "invalid_grammar")
+
+
+async def test_a_grammar_comes_back_as_lark_and_is_compiled_once(sandbox: Sandbox) -> None:
+    lark = await sandbox.as_lark(Constraint("regex", "ab", field="guided_regex"))
+    assert (lark.kind, lark.field) == ("lark", "guided_regex")
+    assert "/ab/" in lark.text
+    await sandbox.close()
+    assert await sandbox.as_lark(Constraint("regex", "ab", field="guided_regex")) is lark
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        pytest.param(
+            Constraint(
+                "json",
+                json.dumps(
+                    {
+                        "$defs": {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(20_000)} | {"a20000": True},
+                        "$ref": "#/$defs/a0",
+                    }
+                ),
+            ),
+            id="stack",
+        ),
+        pytest.param(
+            Constraint("grammar", "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(9000))), id="lark"
+        ),
+        pytest.param(Constraint("regex", "a?" * 60_000), id="memory or time"),
+        pytest.param(
+            Constraint("grammar", "root ::= a0\n" + "".join(f"a{i} ::= a{i + 1}\n" for i in range(9000))), id="gbnf"
+        ),
+    ],
+)
+async def test_a_grammar_that_takes_too_much_is_a_400_and_nothing_else(
+    sandbox: Sandbox, constraint: Constraint
+) -> None:
+    """Larger than the door lets in (Constraint.check), so that it is the child's limits that hold."""
+    for _ in range(2):  # the second time by what is remembered
+        with pytest.raises(RequestError) as refused:
+            await sandbox.as_lark(constraint)
+        assert (refused.value.status, refused.value.param) == (400, "response_format")
+    assert await sandbox.as_lark(Constraint("regex", "ab"))
+    await until(lambda: not children(sandbox))
+
+
+async def test_memory_is_limited(sandbox: Sandbox) -> None:
+    with pytest.raises(RequestError, match="1024 MiB of memory"):
+        await sandbox.token_ids(True, chat("x", chat_template="{{ 'a' * 10000000000 }}"))
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+
+
+async def test_time_is_limited(sandbox: Sandbox) -> None:
+    began = time.monotonic()
+    task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
+    await until(lambda: children(sandbox))
+    (child,) = children(sandbox)
+    spent = 0.0
+    while not task.done():
+        with contextlib.suppress(OSError, ValueError):
+            spent = max(spent, cpu_s(child))
+        assert time.monotonic() - began < 60
+        await asyncio.sleep(0.05)
+    with pytest.raises(RequestError, match="10 s of CPU time"):
+        await task
+    assert 8 < spent < 11
+
+
+async def test_who_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
+    task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
+    await until(lambda: [child for child in children(sandbox) if cpu_s(child) > 0.1])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: not children(sandbox))
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+
+
+async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "_TURN_DEADLINE_S", 0.2)
+    tasks = [asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS))) for _ in range(2)]
+    await until(lambda: len(children(sandbox)) == 2)
+    with pytest.raises(Overloaded) as refused:
+        await sandbox.token_ids(True, chat("ab"))
+    assert refused.value.status == 429
+    assert await sandbox.as_lark(Constraint("regex", "ab")), "grammars have turns of their own"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+
+
+async def test_a_process_that_was_killed_is_started_again(sandbox: Sandbox) -> None:
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    process = sandbox._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+
+
+async def test_nothing_is_left_behind(sandbox: Sandbox) -> None:
+    task = asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS)))
+    await until(lambda: children(sandbox))
+    pids = [*children(sandbox), sandbox._process.pid] if sandbox._process else []
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await sandbox.close()
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
