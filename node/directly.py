@@ -18,7 +18,9 @@ from node.callers import unless_gone
 from node.preprocess import detokenized, tokenized
 from node.sandbox import Sandbox
 from node.serving import Serving
+from openai_api.beside import beside
 from openai_api.dialect import Dialect, Speak
+from openai_api.json_body import check_shape
 from wire.errors import EngineDead, ErrorBody, NodeFailed
 
 __all__ = ["Directly"]
@@ -71,15 +73,18 @@ class Directly:
         """A chat completion in a dialect. Raises KvrelayError."""
         self._ready()
         body = await self._read(request)
+        await beside(len(body), check_shape, body)
         if learn is not None:
             await learn(body)
-        body, dialect = speak(body)
+        body, dialect = await beside(len(body), speak, body)
         return _spoken(await self._chat(request, body), dialect)
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """POST /tokenize and /detokenize. Raises KvrelayError."""
         serving = self._ready()
-        body = translate(await self._read(request))
+        body = await self._read(request)
+        await beside(len(body), check_shape, body)
+        body = await beside(len(body), translate, body)
         work = tokenized(serving, self._sandbox, body) if path == "/tokenize" else detokenized(serving, body)
         return await unless_gone(request, work) or b""
 

@@ -5,37 +5,29 @@ What a client has left is not finished: cancelled, these functions end the child
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
 import msgspec
 
 from node.sandbox import Sandbox
 from node.serving import Call, Serving
+from openai_api.beside import beside
 from openai_api.body import prompts_of
 from openai_api.leg import Leg
 from openai_api.types import ChatRequest, CompletionRequest
 
 __all__ = ["detokenized", "legs_of", "tokenized"]
 
-# Tokenizing takes about 1 us per byte: a longer prompt would stall the other streams of this node for that time.
-_INLINE_BYTES = 16 << 10
 # A child costs 6 ms more than a thread (17 KB in 40 and in 20 ms on two busy cores), but it can be ended.
 _THREAD_BYTES = 256 << 10
 _THREAD_TURNS = 512
 """Messages and tools. Some chat templates look at each of them for each of them."""
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 async def legs_of(serving: Serving, sandbox: Sandbox, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
     """What a call asks for, a leg for each prompt, checked. Raises RequestError, Draining, Unavailable."""
     size = len(call.body)
-    request = await _beside(size, serving.read, call)
+    request = await beside(size, serving.read, call)
     prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)
-    legs = await _beside(size, serving.legs, call, request, prompts)
+    legs = await beside(size, serving.legs, call, request, prompts)
     constraint = legs[0].submits[0].params.constraint if legs[0].submits else None
     if constraint is not None:
         lark = await sandbox.as_lark(constraint)
@@ -46,14 +38,14 @@ async def legs_of(serving: Serving, sandbox: Sandbox, call: Call) -> tuple[list[
 
 async def tokenized(serving: Serving, sandbox: Sandbox, body: bytes) -> bytes:
     """The answer to POST /tokenize. Raises RequestError, Unavailable."""
-    asked, request = await _beside(len(body), serving.to_tokenize, body)
+    asked, request = await beside(len(body), serving.to_tokenize, body)
     (tokens,) = await _token_ids(serving, sandbox, request, body, fits=False)
-    return await _beside(len(body), lambda: msgspec.json.encode(serving.tokenized(asked, tokens)))
+    return await beside(len(body), lambda: msgspec.json.encode(serving.tokenized(asked, tokens)))
 
 
 async def detokenized(serving: Serving, body: bytes) -> bytes:
     """The answer to POST /detokenize. Raises RequestError."""
-    return await _beside(len(body), lambda: msgspec.json.encode(serving.detokenized(body)))
+    return await beside(len(body), lambda: msgspec.json.encode(serving.detokenized(body)))
 
 
 async def _token_ids(
@@ -62,7 +54,7 @@ async def _token_ids(
     """The prompts of a request, whose `body` the sandbox reads again. Raises RequestError, Unavailable."""
     if serving.handed_over(request) is None and _could_be_endless(request, len(body)):
         return await sandbox.token_ids(isinstance(request, ChatRequest), body, fits=fits)
-    return await _beside(len(body), serving.token_ids, request, fits=fits)
+    return await beside(len(body), serving.token_ids, request, fits=fits)
 
 
 def _could_be_endless(request: ChatRequest | CompletionRequest, size: int) -> bool:
@@ -71,8 +63,3 @@ def _could_be_endless(request: ChatRequest | CompletionRequest, size: int) -> bo
         return size > _THREAD_BYTES and any(isinstance(prompt, str) for prompt in prompts_of(request))
     turns = len(request.messages) + len(request.tools or ())
     return size > _THREAD_BYTES or turns > _THREAD_TURNS or request.chat_template is not None  # which is a program
-
-
-async def _beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do work on a body of this size beside the event loop, unless it is too little for that."""
-    return work(*args, **kwargs) if size <= _INLINE_BYTES else await asyncio.to_thread(work, *args, **kwargs)

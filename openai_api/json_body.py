@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import msgspec
 from starlette.responses import Response
@@ -11,7 +14,37 @@ from starlette.responses import Response
 from wire.errors import RequestError
 from wire.frames import MALFORMED
 
-__all__ = ["json_response", "reading"]
+__all__ = ["MAX_CONTAINERS", "MAX_DEPTH", "MAX_STRINGS", "check_shape", "json_response", "reading"]
+
+MAX_DEPTH = 128
+"""Levels of objects and lists in a body."""
+MAX_CONTAINERS = 1 << 16
+"""Objects and lists in a body: four times the messages that a chat may have. A million take seconds to read."""
+MAX_STRINGS = 1 << 18
+"""Keys and texts in a body."""
+# One that does not end is one, too: nothing is ever scanned twice.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
+_STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
+
+
+def check_shape(body: bytes) -> None:
+    """Raise RequestError if a JSON body nests too deep or holds too many objects and lists.
+
+    What is no JSON passes: its reader says so."""
+    # Nearly all bodies have fewer brackets than that: two scans at memory speed, and nothing more.
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return
+    bare, strings = _STRINGS.subn(b"", body, count=MAX_STRINGS + 1)
+    if strings > MAX_STRINGS:
+        raise RequestError(f"the body holds more than {MAX_STRINGS} keys and texts; send fewer", code="invalid_json")
+    steps = bare.translate(_STEPS, _NOT_BRACKETS)
+    if (count := steps.count(1)) > MAX_CONTAINERS:
+        raise RequestError(
+            f"the body holds {count} objects and lists; the limit is {MAX_CONTAINERS}", code="invalid_json"
+        )
+    if max(accumulate(array("b", steps)), default=0) > MAX_DEPTH:
+        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code="invalid_json")
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from openai_api.beside import beside
 from openai_api.dialect import AS_IS, Speak, as_it_is
-from openai_api.json_body import json_response
+from openai_api.json_body import check_shape, json_response
 from openai_api.routes import add_routes, shown
 from openai_api.tracing import tracing_to
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
@@ -36,7 +37,7 @@ from router.client import headers_of
 from router.console.lookout import Lookout
 from router.console.routes import add_console_routes
 from router.endings import Endings, Traced
-from router.entry import check_depth, sane_id, targets_of
+from router.entry import sane_id, targets_of
 from router.guard import KeyGate, add_error_answers, answer_any, caller_of, read_body
 from router.hot_routes import HotRoutes
 from router.legs.leg_watch import LegWatches
@@ -204,7 +205,7 @@ class Router:
             body = await self._body(request)
             if learn is not None:
                 await learn(body)
-            body, dialect = speak(body)
+            body, dialect = await beside(len(body), speak, body)
             leg_path = path if dialect is AS_IS else CHAT_PATH
             if request.state.job_id in self._live:  # since the body was waited for
                 request.state.job_id = self._new_id(request)
@@ -264,7 +265,8 @@ class Router:
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """What a node's /tokenize or /detokenize says to a body. Raises KvrelayError."""
         assert self._legs is not None
-        body = translate(await self._body(request))
+        body = await self._body(request)
+        body = await beside(len(body), translate, body)
         async with self.gate.question(caller_of(request)):
             return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
 
@@ -317,7 +319,7 @@ class Router:
         body = await read_body(
             request, self.config.max_body_bytes, min(_BODY_DEADLINE_S, self.config.request_deadline_s)
         )
-        check_depth(body)
+        await beside(len(body), check_shape, body)
         return body
 
 

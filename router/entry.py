@@ -1,4 +1,4 @@
-"""What may enter the router: checks of a request's headers and bytes, before anything of it is understood. Pure.
+"""What may enter the router: checks of a request's headers, before anything of it is understood. Pure.
 
 Owns what holds for every dialect. What fields mean is checked in router/walk/job.py and on the nodes.
 """
@@ -7,37 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from array import array
 from collections.abc import Callable
-from itertools import accumulate
 
 from wire.errors import KvrelayError, RequestError
 
-__all__ = ["MAX_DEPTH", "check_depth", "sane_id", "shown_error", "targets_of"]
-
-MAX_DEPTH = 128
-"""Levels of objects and lists in a body."""
+__all__ = ["sane_id", "shown_error", "targets_of"]
 
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
-# One that does not end is one, too: nothing is ever scanned twice.
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
-_STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed bytes
 _MAX_TARGET_MS = 1e9
 _SHOWN_CHARS = 200
 _OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
-
-
-def check_depth(body: bytes) -> None:
-    """Raise RequestError if a JSON body nests deeper than MAX_DEPTH. One that is no JSON passes: its reader says so."""
-    # Nearly all bodies have fewer brackets than that: two scans at memory speed, and nothing more.
-    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
-        return
-    brackets = _STRINGS.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
-    if max(accumulate(array("b", brackets)), default=0) > MAX_DEPTH:
-        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels; send fewer", code="invalid_json")
 
 
 def targets_of(header: Callable[[str], str | None]) -> tuple[float | None, float | None]:

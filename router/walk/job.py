@@ -38,6 +38,7 @@ _BYTES_PER_TOKEN = 4  # English text; only the choice of a node depends on it
 _DEFAULT_COMPLETION_TOKENS = 16  # of the OpenAI API
 _MAX_INT = 2**63 - 1
 _MAX_MODEL_CHARS = 256
+_MAX_SESSION_CHARS = 256
 # A client that could set these could point a node at an address.
 _HANDOVER_FIELD = "kv_transfer_params"
 _HANDOVER_FIELDS = ("remote_", "do_remote_")
@@ -243,7 +244,7 @@ def parse_job(
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
         priority=asked.priority or 0,
-        session=session or asked.prompt_cache_key or asked.user or "",
+        session=(session or asked.prompt_cache_key or asked.user or "")[:_MAX_SESSION_CHARS],
         targets=targets,
     )
 

@@ -1,0 +1,82 @@
+"""The shape of JSON bodies: how deep, how many objects, lists and texts; and that looking at it costs little."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openai_api.json_body import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, check_shape
+from wire.errors import RequestError
+
+values = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(st.characters(codec="utf-8"), max_size=20)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text('[{"\\', max_size=5), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+def depth_of(value: Any) -> int:
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return 1 + max(map(depth_of, inner), default=0)
+    return 0
+
+
+@settings(max_examples=30)
+@given(values, st.integers(MAX_DEPTH - 12, MAX_DEPTH + 3), st.integers(0, 300))
+def test_a_body_is_refused_exactly_if_it_nests_too_deeply(inner: Any, around: int, beside: int) -> None:
+    value: Any = [inner, "]" * beside, [[] for _ in range(beside)]]
+    for _ in range(around):
+        value = {"a": value}
+    body = json.dumps(value).encode()
+    if depth_of(value) <= MAX_DEPTH:
+        check_shape(body)
+    else:
+        with pytest.raises(RequestError, match="nests deeper"):
+            check_shape(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"]" * 1000,
+        b'"' + b'\\"' * 100_000 + b"[]" * 200,
+        b"[[]]" * 100 + b'"' + b'\\"' * 500_000,
+        b"[]" * 200 + b'"\\',
+    ],
+)
+def test_what_is_no_json_passes_and_costs_little(body: bytes) -> None:
+    started = time.process_time()
+    check_shape(body)
+    assert time.process_time() - started < 1  # it would be minutes if anything were scanned again and again
+
+
+@pytest.mark.parametrize(
+    ("unit", "most", "words"),
+    [
+        ("[]", MAX_CONTAINERS - 1, f"{MAX_CONTAINERS + 1} objects and lists; the limit is {MAX_CONTAINERS}"),
+        ("{}", MAX_CONTAINERS - 1, f"{MAX_CONTAINERS + 1} objects and lists"),
+        ('"[{"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
+    ],
+)
+def test_objects_lists_and_texts_are_counted(unit: str, most: int, words: str) -> None:
+    check_shape(f"[{','.join([unit] * most)}]".encode())
+    with pytest.raises(RequestError, match=words):
+        check_shape(f"[{','.join([unit] * (most + 1))}]".encode())
+
+
+@pytest.mark.parametrize("unit", ['{"a":', '{"a":"b"},', "[", '"\\"[",', '"[]",'])
+def test_the_largest_bodies_are_looked_at_in_no_time(unit: str) -> None:
+    body = (unit * ((16 << 20) // len(unit))).encode()
+    began = time.process_time()
+    with pytest.raises(RequestError):
+        check_shape(body)
+    assert time.process_time() - began < 1
