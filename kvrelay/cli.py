@@ -11,6 +11,7 @@ import inspect
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -76,11 +77,11 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
     config = _router_config(values)
-    reread = None if again is None else lambda: _router_config(again())
+    from router.admin_key import drawn_admin_key
     from router.nodes.cards import read_cards
 
     read_cards(config.rate_cards)  # with several workers each would fail
-    check_port(config.host, config.port)
+    port = check_port(config.host, config.port)
     if config.heartbeat_port:
         check_port(config.host, config.heartbeat_port)
     if config.kubernetes_selector:
@@ -91,12 +92,16 @@ def _serving_router(values: dict[str, object], again: Callable[[], dict[str, obj
         check_port(config.host, config.p2p_nccl_port)
     log_to_stderr("router", config.log_format)
     if config.workers > 1:
-        from kvrelay.workers import run_workers
+        from kvrelay.workers import run_workers as run_router
+    else:
+        from router.server import run as run_router
+    with nullcontext("") if config.admin_key else drawn_admin_key(port) as drawn:
 
-        return run_workers(config, reread)
-    from router.server import run as run_router
+        def settled(read: RouterConfig) -> RouterConfig:
+            """What the file leaves to this process stays as it is when the file is read again."""
+            return dataclasses.replace(read, port=read.port or port, admin_key=read.admin_key or drawn)
 
-    return run_router(config, reread)
+        return run_router(settled(config), None if again is None else lambda: settled(_router_config(again())))
 
 
 def _router_config(values: Mapping[str, object]) -> RouterConfig:

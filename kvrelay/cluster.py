@@ -10,6 +10,8 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -18,8 +20,9 @@ from rich.text import Text
 
 from kvrelay.chat import Endpoint, open_session, proof
 from kvrelay.machine import this_machine
-from kvrelay.plan import ClusterConfig, Machine, plan, reachable, waves
+from kvrelay.plan import ADMIN_KEY, ClusterConfig, Machine, plan, reachable, waves
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
+from router.admin_key import drawn_admin_key
 from wire.errors import ConfigError
 
 __all__ = ["up"]
@@ -32,14 +35,21 @@ def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) ->
 
     Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child is left.
     """
-    return asyncio.run(_run(config, Console(highlight=False, soft_wrap=True), planned))
+    machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
+    # The key is drawn here and not by the router: one that is started again keeps it.
+    with nullcontext("") if machine.environ.get(ADMIN_KEY) else drawn_admin_key(machine.ports[0]) as drawn:
+        if drawn:
+            machine = replace(machine, environ={**machine.environ, ADMIN_KEY: drawn})
+        return asyncio.run(_run(config, machine, drawn, console, planned))
 
 
-async def _run(config: ClusterConfig, console: Console, planned: Callable[..., list[ChildSpec]]) -> int:
+async def _run(
+    config: ClusterConfig, machine: Machine, drawn: str, console: Console, planned: Callable[..., list[ChildSpec]]
+) -> int:
+    """Run the cluster until it is told to stop. `drawn`: its admin key, if nobody has given one."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    machine = this_machine(config)
     log_dir = _log_dir(config)
     specs = planned(config, machine, log_dir, secrets.token_urlsafe(24))
     endpoint = Endpoint(reachable(config.host, machine.ports[0]), config.api_key)
@@ -54,7 +64,7 @@ async def _run(config: ClusterConfig, console: Console, planned: Callable[..., l
             return await _answers(session, url)
 
         async with Supervisor(healthy, say, config.start_deadline_s, config.stop_deadline_s) as supervisor:
-            serving = asyncio.create_task(_serve(config, console, supervisor, specs, machine, endpoint))
+            serving = asyncio.create_task(_serve(config, console, supervisor, specs, machine, endpoint, drawn))
             stopped = asyncio.create_task(stop.wait())
             try:
                 await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,6 +86,7 @@ async def _serve(
     specs: Sequence[ChildSpec],
     machine: Machine,
     endpoint: Endpoint,
+    drawn: str,
 ) -> None:
     """Start, wait until ready, say where it is, prove it if asked. Returns only after a proof that is to exit."""
     *nodes, router = specs
@@ -83,7 +94,7 @@ async def _serve(
         await _all_ready(console, [supervisor.start(node) for node in wave])
     await _all_ready(console, [supervisor.start(router)])  # later, so that it need not warn of nodes that still load
     async with open_session() as session:
-        _invite(console, endpoint, await endpoint.model(session))
+        _invite(console, endpoint, await endpoint.model(session), drawn)
         if config.demo or config.demo_exit:
             await proof(session, endpoint, console)
     if not config.demo_exit:
@@ -112,11 +123,13 @@ async def _all_ready(console: Console, children: Sequence[Child]) -> None:
                 task.cancel()
 
 
-def _invite(console: Console, endpoint: Endpoint, model: str) -> None:
+def _invite(console: Console, endpoint: Endpoint, model: str, drawn: str) -> None:
+    """Say where it is. A terminal is shown the drawn admin key with the console's address; a log is not."""
+    watch = f"{endpoint.url}/console" + (f"#key={drawn}" if drawn and console.is_terminal else "")
     key = "  -H 'Authorization: Bearer YOUR_KEY' \\\n" if endpoint.api_key else ""
     body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     lines = (
-        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\nwatch it, chat with it: {endpoint.url}/console\n\n"
+        f"\nkvrelay is ready: {endpoint.url}/v1 (model {model})\nwatch it, chat with it: {watch}\n\n"
         f"curl -N {endpoint.url}/v1/chat/completions -H 'content-type: application/json' \\\n{key}  -d '{body}'\n"
     )
     console.print(Text(lines))

@@ -14,12 +14,14 @@ from rich.console import Console
 
 from kvrelay.embedded import embedded_model
 from kvrelay.plan import ADMIN_KEY, API_KEY, NODE_API_KEY
+from router.admin_key import stored_admin_key
 from wire.config import EngineConfig
 from wire.key_config import KeyConfig
 from wire.versions import RELEASE
 
 __all__ = ["add_commands"]
 
+_ADMIN_KEY_HELP = "The key that the router wants. [default: what our own router on this machine has drawn]"
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
@@ -86,7 +88,7 @@ def _drain(
     router: Annotated[
         str, typer.Option(help="A router to ask; without one the node is asked, and all routers see it.")
     ] = "",
-    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
@@ -95,6 +97,7 @@ def _drain(
     from kvrelay.drain import run as run_drain
 
     console = Console(highlight=False, soft_wrap=True)
+    admin_key = admin_key or stored_admin_key(router)
     return run_drain(node, router, admin_key, node_api_key, wait, console, undo=undo)
 
 
@@ -142,13 +145,13 @@ def _replay(
 
 def _top(
     router: Annotated[str, typer.Option(help="The router to look at.")] = "http://127.0.0.1:8000",
-    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="How often to look.")] = 1.0,
 ) -> int:
     """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
     from kvrelay.top import run as run_top
 
-    return run_top(router, admin_key, interval, Console(highlight=False))
+    return run_top(router, admin_key or stored_admin_key(router), interval, Console(highlight=False))
 
 
 def _role(
@@ -157,7 +160,7 @@ def _role(
     router: Annotated[
         str, typer.Option(help="A router to ask, which keeps the last node of a role; without one the node is asked.")
     ] = "",
-    admin_key: Annotated[str, typer.Option(help="The key that the router wants.", envvar=ADMIN_KEY)] = "",
+    admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
     node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 60.0,
     force: Annotated[bool, typer.Option("--force", help="Also if it is the last node of its role.")] = False,
@@ -166,6 +169,7 @@ def _role(
     from kvrelay.role import run as run_role
 
     console = Console(highlight=False, soft_wrap=True)
+    admin_key = admin_key or stored_admin_key(router)
     return run_role(node, role, router, admin_key, node_api_key, wait, console, force=force)
 
 

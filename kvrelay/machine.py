@@ -26,9 +26,10 @@ def this_machine(config: ClusterConfig) -> Machine:
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, environ())
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if nobody can listen there now; before a model is loaded for nothing."""
-    _bound(host, port).close()
+def check_port(host: str, port: int) -> int:
+    """The port, or a free one for 0. Raises ConfigError if nobody can listen there now: before a model is loaded."""
+    with _bound(host, port) as held:
+        return int(held.getsockname()[1])
 
 
 def _bound(host: str, port: int) -> socket.socket:

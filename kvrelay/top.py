@@ -70,7 +70,7 @@ async def _top(router: str, admin_key: str, interval_s: float, console: Console)
 async def _look(session: aiohttp.ClientSession, router: str, admin_key: str) -> Picture:
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     try:
-        async with session.get(f"{router}/console/state", headers=headers) as answer:
+        async with session.get(f"{router}/console/state", headers=headers, allow_redirects=False) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         raise TopFailed(f"{router} cannot be reached: {why or type(why).__name__}") from why

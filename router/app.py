@@ -345,19 +345,19 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.router = router
     add_error_answers(app)
-    app.add_middleware(KeyGate, keyring=router.keyring, metrics=router.metrics)
+    app.add_middleware(KeyGate, keyring=router.keyring, metrics=router.metrics, admin_key=config.admin_key)
 
     async def complete(request: Request) -> Response:
         return await router.complete(request, as_it_is)
 
     hot = HotRoutes(dict.fromkeys((CHAT_PATH, COMPLETIONS_PATH), complete), answer_any)
-    app.hot, app.has_hot = KeyGate(hot, router.keyring, router.metrics), hot.has
+    app.hot, app.has_hot = KeyGate(hot, router.keyring, router.metrics, config.admin_key), hot.has
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)
     add_routes(app, router, router.shared.responses)
     read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
-    add_admin_routes(app, router.pool, router.shared, router.legs, config.admin_key, read)
-    add_console_routes(app, config.admin_key, router.lookout.picture)
+    add_admin_routes(app, router.pool, router.shared, router.legs, read)
+    add_console_routes(app, router.lookout.picture)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)

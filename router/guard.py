@@ -14,6 +14,7 @@ from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, error_sha
 from router.admission.keys import Caller, Keyring
 from router.client import arrived, headers_of
 from router.metrics import Metrics
+from router.operators import OPERATED, check_operator
 from router.relay import error_response, id_headers
 from router.walk.job import CHAT_PATH, COMPLETIONS_PATH
 from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, RequestTimeout, Unauthorized
@@ -21,23 +22,29 @@ from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, Requ
 __all__ = ["KeyGate", "add_error_answers", "answer_any", "caller_of", "read_body"]
 
 _PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
+_WANT_KEYS = (*GUARDED, *OPERATED)
 _CALLER = "kvrelay.caller"  # key of the ASGI scope
 
 _log = logging.getLogger("kvrelay.router")
 
 
 class KeyGate:
-    """Lets only requests with a known API key through to the guarded paths."""
+    """Lets only requests with a known API key through to the guarded paths, with the admin key to the operators'."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring, metrics: Metrics, admin_key: str) -> None:
         self._app = app
         self._metrics = metrics
         self._keyring = keyring
+        self._admin_key = admin_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(GUARDED):
+        if scope["type"] == "http" and scope["path"].startswith(_WANT_KEYS):
+            given = given_key(headers_of(scope).get)
             try:
-                scope[_CALLER] = self._keyring.caller(given_key(headers_of(scope).get))
+                if scope["path"].startswith(OPERATED):
+                    check_operator(self._admin_key, given)
+                else:
+                    scope[_CALLER] = self._keyring.caller(given)
             except Unauthorized as error:
                 self._metrics.refused(scope["path"] if scope["path"] in _PATHS else "other", error.status)
                 await error_response(error, shape=error_shape(scope["path"]))(scope, receive, send)

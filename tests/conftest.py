@@ -122,6 +122,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where routers of these tests, children too, keep the admin keys that they draw."""
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of this repository."""

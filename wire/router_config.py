@@ -57,7 +57,8 @@ class RouterConfig:
     node_api_key: str = ""
     """Sent to the nodes."""
     admin_key: str = ""
-    """What /admin routes want as `Authorization: Bearer <admin_key>`; without one they answer this machine only."""
+    """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one the router draws one
+    at its start, for its own user on this machine."""
     max_body_bytes: int = 16 << 20
     """Longest request body."""
     request_deadline_s: float = 600.0

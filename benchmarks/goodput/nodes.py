@@ -22,8 +22,9 @@ import aiohttp
 from benchmarks.goodput.works import flips_to
 from benchmarks.local_cluster import free_ports
 from kvrelay.machine import environ, this_machine
-from kvrelay.plan import NODE_API_KEY, ClusterConfig, gpus_of_nodes
+from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, gpus_of_nodes
 from node.parent import PARENT_PID
+from router.admin_key import stored_admin_key
 from wire.config import EngineConfig
 
 __all__ = ["Nodes", "cluster", "gpus_taken", "router_cpu_s", "servers"]
@@ -47,7 +48,8 @@ class Nodes:
             flips = flips_to(await self._roles(session), prefill)
             for url, role in flips:
                 said = {"url": url, "role": role, "force": True}
-                async with session.post(f"{self.router}/admin/nodes/role", json=said) as answer:
+                headers = operator(self.router)
+                async with session.post(f"{self.router}/admin/nodes/role", json=said, headers=headers) as answer:
                     if answer.status != 200:
                         raise RuntimeError(f"{url} does not become {role}: {await answer.text()}")
             await self._roles(session, prefill)
@@ -67,9 +69,14 @@ class Nodes:
             await asyncio.sleep(_TICK_S)
 
 
+def operator(router: str) -> dict[str, str]:
+    """What a router of ours wants to be told by its operator."""
+    return {"authorization": f"Bearer {os.environ.get(ADMIN_KEY) or stored_admin_key(router)}"}
+
+
 async def nodes_of(session: aiohttp.ClientSession, router: str) -> list[dict[str, Any]]:
     """What a router tells of its nodes."""
-    async with session.get(f"{router}/admin/nodes") as answer:
+    async with session.get(f"{router}/admin/nodes", headers=operator(router)) as answer:
         answer.raise_for_status()
         return list((await answer.json())["nodes"])
 

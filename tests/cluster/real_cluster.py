@@ -19,6 +19,7 @@ import httpx2
 import msgspec
 
 from benchmarks.local_cluster import free_ports
+from router.admin_key import stored_admin_key
 from wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
@@ -152,6 +153,11 @@ class Cluster:
     def url(self) -> str:
         assert self.router is not None
         return self.router.url
+
+    @property
+    def operator(self) -> dict[str, str]:
+        """The headers of an operator of the router, which has drawn its admin key."""
+        return {"authorization": f"Bearer {stored_admin_key(self.url)}"}
 
     def of(self, role: str) -> list[Process]:
         return [node for node in self.nodes if node.role == role]

@@ -19,6 +19,7 @@ import pytest
 from real_cluster import EMBEDDED_KEY, Cluster, running, wait_until
 
 from kvrelay.embedded import embedded_model
+from router.admin_key import stored_admin_key
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOTS = os.environ.get("KVRELAY_SCREENSHOTS", "")
@@ -62,7 +63,7 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def page_of(browser: Any, cluster: Cluster, view: str = "", **context: Any) -> Iterator[Any]:
+def page_of(browser: Any, cluster: Cluster, **context: Any) -> Iterator[Any]:
     """The console, loaded; whatever it complains about fails the test."""
     size = {"width": 1360, "height": 940}
     with browser.new_context(**{"viewport": size, "reduced_motion": "reduce", **context}) as opened:
@@ -71,7 +72,7 @@ def page_of(browser: Any, cluster: Cluster, view: str = "", **context: Any) -> I
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda why: wrong.append(str(why)))
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{cluster.url}/console{view}")
+        page.goto(f"{cluster.url}/console#key={stored_admin_key(cluster.url)}")
         page.locator("#health[data-state=ok]").wait_for()
         yield page
         assert not wrong
@@ -196,7 +197,8 @@ def test_pictures(browser: Any, cluster: Cluster) -> None:
         page.screenshot(path=folder / f"console-{name}.png")
 
     def ended() -> bool:
-        return len(httpx2.get(f"{cluster.url}/console/state", timeout=10).json()["requests"]) >= 40
+        told = httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=10)
+        return len(told.json()["requests"]) >= 40
 
     with load(cluster, 5):
         wait_until(ended, 300, "40 requests")

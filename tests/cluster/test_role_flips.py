@@ -65,7 +65,7 @@ def ratio(url: str) -> tuple[int, int]:
 
 def all_workers_see(cluster: Cluster, wanted: tuple[int, int]) -> None:
     """Each process of the first router, whichever is asked."""
-    picture = json.loads(httpx2.get(f"{cluster.url}/console/state", timeout=5).content)
+    picture = json.loads(httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=5).content)
     by_role = [[node for node in picture["nodes"] if node["role"] == role] for role in ("prefill", "decode")]
     assert tuple(map(len, by_role)) == wanted
     assert all(node["up_in"] == 2 for nodes in by_role for node in nodes), picture["nodes"]
@@ -206,7 +206,7 @@ async def test_a_node_that_is_killed_while_it_flips_comes_back_in_the_role_of_it
 
         await asyncio.to_thread(wait_until, begun, 30, "a stream on the node")
         asked = {"url": node.url, "role": "prefill"}
-        async with session.post(f"{cluster.url}/admin/nodes/role", json=asked) as answer:
+        async with session.post(f"{cluster.url}/admin/nodes/role", json=asked, headers=cluster.operator) as answer:
             assert (answer.status, (await answer.json())["node"]["flips_to"]) == (200, "prefill")
         node.kill(signal.SIGKILL)
         assert await asyncio.gather(*streams) == [wanted] * 4

@@ -60,7 +60,8 @@ def body(at: int, salt: str) -> dict[str, Any]:
 
 def picture(cluster: Cluster) -> Any:
     """As the console shows it; nothing before the first look."""
-    seen = json.loads(httpx2.get(f"{cluster.url}/console/state", timeout=10).content)["balance"]
+    told = httpx2.get(f"{cluster.url}/console/state", headers=cluster.operator, timeout=10)
+    seen = json.loads(told.content)["balance"]
     return seen[0] if seen else {"changes": []}
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from kvrelay import cli
+from router.admin_key import stored_admin_key
 from router.admission.keys import hash_of
+from router.reload import changes
 from wire.config import NodeConfig, Role
+from wire.errors import ConfigError
 from wire.key_config import KeyConfig
 from wire.router_config import RouterConfig
 
@@ -31,7 +34,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module = ModuleType(name)
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(cli, "check_port", lambda host, port: None)  # whoever listens there on this machine
+    monkeypatch.setattr(cli, "check_port", lambda host, port: port or 8123)  # whoever listens there on this machine
     for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_ADMIN_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.delenv(variable, raising=False)
     return configs
@@ -49,8 +52,41 @@ def test_a_node_command_sets_the_role(command: str, role: Role, served: list[Any
 
 
 def test_the_router_takes_several_nodes(served: list[Any]) -> None:
-    assert cli.run(["router", "--prefill", "http://a", "--prefill", "http://b", "--decode", "http://c"]) == 0
-    assert served == [RouterConfig(prefill=("http://a", "http://b"), decode=("http://c",))]
+    nodes = ["--prefill", "http://a", "--prefill", "http://b", "--decode", "http://c"]
+    assert cli.run(["router", *nodes, "--admin-key", "k"]) == 0
+    assert served == [RouterConfig(prefill=("http://a", "http://b"), decode=("http://c",), admin_key="k")]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
+    workers: int, served: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, found, drawn = tmp_path / "router.yaml", list[str](), list[RouterConfig]()
+
+    def run(config: RouterConfig, reread: Any) -> int:
+        found.append(stored_admin_key(f"http://127.0.0.1:{config.port}"))
+        drawn.append(config)
+        assert changes(config, reread()) == []
+        for wrong in ("admin_key: other", "port: 9"):
+            file.write_text(wrong)
+            with pytest.raises(ConfigError, match="cannot change while the router runs"):
+                changes(config, reread())
+        return 0
+
+    monkeypatch.setattr(sys.modules["router.server"], "run", run)
+    several = ModuleType("kvrelay.workers")
+    several.run_workers = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvrelay.workers", several)
+    file.write_text("port: 0")
+    assert cli.run(["router", *PEERS, "--config", str(file), f"--workers={workers}"]) == 0
+    assert (found, drawn[0].port) == ([drawn[0].admin_key], 8123)
+    assert found[0]
+    assert stored_admin_key("http://127.0.0.1:8123") == ""
+    monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
+    file.write_text("port: 0")
+    monkeypatch.setattr(sys.modules["router.server"], "run", lambda config, _: drawn.append(config) or 0)
+    assert cli.run(["router", *PEERS, "--config", str(file)]) == 0
+    assert drawn[1].admin_key == "given"
 
 
 def test_a_rate_card_that_is_none_is_refused_before_anything_starts(

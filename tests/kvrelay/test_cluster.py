@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 from process_state import alive
+from rich.console import Console
+
+from kvrelay.chat import Endpoint
+from kvrelay.cluster import _invite
+from router.admin_key import stored_admin_key
 
 _UP = """
 import sys
@@ -43,6 +48,9 @@ except KvrelayError as why:
 
 class Up:
     """A running `kvrelay up`, its output and the processes that it started."""
+
+    shown = ""
+    """When it was ready."""
 
     def __init__(self, repository: Path, log_dir: Path, *arguments: str) -> None:
         server = Path(__file__).with_name("stand_in_server.py")
@@ -82,7 +90,7 @@ def gone(pids: list[int], deadline_s: float = 10.0) -> bool:
 def running(repository: Path, tmp_path: Path) -> Iterator[Up]:
     """A cluster of stand-ins that is ready."""
     up = Up(repository, tmp_path / "logs", "whole")
-    up.until("Ctrl-C stops everything")
+    up.shown = up.until("Ctrl-C stops everything")
     yield up
     up.process.kill()
     up.process.communicate(timeout=20)
@@ -124,6 +132,42 @@ def test_a_killed_child_is_started_again(running: Up) -> None:
     os.kill(running.children()[0], signal.SIGKILL)
     assert "was killed by SIGKILL" in running.until("ready again")
     assert len(running.children()) == 3
+
+
+def test_it_draws_an_admin_key_for_its_router_and_shows_it_to_a_terminal_alone(
+    running: Up, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (url,) = re.findall(r"watch it, chat with it: (\S+)/console\n", running.shown)
+    key = stored_admin_key(url)
+    assert key
+    assert key not in running.shown
+    with_it = [b"KVRELAY_ADMIN_KEY=" + key.encode() in environment(child) for child in running.children()]
+    assert with_it == [False, False, True]  # no node has it
+    for terminal, said in ((True, f"{url}/console#key={key}\n"), (False, f"{url}/console\n")):
+        _invite(Console(force_terminal=terminal, soft_wrap=True, highlight=False), Endpoint(url), "m", key)
+        assert said in capsys.readouterr().out
+    running.process.terminate()
+    assert running.process.wait(20) == 0
+    assert stored_admin_key(url) == ""
+
+
+def test_it_keeps_the_admin_key_that_was_given(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
+    up = Up(repository, tmp_path / "logs", "whole")
+    try:
+        (url,) = re.findall(r"watch it, chat with it: (\S+)/console\n", up.until("Ctrl-C stops everything"))
+        assert stored_admin_key(url) == ""
+        assert b"KVRELAY_ADMIN_KEY=given" in environment(up.children()[2])
+    finally:
+        up.process.terminate()
+        up.process.communicate(timeout=20)
+
+
+def environment(pid: int) -> list[bytes]:
+    """Of a process when it began."""
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_a_child_that_cannot_start_stops_everything_and_is_named(repository: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from kvrelay import cli
 from kvrelay.top import drawn
+from router.admin_key import drawn_admin_key
 from router.console.picture import BalanceSeen, FailedPair, RoleChange
 from tests.router.router_doubles import cluster, decode, prefill
 
@@ -34,6 +37,27 @@ async def test_it_prints_nodes_and_requests_once_into_a_pipe(
 
         assert await asyncio.to_thread(cli.run, flags[:3]) == 1
         assert "admin key" in capsys.readouterr().err
+
+
+async def test_the_commands_find_the_key_that_a_router_of_this_machine_has_drawn(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with ExitStack() as drawing, socket.create_server(("127.0.0.1", 0)) as held:
+        key = drawing.enter_context(drawn_admin_key(held.getsockname()[1]))
+        p, d, other = prefill(), decode(), decode()
+        async with cluster(p, d, other, admin_key=key, listening=held) as c:
+            for words in (
+                ["top", "--router", c.url],
+                ["drain", other.url, "--router", c.url],
+                ["drain", other.url, "--router", c.url, "--undo"],
+                ["role", d.url, "decode", "--router", c.url],
+            ):
+                assert await asyncio.to_thread(cli.run, words) == 0, capsys.readouterr().err
+            given = [*words, "--admin-key", "another"]
+            assert await asyncio.to_thread(cli.run, given) == 1
+            assert "missing or wrong" in capsys.readouterr().err
+            drawing.close()  # the file is gone
+            assert await asyncio.to_thread(cli.run, words) == 1
 
 
 def test_who_is_not_there_and_what_is_no_address(capsys: pytest.CaptureFixture[str]) -> None:

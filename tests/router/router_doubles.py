@@ -32,6 +32,8 @@ MODEL = "tiny"
 SPEAKS = {"legs": True}
 """Whether fake nodes speak the leg stream, or HTTP only."""
 PROMPT_IDS = [1, 2, 3]
+OPERATOR = {"authorization": "Bearer operator"}
+"""The admin key of the routers here, as a request has it."""
 
 
 def event(text: str, finish: str | None = None) -> bytes:
@@ -362,26 +364,31 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*nodes: FakeNode, ready: bool = True, **config: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    *nodes: FakeNode, ready: bool = True, listening: socket.socket | None = None, **config: Any
+) -> AsyncIterator[Cluster]:
     """Start the nodes and a router over them; wait until it is ready unless told not to."""
     async with _all_running(list(nodes)):
         every: dict[str, Any] = {"health_interval_s": 0.05, "health_deadline_s": 0.2, "request_deadline_s": 10.0}
         every["conditional_disaggregation"] = False  # prompts of these tests are short
+        every["admin_key"] = "operator"
         settings = RouterConfig(
             prefill=tuple(node.url for node in nodes if node.role == "prefill"),
             decode=tuple(node.url for node in nodes if node.role != "prefill"),
             **(every | config),
         )
-        async with router_over(settings) as started:
+        async with router_over(settings, listening=listening) as started:
             if ready:
                 await until(lambda: all(node.up for node in started.router.pool.nodes))
             yield started
 
 
 @asynccontextmanager
-async def router_over(config: RouterConfig, reread: Reread | None = None) -> AsyncIterator[Cluster]:
-    """One more router."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+async def router_over(
+    config: RouterConfig, reread: Reread | None = None, listening: socket.socket | None = None
+) -> AsyncIterator[Cluster]:
+    """One more router, at a port that is `listening`, if there is one."""
+    with listening or socket.create_server(("127.0.0.1", 0)) as listening:
         server = make_server(config, partial(Alone, reread=reread))
         serving = asyncio.create_task(server.serve([listening]))
         await until(lambda: server.started)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import Counter
-from router_doubles import MODEL, Call, Cluster, FakeNode, cluster, decode, prefill, until
+from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
 from planning.balance import Balancing
 from router.balance.balancer import Balancer
@@ -286,7 +286,7 @@ async def test_a_router_without_the_option_counts_and_shows_nothing() -> None:
 
 
 async def state(c: Cluster) -> Any:
-    async with c.http.get(c.url + "/console/state") as answer:
+    async with c.http.get(c.url + "/console/state", headers=OPERATOR) as answer:
         return await answer.json()
 
 

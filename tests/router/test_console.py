@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from router_doubles import MODEL, Call, Cluster, cluster, decode, prefill, until
+from router_doubles import MODEL, OPERATOR, Call, Cluster, cluster, decode, prefill, until
 
 from router.console.picture import Picture
 from wire.frames import Frame, FrameKind
 from wire.outputs import Load
 
 FOLDER = Path(__file__).parents[2] / "router" / "console" / "static"
-KEY = {"authorization": "Bearer operator"}
 SECRET = "the plan of the treasure island"
 
 
@@ -24,8 +23,8 @@ async def fetched(c: Cluster, path: str, **headers: str) -> tuple[int, Any, byte
         return answer.status, answer.headers, await answer.read()
 
 
-async def picture(c: Cluster, since: float = 0.0, **headers: str) -> Picture:
-    status, _, body = await fetched(c, f"/console/state?since={since}", **headers)
+async def picture(c: Cluster, since: float = 0.0) -> Picture:
+    status, _, body = await fetched(c, f"/console/state?since={since}", **OPERATOR)
     assert status == 200, body
     return msgspec.json.decode(body, type=Picture)
 
@@ -81,49 +80,6 @@ def test_the_page_is_in_the_wheel(repository: Path) -> None:
     assert packaged == set(FOLDER.iterdir())
 
 
-# Who may look.
-
-
-async def test_with_a_key_only_who_has_it_may_look() -> None:
-    async with cluster(admin_key="operator", api_key="client") as c:
-        for headers in ({}, {"authorization": "Bearer client"}):
-            status, _, body = await fetched(c, "/console/state", **headers)
-            assert (status, msgspec.json.decode(body)["error"]["type"]) == (401, "authentication_error")
-        assert (await picture(c, **KEY)).workers
-        elsewhere = {"origin": "http://elsewhere", "host": "router.example:8000", **KEY}
-        assert (await picture(c, **elsewhere)).workers  # who has it needs nothing else
-
-
-async def test_without_a_key_neither_other_sites_nor_proxies_may_look_or_drain() -> None:
-    d = decode()
-    async with cluster(prefill(), d) as c:
-        for headers in (
-            {"host": "rebound.example:8000"},
-            {"host": "[::1"},
-            {"origin": "http://elsewhere"},
-            {"origin": "http://127.0.0.1:1"},
-            {"origin": "null"},
-            {"sec-fetch-site": "cross-site"},
-            {"sec-fetch-site": "same-site"},
-            {"x-forwarded-for": "10.0.0.1"},
-        ):
-            assert (await fetched(c, "/console/state", **headers))[0] == 401, headers
-            async with c.http.post(f"{c.url}/admin/drain", json={"url": d.url}, headers=headers) as answer:
-                assert answer.status == 401, headers
-        assert c.node(d).up
-
-
-async def test_without_a_key_a_page_of_this_router_may_look_and_drain() -> None:
-    d = decode()
-    async with cluster(prefill(), d) as c:
-        ours = {"sec-fetch-site": "same-origin"}
-        assert (await picture(c, **ours)).health == "ok"
-        async with c.http.post(f"{c.url}/admin/drain", json={"url": d.url}, headers={"origin": c.url} | ours) as answer:
-            assert answer.status == 200
-        seen = {node.url: node for node in (await picture(c)).nodes}[d.url]
-        assert (seen.up, seen.draining, seen.reason) == (False, True, "it is draining")
-
-
 # What there is to see.
 
 
@@ -132,7 +88,7 @@ async def test_a_request_that_has_ended_is_told_with_its_stages_and_without_its_
     async with cluster(p, d) as c:
         asked = {"messages": [{"role": "user", "content": SECRET}]}
         await c.text(asked, headers={"x-request-id": "mine"})
-        status, _, body = await fetched(c, "/console/state")
+        status, _, body = await fetched(c, "/console/state", **OPERATOR)
         assert status == 200
         assert SECRET.encode() not in body
         seen = msgspec.json.decode(body, type=Picture)
@@ -183,5 +139,5 @@ async def test_a_request_that_fails_is_told_with_what_a_log_may_say() -> None:
 async def test_what_is_no_time_is_refused() -> None:
     async with cluster() as c:
         for since in ("soon", "nan", "inf", "1" * 40):
-            status, _, body = await fetched(c, f"/console/state?since={since}")
+            status, _, body = await fetched(c, f"/console/state?since={since}", **OPERATOR)
             assert (status, msgspec.json.decode(body)["error"]["param"]) == (400, "since")

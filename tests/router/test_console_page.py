@@ -76,10 +76,24 @@ async def test_it_wants_the_admin_key_shows_only_text_and_says_what_was_stopped_
         assert not alerts
 
 
+async def test_the_key_in_the_address_is_taken_and_does_not_stay_there() -> None:
+    async with opened() as page, cluster(prefill(), decode()) as c:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        for way in ("operator", "wrong", "operator"):  # also where the page is open already
+            await page.goto(f"{c.url}/console#key={way}")
+            if way == "wrong":
+                await page.get_by_role("dialog", name="Admin key").get_by_text("missing or wrong").wait_for()
+            else:
+                await page.locator("#health[data-state=ok]").wait_for()
+            assert page.url == f"{c.url}/console#/cluster"
+        assert not [url for url in asked if "operator" in url.partition("#")[0]]
+
+
 async def test_a_node_is_given_another_role_and_the_last_of_a_role_only_if_one_insists() -> None:
     p, other, d = prefill(), prefill(), decode()
     async with opened() as page, cluster(p, other, d) as c:
-        await page.goto(f"{c.url}/console")
+        await page.goto(f"{c.url}/console#key=operator")
         name = p.url.removeprefix("http://")
         row = page.locator("#nodes tbody tr", has_text=name)
         await row.get_by_role("button", name=f"Make decode: prefill node {name}").press("Enter")
@@ -112,7 +126,7 @@ async def test_the_balance_of_roles_is_shown_where_one_is_kept() -> None:
     roles = {"prefill": RoleSeen(1, 0.6, 0.97, 0.25), "decode": RoleSeen(3, 0.1, 1.0, 0.0)}
     shown = BalanceSeen("tiny", why, time.time(), roles, [change])
     async with opened() as page, cluster(prefill(), decode()) as c:
-        await page.goto(f"{c.url}/console")
+        await page.goto(f"{c.url}/console#key=operator")
         await page.locator("#health[data-state=ok]").wait_for()
         assert await page.locator("#balance-card").is_hidden()
         c.router.lookout.balance = lambda: [shown]

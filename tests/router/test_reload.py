@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from router_doubles import MODEL, Call, Cluster, FakeNode, decode, decode_ok, prefill, router_over, until
+from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, decode, decode_ok, prefill, router_over, until
 
 from router.admission.keys import hash_of
 from router.reload import changes
@@ -70,7 +70,8 @@ class File:
     def __init__(self, *nodes: FakeNode, **fields: Any) -> None:
         lists = {"prefill": tuple(n.url for n in nodes if n.role == "prefill")}
         lists["decode"] = tuple(n.url for n in nodes if n.role == "decode")
-        self.config = RouterConfig(**lists, health_interval_s=0.05, conditional_disaggregation=False, **fields)
+        fields = {"health_interval_s": 0.05, "conditional_disaggregation": False, "admin_key": "operator"} | fields
+        self.config = RouterConfig(**lists, **fields)
 
     def write(self, **fields: Any) -> None:
         self.config = dataclasses.replace(self.config, **fields)
@@ -89,7 +90,7 @@ async def running(*nodes: FakeNode) -> AsyncIterator[None]:
 
 
 async def reloaded(c: Cluster) -> tuple[int, Any]:
-    async with c.http.post(f"{c.url}/admin/reload") as answer:
+    async with c.http.post(f"{c.url}/admin/reload", headers=OPERATOR) as answer:
         return answer.status, await answer.json()
 
 
@@ -188,7 +189,7 @@ async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_wa
         file = File(p, d, e)
         async with router_over(file.read(), file.read) as c:
             await until(lambda: all(node.up for node in c.router.pool.nodes))
-            async with c.http.delete(f"{c.url}/admin/nodes?url={d.url}") as answer:
+            async with c.http.delete(f"{c.url}/admin/nodes?url={d.url}", headers=OPERATOR) as answer:
                 assert (await answer.json())["removed"]
             file.write(attempts=2)
             assert await reloaded(c) == (200, {"changed": ["attempts"]})
@@ -197,7 +198,7 @@ async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_wa
 
 
 async def test_without_a_file_there_is_nothing_to_reload() -> None:
-    async with router_over(RouterConfig(heartbeat_port=0)) as c:
+    async with router_over(RouterConfig(admin_key="operator")) as c:
         code, told = await reloaded(c)
     assert (code, "started without --config" in told["error"]["message"]) == (400, True)
 

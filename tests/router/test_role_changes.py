@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from router_doubles import MODEL, Call, Cluster, FakeNode, cluster, decode, prefill, until
+from router_doubles import MODEL, OPERATOR, Call, Cluster, FakeNode, cluster, decode, prefill, until
 
 from router.membership.members import NodeSpec, Source
 from router.nodes.doors import Doors
@@ -139,7 +139,7 @@ def test_nodes_of_the_former_role_meet_the_new_one() -> None:
 
 async def ask(c: Cluster, node: FakeNode, role: str, **more: Any) -> tuple[int, Any]:
     body = {"url": node.url, "role": role, **more}
-    async with c.http.post(f"{c.url}/admin/nodes/role", json=body) as answer:
+    async with c.http.post(f"{c.url}/admin/nodes/role", json=body, headers=OPERATOR) as answer:
         return answer.status, await answer.json()
 
 
@@ -197,5 +197,6 @@ async def test_what_the_node_says_against_it_is_told(answers: int, status: int) 
         assert c.node(other).up
         assert (await ask(c, other, "aggregated"))[0] in (400, status)
         assert (await ask(c, other, "chef"))[0] == 400
-        async with c.http.post(f"{c.url}/admin/nodes/role", json={"url": "http://x", "role": "decode"}) as answer:
+        asked = {"url": "http://x", "role": "decode"}
+        async with c.http.post(f"{c.url}/admin/nodes/role", json=asked, headers=OPERATOR) as answer:
             assert answer.status == 404

@@ -17,6 +17,17 @@ function stored() {
   try { return sessionStorage.getItem(ADMIN) || ""; } catch (_) { return ""; }
 }
 
+/** Take the admin key out of the address, where `kvrelay up` puts it; whether there was one. No server is ever sent
+ * what stands behind the #, and here it does not stay in the address bar. */
+export function takeKeyOfAddress() {
+  const found = /^#key=([\w.~-]+)$/.exec(location.hash);
+  if (found) {
+    keys.keep(found[1]);
+    history.replaceState(null, "", location.pathname + location.search);
+  }
+  return found !== null;
+}
+
 export class Refused extends Error {
   constructor(status, message, code) {
     super(message);

@@ -69,18 +69,23 @@ function askKey(why) {
   if (!byId("key-dialog").open) byId("key-dialog").showModal();
 }
 
+function useKey() {
+  wantsKey = false;
+  byId("key-dialog").close();
+  setTimeout(look, 0);
+}
+
 function startKeys() {
   const dialog = byId("key-dialog");
   byId("key").addEventListener("click", () => {
-    say(byId("key-why"), api.keys.admin ? "A key is kept. Another one takes its place; an empty one forgets it." : "Where the router has an admin key, this page needs it.");
+    say(byId("key-why"), api.keys.admin ? "A key is kept. Another one takes its place; an empty one forgets it." : "This page needs the router's admin key.");
     dialog.showModal();
   });
   byId("key-cancel").addEventListener("click", () => dialog.close());
   byId("key-form").addEventListener("submit", () => {
     api.keys.keep(byId("key-input").value.trim());
     byId("key-input").value = "";
-    wantsKey = false;
-    setTimeout(look, 0);
+    useKey();
   });
   dialog.addEventListener("close", () => {
     if (wantsKey) notice("Without the admin key there is nothing to show. The button Key asks for it again; Chat works.");
@@ -189,7 +194,10 @@ function startTabs() {
     });
   });
   const named = () => (VIEWS.includes(location.hash.slice(2)) ? location.hash.slice(2) : VIEWS[0]);
-  addEventListener("hashchange", () => show(named()));
+  addEventListener("hashchange", () => {
+    if (api.takeKeyOfAddress()) useKey();
+    show(named());
+  });
   show(named());
 }
 
@@ -220,6 +228,7 @@ function startPause() {
   document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
 }
 
+api.takeKeyOfAddress(); // before the tabs write the address
 startTabs();
 startColours();
 startPause();

@@ -1,0 +1,128 @@
+"""The admin key that a router draws where it was given none, and the file in which its own user finds it.
+
+The file is named after the router's port and has mode 0600, in a folder of mode 0700 that belongs to the same user:
+$XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder that is somebody else's, that others may
+enter, or that is a symbolic link is neither written to nor read from, whoever has put it there. Decides nothing about
+requests: that is router/operators.py's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from wire.config_checks import is_base_url, is_loopback
+
+__all__ = ["drawn_admin_key", "stored_admin_key"]
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_MAX_BYTES = 256
+
+_log = logging.getLogger("kvrelay.router")
+
+
+@contextmanager
+def drawn_admin_key(port: int) -> Iterator[str]:
+    """Draw a key and keep it in the file of this port for the length of the block. Empty if no file can be written."""
+    key, name, failures = secrets.token_urlsafe(32), _name(port), list[str]()
+    with ExitStack() as opened:
+        for path in _folders():
+            try:
+                with suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
+                folder = opened.enter_context(_folder(path))
+                # systemd-tmpfiles leaves a locked folder alone, however old the files in it are.
+                fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                _write(folder, name, key)
+            except OSError as why:
+                failures.append(f"{path}: {why.strerror or why}")
+                continue
+            _log.info("the admin key of port %d is in %s", port, path / name)
+            try:
+                yield key
+            finally:
+                with suppress(OSError):  # it is gone, or the folder is
+                    if _read(folder, name) == key:  # else another router of this port has begun since
+                        os.unlink(name, dir_fd=folder)
+            return
+        _log.warning(
+            "the admin routes and the console are closed, because no file for an admin key can be written (%s); start "
+            "the router with KVRELAY_ADMIN_KEY, or with XDG_RUNTIME_DIR set to a folder of its user",
+            "; ".join(failures),
+        )
+        yield ""
+
+
+def stored_admin_key(router: str) -> str:
+    """Find the key that our own router at this address has drawn. Empty unless it is on loopback and its file ours."""
+    at = urlsplit(router) if is_base_url(router) else None
+    if at is None or not is_loopback(at.hostname or ""):
+        return ""
+    name = _name(at.port or (443 if at.scheme == "https" else 80))
+    for path in _folders():
+        with suppress(OSError), _folder(path) as folder:
+            return _read(folder, name)
+    return ""
+
+
+def _name(port: int) -> str:
+    return f"admin-{port}.key"
+
+
+def _folders() -> list[Path]:
+    """Where the file may be, in order: a service has no XDG_RUNTIME_DIR where the shell of its user has one."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"kvrelay-{os.geteuid()}")
+    return [Path(runtime, "kvrelay"), temporary] if runtime.startswith("/") else [temporary]
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[int]:
+    """Open a folder that only we can enter. What is done in it goes through the descriptor, whatever is renamed."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_ours(folder)
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _check_ours(opened: int) -> None:
+    """Raise PermissionError for a file or folder of another user, or one that others may use."""
+    seen = os.fstat(opened)
+    if seen.st_uid != os.geteuid() or seen.st_mode & _OTHERS:
+        raise PermissionError(
+            f"it belongs to user {seen.st_uid} and has mode {stat.S_IMODE(seen.st_mode):o}, not to user {os.geteuid()} "
+            "with no access for others"
+        )
+
+
+def _write(folder: int, name: str, key: str) -> None:
+    """Put the key there at once and whole, in the place of what an earlier router has left."""
+    part = f".{name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(part, flags, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(file, "w") as writing:
+            writing.write(f"{key}\n")
+        os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(part, dir_fd=folder)
+        raise
+
+
+def _read(folder: int, name: str) -> str:
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        _check_ours(file)
+        return os.read(file, _MAX_BYTES).decode("ascii", "replace").strip()
+    finally:
+        os.close(file)

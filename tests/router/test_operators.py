@@ -1,0 +1,128 @@
+"""Who may operate the router: nobody without the admin key, from wherever he comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from router_doubles import OPERATOR, Cluster, cluster, decode, prefill
+
+from router.app import create_app
+from router.operators import OPERATED, check_operator
+from wire.errors import Unauthorized
+from wire.router_config import RouterConfig
+
+
+def operated() -> list[tuple[str, str]]:
+    """Method and path of every route that an operator has."""
+    routes = [route for route in create_app(RouterConfig()).routes if route.path.startswith(OPERATED)]  # type: ignore[attr-defined]
+    return sorted((method, route.path) for route in routes for method in route.methods)  # type: ignore[attr-defined]
+
+
+ROUTES = operated()
+
+
+def test_these_are_the_routes_of_operators() -> None:
+    assert ROUTES == [
+        ("DELETE", "/admin/nodes"),
+        ("GET", "/admin/nodes"),
+        ("GET", "/console/state"),
+        ("POST", "/admin/drain"),
+        ("POST", "/admin/nodes"),
+        ("POST", "/admin/nodes/role"),
+        ("POST", "/admin/reload"),
+        ("POST", "/admin/undrain"),
+    ]
+
+
+@asynccontextmanager
+async def relayed(url: str) -> AsyncIterator[str]:
+    """A proxy that adds nothing: it passes bytes on, from whoever asks it. Its address."""
+    at, tasks = urlsplit(url), set[asyncio.Task[None]]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.closing(writer):
+            other_reader, other_writer = await asyncio.open_connection(at.hostname, at.port)
+            with contextlib.closing(other_writer), contextlib.suppress(ConnectionError):
+                await asyncio.wait(
+                    [asyncio.create_task(_pump(reader, other_writer)), asyncio.create_task(_pump(other_reader, writer))]
+                )
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for task in tasks:
+            task.cancel()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    writer.write_eof()
+
+
+async def statuses(c: Cluster, url: str, headers: dict[str, str]) -> dict[tuple[str, str], int]:
+    told = {}
+    for method, path in ROUTES:
+        async with c.http.request(method, url + path, headers=headers, json={"url": "http://127.0.0.1:9"}) as answer:
+            told[method, path] = answer.status
+            if answer.status == 401:
+                assert (await answer.json())["error"]["type"] == "authentication_error"
+    return told
+
+
+@pytest.mark.parametrize("key", ["", "operator"])
+async def test_every_route_wants_the_key_from_loopback_too_whatever_the_headers_say(key: str) -> None:
+    d = decode()
+    async with cluster(prefill(), d, admin_key=key, api_key="client") as c:
+        for headers in (
+            {},
+            {"host": "localhost"},
+            {"authorization": "Bearer client"},
+            {"authorization": "Bearer "},
+            {"origin": c.url, "sec-fetch-site": "same-origin"},
+        ):
+            assert set((await statuses(c, c.url, headers)).values()) == {401}, headers
+        assert len(c.router.pool.nodes) == 2
+
+
+@pytest.mark.parametrize("key", ["", "operator"])
+async def test_a_proxy_that_adds_no_header_opens_nothing(key: str) -> None:
+    async with cluster(prefill(), decode(), admin_key=key) as c, relayed(c.url) as proxy:
+        assert set((await statuses(c, proxy, {})).values()) == {401}
+        if key:  # and the relay does pass on what it is given
+            assert (await statuses(c, proxy, OPERATOR))["GET", "/admin/nodes"] == 200
+
+
+async def test_who_has_the_key_needs_nothing_else() -> None:
+    async with cluster(prefill(), decode()) as c:
+        elsewhere = {"origin": "http://elsewhere", "host": "router.example:8000", "x-forwarded-for": "10.0.0.1"}
+        told = await statuses(c, c.url, elsewhere | OPERATOR)
+        assert 401 not in told.values()
+
+
+async def test_the_key_is_asked_for_before_there_is_a_route() -> None:
+    async with cluster() as c:
+        for method, path in (
+            ("GET", "/admin"),
+            ("GET", "/admin/none"),
+            ("OPTIONS", "/admin/nodes"),
+            ("PUT", "/admin/"),
+        ):
+            async with c.http.request(method, c.url + path) as answer:
+                assert answer.status == 401
+        async with c.http.get(f"{c.url}/console") as answer:  # the page itself holds nothing
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("given", ["", "operator"])
+def test_without_a_key_nobody_is_an_operator(given: str) -> None:
+    with pytest.raises(Unauthorized, match="KVRELAY_ADMIN_KEY"):
+        check_operator("", given)
