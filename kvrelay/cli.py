@@ -39,6 +39,7 @@ _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
 _TEXT_METAVARS = {
     "lora": "NAME=PATH",
     "alias": "NAME=MODEL",
+    "node_allow": "HOST",
     "vllm_kv_events": "[URL=]EVENTS:REPLAY",
     "gpus": "IDS",
     "rate_card": "[ROLE=]FILE",

@@ -233,7 +233,7 @@ async def _call(
     timeout: aiohttp.ClientTimeout = _DEADLINE,
 ) -> tuple[int, bytes]:
     try:
-        async with session.request(method, url, data=body, timeout=timeout) as response:
+        async with session.request(method, url, data=body, timeout=timeout, allow_redirects=False) as response:
             return response.status, await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         said = str(why) or f"no answer within {timeout.total:g} s"

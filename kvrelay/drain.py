@@ -117,7 +117,7 @@ async def call(
     """The body of a node's or router's answer. `draining`: a 503 that is no error is one, too. Raises DrainFailed."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        async with session.request(method, url, json=body, headers=headers) as answer:
+        async with session.request(method, url, json=body, headers=headers, allow_redirects=False) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as why:
         raise DrainFailed(f"{url} cannot be reached: {why or type(why).__name__}") from why

@@ -26,7 +26,7 @@ from router.operators import peer_of
 from router.shared import Shared
 from router.state import node_of
 from wire.config import Role
-from wire.errors import ConfigError, Conflict, KvrelayError, NotFound, RequestError, Unavailable
+from wire.errors import ConfigError, Conflict, Forbidden, KvrelayError, NotFound, RequestError, Unavailable
 from wire.frames import MALFORMED
 
 __all__ = ["add_admin_routes"]
@@ -58,10 +58,11 @@ def add_admin_routes(
     pool: Pool,
     shared: Shared,
     legs: Callable[[], Legs],
+    may_be_node: Callable[[str], bool],
     read: Callable[[Request], Awaitable[bytes]],
 ) -> None:
-    """Add them all. `read` gives a request's body, checked for size."""
-    desk = _Desk(pool, shared, legs)
+    """Add them all. `read` gives a request's body, checked for size; `may_be_node` is RouterConfig's."""
+    desk = _Desk(pool, shared, legs, may_be_node)
 
     @app.get("/admin/nodes", response_model=None)
     async def nodes(request: Request) -> Response:
@@ -96,10 +97,13 @@ def add_admin_routes(
 class _Desk:
     """What the routes do."""
 
-    def __init__(self, pool: Pool, shared: Shared, legs: Callable[[], Legs]) -> None:
+    def __init__(
+        self, pool: Pool, shared: Shared, legs: Callable[[], Legs], may_be_node: Callable[[str], bool]
+    ) -> None:
         self._pool = pool
         self._shared = shared
         self._legs = legs
+        self._may_be_node = may_be_node
 
     async def rows(self) -> list[dict[str, Any]]:
         """Of all nodes, with the legs of all workers."""
@@ -112,6 +116,14 @@ class _Desk:
 
     async def add(self, asked: _Add, peer: str) -> dict[str, Any]:
         spec = NodeSpec(asked.url, asked.role, asked.model)
+        if not self._may_be_node(spec.url):
+            _log.warning("admin: %s may not add %s node %s: node_allow does not name it", peer, spec.role, spec.url)
+            raise Forbidden(
+                f"{spec.url} would get the nodes' key and prompts, and its host is neither that of a --prefill or "
+                "--decode node nor named by --node-allow; start the router with --node-allow HOST, or have the node "
+                "announce itself (--router)",
+                param="url",
+            )
         known = self._pool.find(spec.url)
         if known is not None and known.role is not spec.role:
             raise RequestError(f"{spec.url} is a {known.role} node; remove it first, or correct role", param="role")

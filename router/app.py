@@ -152,7 +152,7 @@ class Router:
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
                 warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
-                hearing_pings(self.pool, config.host, config.p2p_nccl_port),
+                hearing_pings(self.pool, config.host, config.p2p_nccl_port, self.may_be_node),
                 balancing(
                     lambda: self.config,
                     self.pool,
@@ -183,6 +183,10 @@ class Router:
         self.pool.policies = {Role.PREFILL: config.prefill_policy, Role.DECODE: config.decode_policy}
         if self._means is not None:
             self._means = self._means.under(config)
+
+    def may_be_node(self, url: str) -> bool:
+        """See RouterConfig."""
+        return self.config.may_be_node(url)
 
     def _waiting_for_room(self) -> dict[str, int]:
         return {} if self._means is None else self._means.binding.waiting_by_model()
@@ -356,7 +360,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
         app.post(path, response_model=None)(complete)
     add_routes(app, router, router.shared.responses)
     read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
-    add_admin_routes(app, router.pool, router.shared, router.legs, read)
+    add_admin_routes(app, router.pool, router.shared, router.legs, router.may_be_node, read)
     add_console_routes(app, router.lookout.picture)
 
     @app.post(LOAD_PATH, response_model=None)

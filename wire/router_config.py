@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from wire.config_checks import check_log_format, is_base_url, is_loopback, positive, require
 from wire.key_config import KeyConfig
+from wire.node_hosts import check_node_allow, is_node_allowed
 
 __all__ = ["LIVE", "MAX_DRAIN_S", "POLICY_NAMES", "RouterConfig"]
 
@@ -56,6 +57,9 @@ class RouterConfig:
     """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
     node_api_key: str = ""
     """Sent to the nodes."""
+    node_allow: tuple[str, ...] = ()
+    """A host name, an address or a network (10.1.0.0/16) of nodes that POST /admin/nodes or a ping may name while there
+    is a node_api_key, which is sent there; hosts of prefill and decode always may. Give it again for more."""
     admin_key: str = ""
     """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one the router draws one
     at its start, for its own user on this machine."""
@@ -147,6 +151,7 @@ class RouterConfig:
         require(self.workers <= MAX_WORKERS, f"workers must be at most {MAX_WORKERS}, got {self.workers}")
         self._check_entry()
         _ = self.vllm_event_ports  # raises
+        check_node_allow(self.node_allow)
         for role in ("prefill", "decode"):
             name = getattr(self, f"{role}_policy")
             require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")
@@ -179,6 +184,10 @@ class RouterConfig:
         require(not chained, f"alias {', '.join(chained)} stands for an alias; name the model itself")
         both = sorted({url.rstrip("/") for url in self.prefill} & {url.rstrip("/") for url in self.decode})
         require(not both, f"{', '.join(both)} is listed as prefill and as decode; a node has one role")
+
+    def may_be_node(self, url: str) -> bool:
+        """Whether whoever cannot prove that he is one of the cluster's own may name a node at this address."""
+        return not self.node_api_key or is_node_allowed(url, self.node_allow, (*self.prefill, *self.decode))
 
     @property
     def aliases(self) -> dict[str, str]:

@@ -97,7 +97,7 @@ class Legs:
     async def health(self, node: Node) -> HealthReport | str:
         """The node's report, or why it answers that it takes no work. Raises ClientError, OSError, TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
-        async with self._session.get(f"{node.url}/health", timeout=timeout) as answer:
+        async with self._session.get(f"{node.url}/health", timeout=timeout, allow_redirects=False) as answer:
             body = await read_short(answer.content)
         if answer.status == 200 and not body.strip():
             return await vllm_report(node, lambda path: self._fetch(node, path, timeout))
@@ -113,7 +113,9 @@ class Legs:
         return f"its health check answers {answer.status}"
 
     async def _fetch(self, node: Node, path: str, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        async with self._session.get(node.url + path, headers=self._auth, timeout=timeout) as answer:
+        async with self._session.get(
+            node.url + path, headers=self._auth, timeout=timeout, allow_redirects=False
+        ) as answer:
             return answer.status, await read_short(answer.content)
 
     async def ask(self, node: Node, path: str, body: bytes) -> bytes:
@@ -149,6 +151,7 @@ class Legs:
                 json={"request_ids": list(request_ids)},
                 headers=self._auth,
                 timeout=aiohttp.ClientTimeout(total=_RELEASE_DEADLINE_S),
+                allow_redirects=False,
             ) as answer:
                 if answer.status < 300:
                     return True

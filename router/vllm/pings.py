@@ -2,7 +2,8 @@
 
 A ping is a msgpack map of `type` ("P" or "D"), `http_address` and `zmq_address`, both host:port. A node that is silent
 for EXPIRY_S is no member any more. Pings have no authentication: who reaches the port can name a node, which gets
-prompts then; so the port is off unless it is asked for, and its network must be the nodes' alone.
+prompts then; so the port is off unless it is asked for, and its network must be the nodes' alone. Where nodes want a
+key, only hosts of --node-allow and of listed nodes can be named, because a node that is named gets that key.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -50,7 +51,9 @@ _decoder = msgspec.msgpack.Decoder(_Ping)
 class PingBook:
     """Who has pinged, and when. Pure; times are any one monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_be_node: Callable[[str], bool]) -> None:
+        """`may_be_node` is RouterConfig's."""
+        self._may_be_node = may_be_node
         self._heard: dict[str, tuple[NodeSpec, str, float]] = {}
 
     def take(self, message: bytes, now: float) -> bool:
@@ -64,6 +67,8 @@ class PingBook:
             spec = NodeSpec(f"http://{ping.http_address}", _ROLES[ping.type])
         except MALFORMED as why:
             raise RequestError(f"it is no ping: {why}") from why
+        if not self._may_be_node(spec.url):
+            raise RequestError(f"{spec.url} would get the nodes' key; give --node-allow if its host is to be a node")
         before = self._heard.get(spec.url)
         if before is None and len(self._heard) >= _MAX_NODES:
             raise RequestError(f"{_MAX_NODES} nodes have named themselves already")
@@ -83,7 +88,9 @@ class PingBook:
 
 
 @asynccontextmanager
-async def hearing_pings(pool: Listener, host: str, port: int) -> AsyncIterator[None]:
+async def hearing_pings(
+    pool: Listener, host: str, port: int, may_be_node: Callable[[str], bool]
+) -> AsyncIterator[None]:
     """Keep the pool to who pings, for the length of the block; with port 0 do nothing. Raises RequestError."""
     if not port:
         yield
@@ -104,7 +111,7 @@ async def hearing_pings(pool: Listener, host: str, port: int) -> AsyncIterator[N
     except zmq.ZMQError as why:
         context.destroy(0)
         raise RequestError(f"cannot listen for pings on {host}:{port}: {why}; give another p2p_nccl_port") from why
-    task = asyncio.create_task(_hear(pool, socket))
+    task = asyncio.create_task(_hear(pool, socket, PingBook(may_be_node)))
     try:
         yield
     finally:
@@ -113,8 +120,7 @@ async def hearing_pings(pool: Listener, host: str, port: int) -> AsyncIterator[N
         context.destroy(0)
 
 
-async def _hear(pool: Listener, socket: zmq.asyncio.Socket) -> None:
-    book = PingBook()
+async def _hear(pool: Listener, socket: zmq.asyncio.Socket, book: PingBook) -> None:
     expire_at = complain_at = 0.0
     while True:
         changed = False

@@ -154,7 +154,7 @@ class Parent:
         config = self._config
         async with (
             hearing(self, config.host, config.heartbeat_port, config.node_api_key),
-            hearing_pings(self, config.host, config.p2p_nccl_port),
+            hearing_pings(self, config.host, config.p2p_nccl_port, lambda url: self._config.may_be_node(url)),
             discovering(self, config.kubernetes_selector, config.kubernetes_namespace, self.registry),
         ):
             tasks = [asyncio.create_task(self._sample_for_ever()), asyncio.create_task(self._beat_for_ever())]

@@ -90,6 +90,22 @@ async def test_only_who_has_the_key_may_ask(caplog: pytest.LogCaptureFixture) ->
     assert "operator" not in caplog.text
 
 
+async def test_a_node_that_nobody_allowed_gets_neither_the_nodes_key_nor_a_connection() -> None:
+    p, d, stranger = prefill(), decode(), decode()
+    async with cluster(p, d, node_api_key="nodes", node_allow=("::1", "10.0.0.0/8")) as c, stranger.running():
+        elsewhere = stranger.url.replace("127.0.0.1", "localhost")
+        for url in (elsewhere, elsewhere.upper().replace("HTTP", "http"), elsewhere.replace("localhost", "127.1")):
+            status, told = await admin(c, "POST", "/admin/nodes", {"url": url, "role": "decode"})
+            assert (status, told["error"]["type"], told["error"]["param"]) == (403, "permission_error", "url")
+            assert "--node-allow" in told["error"]["message"]
+        assert len(c.router.pool.nodes) == 2
+        # One that is listed stays allowed, removed or not, and others of its host are.
+        await admin(c, "DELETE", f"/admin/nodes?url={d.url}")
+        for node in (d, stranger):
+            assert (await admin(c, "POST", "/admin/nodes", {"url": node.url, "role": "decode"}))[0] == 200
+            await until(lambda node=node: c.node(node).up)
+
+
 async def test_a_node_that_is_drained_takes_no_new_legs_and_comes_back() -> None:
     nodes = [prefill(), decode(), decode()]
     async with cluster(*nodes) as c:

@@ -22,6 +22,10 @@ from tests.router.router_doubles import MODEL, Cluster, cluster, until
 from tests.router.vllm_doubles import Store, VllmNode, cut, deltas, ok
 from wire.config import Role
 from wire.errors import RequestError
+from wire.router_config import RouterConfig
+
+anybody = RouterConfig().may_be_node
+"""Nodes want no key."""
 
 
 def ping(kind: str = "P", http: str = "10.0.0.1:8100", at: str = "10.0.0.1:21001") -> bytes:
@@ -30,7 +34,7 @@ def ping(kind: str = "P", http: str = "10.0.0.1:8100", at: str = "10.0.0.1:21001
 
 
 def test_who_pings_is_a_member_until_it_has_been_silent_for_three_pings() -> None:
-    book = PingBook()
+    book = PingBook(anybody)
     assert book.take(ping(), 0.0)
     assert book.take(ping("D", "10.0.0.2:8200", "10.0.0.2:22001"), 0.0)
     assert not book.take(ping(), 3.0)
@@ -58,16 +62,28 @@ def test_who_pings_is_a_member_until_it_has_been_silent_for_three_pings() -> Non
     ],
 )
 def test_what_is_no_ping_is_refused(message: bytes) -> None:
-    book = PingBook()
+    book = PingBook(anybody)
     with pytest.raises(RequestError):
         book.take(message, 0.0)
     assert book.members() == []
 
 
+def test_where_nodes_want_a_key_only_hosts_that_are_allowed_can_be_named() -> None:
+    config = RouterConfig(
+        prefill=("http://10.0.0.9:8100",), decode=("http://d:1",), node_api_key="k", node_allow=("10.1.0.0/16",)
+    )
+    book = PingBook(config.may_be_node)
+    with pytest.raises(RequestError, match="--node-allow"):
+        book.take(ping(http="10.0.0.1:8100"), 0.0)
+    assert book.members() == []
+    for host in ("10.0.0.9:8101", "10.1.2.3:8100"):
+        assert book.take(ping(http=host), 0.0)
+
+
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_ping_or_a_refusal(message: bytes) -> None:
     with suppress(RequestError):
-        PingBook().take(message, 0.0)
+        PingBook(anybody).take(message, 0.0)
 
 
 @asynccontextmanager
@@ -100,7 +116,7 @@ async def test_pings_are_heard_at_ipv6_addresses(host: str) -> None:
         pytest.skip("no IPv6 here")
     context, pool = zmq.asyncio.Context(), Pool([], [], random.Random(1))
     try:
-        async with hearing_pings(pool, host, port):
+        async with hearing_pings(pool, host, port, anybody):
             pings = context.socket(zmq.DEALER)
             pings.setsockopt(zmq.IPV6, 1)
             pings.connect(f"tcp://[::1]:{port}")

@@ -1,0 +1,70 @@
+"""What is asked of a node, and the key of the nodes, goes to that node and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from aiohttp import web
+
+from router.chores import Chores
+from router.legs.legs import Legs
+from router.nodes.node import Lease, Node
+from router.vllm.legs import VllmLegs
+from wire.config import Role
+from wire.errors import KvrelayError
+from wire.router_config import RouterConfig
+
+CONFIG = RouterConfig(node_api_key="nodes")
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_no_redirect_is_followed(status: int) -> None:
+    asked, told = list[str](), list[str]()
+
+    async def listens(request: web.Request) -> web.Response:
+        told.append(request.path)
+        return web.json_response({})
+
+    async def moved(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.path == "/empty/health":  # as of vLLM's nodes, whose other routes are asked next
+            return web.Response()
+        return web.Response(status=status, headers={"location": f"{elsewhere}{request.path}"})
+
+    async with serving(listens) as elsewhere, serving(moved) as url:
+        legs, vllm, chores = Legs(CONFIG, Chores()), VllmLegs(CONFIG, Chores()), Chores()
+        node = Node(url, role=Role.PREFILL)
+        try:
+            assert await legs.health(node) == f"its health check answers {status}"
+            assert isinstance(await legs.health(Node(f"{url}/empty", role=Role.PREFILL)), str)
+            assert (await legs.tell(node, "/told", b"{}", 5.0))[0] == status
+            assert not await legs.release(node, ["r"])
+            await legs.renew(node, ["r"])
+            with suppress(KvrelayError):
+                await legs.ask(node, "/asked", b"{}")
+            with suppress(KvrelayError):
+                await legs.run(Lease(node, 1), "/leg", b"{}", {}, lambda _: None)
+            with suppress(KvrelayError):
+                await vllm.whole(Lease(node, 1), "/whole", b"{}", {})
+        finally:
+            await legs.close()
+            await vllm.close()
+            await chores.finish(1.0)
+    paths = {"/health", "/empty/health", "/empty/version", "/told", "/kv/release", "/kv/renew", "/asked", "/leg"}
+    assert set(asked) == paths | {"/whole"}
+    assert told == []
