@@ -53,6 +53,10 @@ class Directly:
         """Raise Unauthorized if a key is wanted and not given."""
         self._check(request)
 
+    def owner(self, request: Request) -> str:
+        """Of all responses one: a node has one key."""
+        return ""
+
     def healthy(self) -> bool:
         """Whether requests can be served now."""
         with contextlib.suppress(EngineDead):

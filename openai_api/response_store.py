@@ -1,7 +1,9 @@
 """Responses that were answered, kept in memory so that a later request can go on from them. Pure.
 
-Bounded in number and in bytes; when either is reached, those go first that nobody has asked for the longest time. What
-is kept dies with the process that keeps it. `Responses` is what the routes need of it: it may be another process.
+A response belongs to the key that made it, its *owner*. By another one it is not found, exactly as one that was never
+there: both are looked for in the same way. Bounded in number and in bytes; when either is reached, those go first that
+nobody has asked for the longest time. What is kept dies with the process that keeps it. `Responses` is what the routes
+need of it: it may be another process.
 """
 
 from __future__ import annotations
@@ -33,37 +35,37 @@ class Stored:
 
 
 class ResponseStore:
-    """Responses by id. Not for threads."""
+    """Responses by owner and id. Not for threads."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Stored] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """Keep a response; one that is larger than all the room there is is not kept."""
         if stored.size > self._max_bytes:
             return
-        self._kept[response_id] = stored
+        self._kept[owner, response_id] = stored
         self.bytes += stored.size
         while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
             _, oldest = self._kept.popitem(last=False)
             self.bytes -= oldest.size
 
-    def get(self, response_id: str, param: str | None = None) -> Stored:
+    def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
         """A kept response. Raises NotFound, with `param` as the field that named it."""
-        found = self._kept.get(response_id)
+        found = self._kept.get((owner, response_id))
         if found is None:
             raise missing(response_id, param, self._max_responses)
-        self._kept.move_to_end(response_id)
+        self._kept.move_to_end((owner, response_id))
         return found
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, owner: str, response_id: str) -> None:
         """Forget a response. Raises NotFound."""
-        found = self._kept.pop(response_id, None)
+        found = self._kept.pop((owner, response_id), None)
         if found is None:
             raise missing(response_id, None, self._max_responses)
         self.bytes -= found.size
@@ -72,15 +74,15 @@ class ResponseStore:
 class Responses(Protocol):
     """Where responses are kept."""
 
-    async def get(self, response_id: str, param: str | None = None) -> Stored:
+    async def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
         """As ResponseStore.get; also Unavailable if whoever keeps it does not answer."""
         ...
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, owner: str, response_id: str) -> None:
         """As ResponseStore.delete; also Unavailable."""
         ...
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """As ResponseStore.put."""
         ...
 
@@ -91,17 +93,17 @@ class KeptHere:
     def __init__(self) -> None:
         self._store = ResponseStore()
 
-    async def get(self, response_id: str, param: str | None = None) -> Stored:
+    async def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
         """See Responses."""
-        return self._store.get(response_id, param)
+        return self._store.get(owner, response_id, param)
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, owner: str, response_id: str) -> None:
         """See Responses."""
-        self._store.delete(response_id)
+        self._store.delete(owner, response_id)
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """See Responses."""
-        self._store.put(response_id, stored)
+        self._store.put(owner, response_id, stored)
 
 
 def missing(response_id: str, param: str | None, kept: int = MAX_RESPONSES) -> NotFound:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from openai_api.dialect import Dialect
-from openai_api.response_store import Responses, Stored
+from openai_api.response_store import Responses, Stored, missing
 from openai_api.responses_answer import ResponsesAnswer
 from openai_api.responses_request import Item, chat_body, decode_responses, own_items
 from wire.frames import MALFORMED
@@ -38,10 +38,10 @@ class Shelf(Protocol):
 
 
 class Recalled:
-    """The Shelf of one call where getting an earlier response may take a while: `recall` its body's first."""
+    """The Shelf of one call, for its owner. Getting an earlier response may take a while: `recall` its body's first."""
 
-    def __init__(self, responses: Responses) -> None:
-        self._responses = responses
+    def __init__(self, responses: Responses, owner: str) -> None:
+        self._responses, self._owner = responses, owner
         self._found: Stored | None = None
 
     async def recall(self, body: bytes) -> None:
@@ -51,16 +51,17 @@ class Recalled:
         except MALFORMED:
             return  # speak_responses() says what is wrong
         if wanted is not None:
-            self._found = await self._responses.get(wanted, "previous_response_id")
+            self._found = await self._responses.get(self._owner, wanted, "previous_response_id")
 
     def get(self, response_id: str, param: str | None = None) -> Stored:
-        """The one that was recalled."""
-        assert self._found is not None
+        """The one that was recalled. Raises NotFound if none was."""
+        if self._found is None:
+            raise missing(response_id, param)
         return self._found
 
     def put(self, response_id: str, stored: Stored) -> None:
         """See Responses."""
-        self._responses.put(response_id, stored)
+        self._responses.put(self._owner, response_id, stored)
 
 
 def speak_responses(body: bytes, store: Shelf, response_id: str, created_at: int) -> tuple[bytes, Dialect]:

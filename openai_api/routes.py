@@ -44,6 +44,10 @@ class Server(Protocol):
         """Raise Unauthorized if a key is wanted and not given."""
         ...
 
+    def owner(self, request: Request) -> str:
+        """To whom the responses belong that a request makes: the hash of its key, empty where all are one caller."""
+        ...
+
     async def complete(
         self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
     ) -> Response:
@@ -123,7 +127,7 @@ def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
     @app.post(RESPONSES_PATH, response_model=None)
     async def respond(request: Request) -> Response:
         server.check_key(request)
-        shelf = Recalled(store)
+        shelf = Recalled(store, server.owner(request))
         speak = partial(speak_responses, store=shelf, response_id=f"resp_{uuid.uuid4().hex}", created_at=_now())
         return await server.complete(request, speak, shelf.recall)
 
@@ -132,11 +136,11 @@ def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
     async def response(request: Request, response_id: str) -> Response:
         server.check_key(request)
         if request.method == "DELETE":
-            await store.delete(response_id)
+            await store.delete(server.owner(request), response_id)
             return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
         if request.query_params.get("stream") in ("true", "1"):
             raise RequestError("a response that is over is not streamed again; leave stream out", param="stream")
-        return _json((await store.get(response_id)).body)
+        return _json((await store.get(server.owner(request), response_id)).body)
 
     @app.get(f"{RESPONSES_PATH}/{{response_id}}/input_items", response_model=None)
     async def input_items(request: Request, response_id: str) -> Response:
@@ -147,7 +151,8 @@ def _add_responses(app: FastAPI, server: Server, store: Responses) -> None:
             raise RequestError(f"limit must be between 1 and {_MAX_PAGE}, got {limit!r}", param="limit")
         if order not in ("asc", "desc"):
             raise RequestError(f"order must be asc or desc, got {order!r}", param="order")
-        page = stored_items(await store.get(response_id), int(limit), order, asked.get("after"))
+        stored = await store.get(server.owner(request), response_id)
+        page = stored_items(stored, int(limit), order, asked.get("after"))
         return _json(msgspec.json.encode(page))
 
 

@@ -282,6 +282,10 @@ class Router:
     def check_key(self, request: Request) -> None:
         """Was done before any route was chosen: KeyGate."""
 
+    def owner(self, request: Request) -> str:
+        """See Server."""
+        return caller_of(request).key_hash
+
     def health(self) -> tuple[int, bytes]:
         """200 while requests for any model can be served, else 503; and the state of every model and node."""
         ready, body = health_of(self.pool, self.models, self.pairs, len(self._live), time.monotonic())

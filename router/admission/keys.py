@@ -27,6 +27,8 @@ class Caller:
     """Whoever sent a key."""
 
     name: str
+    key_hash: str = ""
+    """Of its key, as a KeyConfig has it: what belongs to the key does so by this, whatever its name. Empty: no key."""
     quota: Quota = NO_LIMIT
     weight: float = 1.0
     priority: int = 0
@@ -42,6 +44,7 @@ class Caller:
         """The owner of a configured key."""
         return cls(
             key.name,
+            key.sha256,
             Quota(key.requests_per_minute, key.tokens_per_minute, key.max_running),
             key.weight,
             key.priority,
@@ -100,7 +103,7 @@ class Keyring:
         """These are the keys from now on."""
         self._callers = [(bytes.fromhex(key.sha256), Caller.of(key)) for key in keys]
         if api_key:
-            self._callers.append((hashlib.sha256(api_key.encode()).digest(), Caller("api-key")))
+            self._callers.append((hashlib.sha256(api_key.encode()).digest(), Caller("api-key", hash_of(api_key))))
         self.callers = [caller for _, caller in self._callers] or [ANYONE]
 
     def caller(self, given: str) -> Caller:

@@ -217,21 +217,24 @@ class GiveBack(_Message, frozen=True):
 
 
 class Keep(_Message, frozen=True):
-    """A response."""
+    """A response of this owner."""
 
+    owner: str
     response_id: str
     stored: Stored
 
 
 class Recall(_Message, frozen=True):
-    """A response is wanted."""
+    """A response of this owner is wanted."""
 
+    owner: str
     response_id: str
 
 
 class Forget(_Message, frozen=True):
-    """A response is to be deleted."""
+    """A response of this owner is to be deleted."""
 
+    owner: str
     response_id: str
 
 

@@ -227,11 +227,11 @@ class Parent:
                 if taken is not None:
                     self._limits.give_back(taken, message.used, time.monotonic())
             case Keep():
-                self._responses.put(message.response_id, message.stored)
+                self._responses.put(message.owner, message.response_id, message.stored)
             case Recall():
-                return self._recall(peer, message.response_id)
+                return self._recall(peer, message.owner, message.response_id)
             case Forget():
-                return self._delete(peer, message.response_id)
+                return self._delete(peer, message.owner, message.response_id)
             case Scrape():
                 return self._exposition()
             case Legs():
@@ -258,18 +258,18 @@ class Parent:
         peer.held[number] = told
         return Took(told, None)
 
-    async def _recall(self, peer: _Peer, response_id: str) -> Recalled:
+    async def _recall(self, peer: _Peer, owner: str, response_id: str) -> Recalled:
         for look_behind in (True, False):
             with suppress(NotFound):
-                return Recalled(self._responses.get(response_id))
+                return Recalled(self._responses.get(owner, response_id))
             if look_behind:
                 await self._ask_all(Sync(), Done, but=peer)
         return Recalled(None)
 
-    async def _delete(self, peer: _Peer, response_id: str) -> Forgotten:
-        there = (await self._recall(peer, response_id)).stored is not None
+    async def _delete(self, peer: _Peer, owner: str, response_id: str) -> Forgotten:
+        there = (await self._recall(peer, owner, response_id)).stored is not None
         with suppress(NotFound):
-            self._responses.delete(response_id)
+            self._responses.delete(owner, response_id)
         return Forgotten(there)
 
     async def _change(self, change: Added | Removed | Drained | Adapter) -> Done:

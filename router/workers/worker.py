@@ -117,22 +117,22 @@ class _ResponsesOfParent:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    async def get(self, response_id: str, param: str | None = None) -> Stored:
+    async def get(self, owner: str, response_id: str, param: str | None = None) -> Stored:
         """See Responses."""
-        told = await self._link.ask(Recall(response_id), Recalled)
+        told = await self._link.ask(Recall(owner, response_id), Recalled)
         if told.stored is None:
             raise missing(response_id, param)
         return told.stored
 
-    async def delete(self, response_id: str) -> None:
+    async def delete(self, owner: str, response_id: str) -> None:
         """See Responses."""
-        if not (await self._link.ask(Forget(response_id), Forgotten)).was_there:
+        if not (await self._link.ask(Forget(owner, response_id), Forgotten)).was_there:
             raise missing(response_id, None)
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, owner: str, response_id: str, stored: Stored) -> None:
         """See Responses. What is very long is not kept."""
         if stored.size <= _MAX_STORED_BYTES:
-            self._link.tell(Keep(response_id, stored))
+            self._link.tell(Keep(owner, response_id, stored))
 
 
 class Worker:

@@ -16,10 +16,23 @@ from tests.openai_api.chat_chunks import DONE, ROLE, TEXT, TOOLS, WHOLE_TOOLS, c
 from wire.errors import ErrorBody, NodeFailed, NotFound, Overloaded
 
 
-def speak(kept: ResponseStore | None = None, response_id: str = "resp_1", **fields: Any) -> Dialect:
+class Kept:
+    """A shelf of one owner."""
+
+    def __init__(self) -> None:
+        self.store = ResponseStore()
+
+    def get(self, response_id: str, param: str | None = None) -> Stored:
+        return self.store.get("me", response_id, param)
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        self.store.put("me", response_id, stored)
+
+
+def speak(kept: Kept | None = None, response_id: str = "resp_1", **fields: Any) -> Dialect:
     """The answer's side of a request."""
     body = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    return speak_responses(body, ResponseStore() if kept is None else kept, response_id, 7)[1]
+    return speak_responses(body, Kept() if kept is None else kept, response_id, 7)[1]
 
 
 def test_a_text_has_the_events_of_the_api_in_their_order() -> None:
@@ -149,7 +162,7 @@ def test_errors_name_the_fields_of_this_api() -> None:
 
 
 def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
-    store = ResponseStore()
+    store = Kept()
     speak(store, "resp_1", instructions="Be brief.").whole(WHOLE_TOOLS)
     outputs = [
         {"type": "function_call_output", "call_id": call_id, "output": "wet"} for call_id in ("call_a", "call_b")
@@ -169,10 +182,10 @@ def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
 
 
 def test_nothing_is_kept_that_failed_or_that_the_client_does_not_want_kept() -> None:
-    store = ResponseStore()
+    store = Kept()
     speak(store, store=False).whole(WHOLE_TOOLS)
     speak(store).events(ROLE + error_event(NodeFailed("it broke")))
-    assert len(store) == 0
+    assert len(store.store) == 0
 
 
 def test_input_items_come_in_pages() -> None:
@@ -188,20 +201,39 @@ def test_input_items_come_in_pages() -> None:
 def test_the_store_gives_way_in_number_and_in_bytes_to_what_is_newer_or_asked_for() -> None:
     store = ResponseStore(max_responses=2, max_bytes=100)
     for name in "ab":
-        store.put(name, Stored(b"x" * 10, b"", ()))
-    store.get("a")
-    store.put("c", Stored(b"x" * 10, b"", ()))
+        store.put("me", name, Stored(b"x" * 10, b"", ()))
+    store.get("me", "a")
+    store.put("me", "c", Stored(b"x" * 10, b"", ()))
     with pytest.raises(NotFound):
-        store.get("b")
-    store.put("d", Stored(b"x" * 30, b"y" * 30, (b"z" * 35,)))
+        store.get("me", "b")
+    store.put("me", "d", Stored(b"x" * 30, b"y" * 30, (b"z" * 35,)))
     with pytest.raises(NotFound):
-        store.get("a")
+        store.get("me", "a")
     assert (len(store), store.bytes) == (1, 95)
-    store.put("e", Stored(b"x" * 101, b"", ()))
+    store.put("me", "e", Stored(b"x" * 101, b"", ()))
     with pytest.raises(NotFound) as why:
-        store.get("e", "previous_response_id")
+        store.get("me", "e", "previous_response_id")
     assert (why.value.param, why.value.status) == ("previous_response_id", 404)
-    store.delete("d")
+    store.delete("me", "d")
     assert (len(store), store.bytes) == (0, 0)
     with pytest.raises(NotFound):
-        store.delete("d")
+        store.delete("me", "d")
+
+
+def test_a_response_of_another_owner_is_as_one_that_is_not_there() -> None:
+    store = ResponseStore(max_responses=2)
+    store.put("ann", "r", Stored(b"a", b"", ()))
+    said = []
+    for response_id in ("r", "s"):
+        for ask in (store.get, store.delete):
+            with pytest.raises(NotFound) as why:
+                ask("bob", response_id)
+            said.append(why.value.message.replace(repr(response_id), "ID"))
+    assert len(set(said)) == 1
+    # Nor does asking keep it longer, or one of the same id take its place.
+    store.put("bob", "r", Stored(b"b", b"", ()))
+    assert (store.get("bob", "r").body, store.get("ann", "r").body) == (b"b", b"a")
+    with pytest.raises(NotFound):
+        store.get("cid", "r")
+    store.put("bob", "t", Stored(b"t", b"", ()))
+    assert store.get("ann", "r").body == b"a"

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from openai_api.response_store import ResponseStore
-from openai_api.responses_call import speak_responses
+from openai_api.response_store import KeptHere
+from openai_api.responses_call import Recalled, speak_responses
 from wire.errors import RequestError
 
 
 def chat_of(**fields: Any) -> dict[str, Any]:
     """The chat body of a request."""
     body = json.dumps({"model": "tiny", "input": "hi", **fields}).encode()
-    value: dict[str, Any] = json.loads(speak_responses(body, ResponseStore(), "resp_1", 7)[0])
+    value: dict[str, Any] = json.loads(speak_responses(body, Recalled(KeptHere(), ""), "resp_1", 7)[0])
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import anthropic
@@ -10,6 +11,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from router.admission.keys import hash_of
 from tests.openai_api.chat_chunks import DONE, ROLE, WHOLE_TOOLS, call, chunk, usage_chunk
 from tests.router.router_doubles import (
     MODEL,
@@ -24,6 +26,7 @@ from tests.router.router_doubles import (
     refuse,
 )
 from wire.frames import Frame, FrameKind
+from wire.key_config import KeyConfig
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 
@@ -108,6 +111,46 @@ async def test_a_conversation_goes_on_from_a_kept_response() -> None:
         # What a kept response was made of does not need the ones before it.
         await client.responses.create(model=MODEL, input="Thanks", previous_response_id=second.id)
         assert len(p.calls[-1].body["messages"]) == 5
+
+
+async def test_a_response_of_another_key_is_as_one_that_there_never_was() -> None:
+    keys = (KeyConfig("ann", hash_of("ann")), KeyConfig("bob", hash_of("bob")))
+    p, d = prefill(prefill_first), decode(decode_tools)
+    async with cluster(p, d, api_key="key", keys=keys) as c:
+
+        async def ask(key: str, method: str, path: str, body: Any = None) -> tuple[int, str, dict[str, str]]:
+            headers = {"authorization": f"Bearer {key}"}
+            async with c.http.request(method, c.url + path, headers=headers, json=body) as answer:
+                every = {name.lower(): value for name, value in answer.headers.items()}
+                same = {name: every[name] for name in every if name not in ("date", "x-request-id", "request-id")}
+                return answer.status, await answer.text(), same
+
+        asked = {"model": MODEL, "input": "Rome?"}
+        mine = json.loads((await ask("ann", "POST", "/v1/responses", asked))[1])["id"]
+        none = "resp_" + "0" * 32
+        assert len(mine) == len(none)
+        for other in ("bob", "key"):
+            for method, path, body in (
+                ("GET", "/v1/responses/{}", None),
+                ("GET", "/v1/responses/{}/input_items?limit=3", None),
+                ("DELETE", "/v1/responses/{}", None),
+                ("POST", "/v1/responses", asked | {"previous_response_id": "{}"}),
+            ):
+                told = []
+                for response_id in (mine, none):
+                    filled = json.loads(json.dumps(body).replace("{}", response_id))
+                    status, text, headers = await ask(other, method, path.format(response_id), filled)
+                    told.append((status, text.replace(response_id, "ID"), headers))
+                assert told[0] == told[1]
+                assert told[0][0] == 404
+        assert len(d.calls) == 1
+        assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 200
+        assert (await ask("ann", "POST", "/v1/responses", asked | {"previous_response_id": mine}))[0] == 200
+        # The key counts, not its name: who has the name next has none of it, and a key keeps it under another name.
+        c.router.keyring.take_over("", (KeyConfig("ann", hash_of("new")), KeyConfig("was-ann", hash_of("ann"))))
+        assert (await ask("new", "GET", f"/v1/responses/{mine}"))[0] == 404
+        assert (await ask("ann", "DELETE", f"/v1/responses/{mine}"))[0] == 200
+        assert (await ask("ann", "GET", f"/v1/responses/{mine}"))[0] == 404
 
 
 async def test_the_anthropic_client_gets_a_message_whole_and_streamed() -> None:

@@ -54,7 +54,7 @@ CONFIG = RouterConfig(("http://p:1",), ("http://d:1",), workers=2, keys=(KeyConf
 MESSAGES = [
     (1, Take("a", Quota(1, 2, 3), 9)),
     (0, GiveBack(1, None)),
-    (0, Keep("r", Stored(b"b", b"i", (b"t" * 99,)))),
+    (0, Keep("o", "r", Stored(b"b", b"i", (b"t" * 99,)))),
     (2, Added(SPEC)),
     (-1, Done()),
 ]
@@ -225,9 +225,10 @@ async def test_a_response_is_found_that_another_worker_has_just_sent_away() -> N
     pair = Pair()
     (one, link), (two, other) = await pair.worker(0), await pair.worker(1)
     long = Stored(b"x" * (8 << 20), b"", ())
-    one.responses.put("r", long)  # takes many reads
-    assert (await two.responses.get("r")).body == long.body
-    assert await link.ask(Recall("other"), Recalled) == Recalled(None)
+    one.responses.put("o", "r", long)  # takes many reads
+    assert (await two.responses.get("o", "r")).body == long.body
+    assert await link.ask(Recall("o", "other"), Recalled) == Recalled(None)
+    assert await link.ask(Recall("other", "r"), Recalled) == Recalled(None)
     for each in (link, other):
         each.close()
     await until(lambda: pair.parent.listening() == 0)
