@@ -187,7 +187,8 @@ class _Desk:
     async def reload(self, peer: str) -> dict[str, Any]:
         try:
             changed = await self._shared.reload()
-        except ConfigError as why:
+        except (ConfigError, RequestError) as why:
+            _log.error("admin: %s asks for a reload; the configuration is not reloaded: %s", peer, why.message)
             raise RequestError(why.message) from why
         _log.info("admin: %s has the configuration reloaded, new: %s", peer, ", ".join(changed) or "nothing")
         return {"changed": changed}

@@ -26,13 +26,19 @@ _log = logging.getLogger("kvrelay.router")
 
 
 def changes(old: RouterConfig, new: RouterConfig) -> list[str]:
-    """The names of settings that differ. Raises ConfigError, naming them, if some of them are fixed at the start."""
+    """The names of settings that differ. Raises ConfigError, naming them, if some of them are fixed at the start; also
+    if no API key were left: a file that is half written, or its section of keys lost, must not open the router."""
     differ = [field.name for field in dataclasses.fields(old) if getattr(old, field.name) != getattr(new, field.name)]
     fixed = [name for name in differ if name not in LIVE]
     if fixed:
         raise ConfigError(
             f"{', '.join(fixed)} cannot change while the router runs, so nothing was changed; restart it for that, or "
             f"set {'them' if len(fixed) > 1 else 'it'} back"
+        )
+    if (old.api_key or old.keys) and not (new.api_key or new.keys):
+        raise ConfigError(
+            "the new configuration has no API keys, and without any the router would answer everybody, so nothing was "
+            "changed and the old keys stay; restart it to serve without keys"
         )
     return differ
 

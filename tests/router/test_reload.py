@@ -197,6 +197,32 @@ async def test_a_node_that_an_operator_removed_stays_out_if_the_list_is_as_it_wa
             assert c.router._means.attempts == 2  # type: ignore[union-attr]
 
 
+def test_all_keys_are_never_taken_away() -> None:
+    key, other = KeyConfig("a", "0" * 64), KeyConfig("b", "1" * 64)
+    for old in (RouterConfig(api_key="k"), RouterConfig(keys=(key,)), RouterConfig(api_key="k", keys=(key,))):
+        with pytest.raises(ConfigError, match="no API keys"):
+            changes(old, RouterConfig())
+        for new in (RouterConfig(api_key="n"), RouterConfig(keys=(other,)), RouterConfig(api_key="k", keys=(other,))):
+            changes(old, new)
+    assert changes(RouterConfig(), RouterConfig(keys=(key,))) == ["keys"]
+
+
+async def test_a_reload_without_keys_is_refused_and_said_and_the_old_ones_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    p, d = prefill(), decode()
+    async with running(p, d):
+        file = File(p, d, keys=(KeyConfig("ann", hash_of("ann")),))
+        async with router_over(file.read(), file.read) as c:
+            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            file.write(keys=(), attempts=2)
+            code, told = await reloaded(c)
+            assert (code, "no API keys" in told["error"]["message"]) == (400, True)
+            assert "not reloaded: the new configuration has no API keys" in caplog.text
+            assert [await status(c, key) for key in ("", "ann")] == [401, 200]
+            assert c.router.config.attempts == 3
+
+
 async def test_without_a_file_there_is_nothing_to_reload() -> None:
     async with router_over(RouterConfig(admin_key="operator")) as c:
         code, told = await reloaded(c)
