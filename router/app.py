@@ -75,6 +75,7 @@ from router.walk.job import (
     parse_job,
     parts_of,
     with_priority,
+    with_salt_of,
 )
 from router.walk.joined_walk import JoinedWalk
 from router.walk.locality import Locality
@@ -221,6 +222,8 @@ class Router:
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
+            if self.config.isolate_keys:
+                job = with_salt_of(job, caller.key_hash)
             if job.id == header("x-request-id"):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             traced = Traced(self.tracing, path, header, timeline.arrived)

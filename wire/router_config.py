@@ -55,6 +55,9 @@ class RouterConfig:
     """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
     keys: tuple[KeyConfig, ...] = ()
     """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
+    isolate_keys: bool = False
+    """Share the KV of prompts among the requests of one API key alone. Without it a key can learn by cached_tokens and
+    the time of a first token whether another one has sent a prompt that begins like its own."""
     node_api_key: str = ""
     """Sent to the nodes."""
     node_allow: tuple[str, ...] = ()
@@ -152,6 +155,10 @@ class RouterConfig:
         self._check_entry()
         _ = self.vllm_event_ports  # raises
         check_node_allow(self.node_allow)
+        require(
+            not self.isolate_keys or bool(self.api_key or self.keys),
+            "isolate_keys keeps API keys apart and there is none; set api_key or keys, too",
+        )
         for role in ("prefill", "decode"):
             name = getattr(self, f"{role}_policy")
             require(name in POLICY_NAMES, f"{role}_policy must be one of {', '.join(POLICY_NAMES)}, got {name!r}")

@@ -28,7 +28,6 @@ __all__ = [
     "p2p_request_id",
     "plain_answer",
     "prefill_body",
-    "salt_of",
     "undivided_because",
 ]
 
@@ -143,14 +142,6 @@ def forces_tools(job: Job) -> bool:
     return bytes(job.fields.get("tool_choice", b"")).strip()[:1] == b"{" or (
         bytes(job.fields.get("tool_choice", b"")).strip() == b'"required"'
     )
-
-
-def salt_of(job: Job) -> str:
-    """What keeps the KV of this request apart from that of others; empty if nothing does."""
-    try:
-        return msgspec.json.decode(job.fields.get("cache_salt", b"null"), type=str | None) or ""
-    except MALFORMED:
-        return ""  # the node refuses it
 
 
 def prefill_body(job: Job, *, named_by_id: bool = False, with_ids: bool = False) -> bytes:

@@ -41,7 +41,6 @@ from router.vllm.bodies import (
     p2p_request_id,
     plain_answer,
     prefill_body,
-    salt_of,
     undivided_because,
 )
 from router.vllm.legs import NotReached, VllmLegs
@@ -213,7 +212,7 @@ class VllmWalk:
                 self._index.trust(node.url, whole=False)
         elif block_tokens := contents.block_tokens or node.load.block_tokens:
             adapter = "" if job.model == node.model or job.model in contents.aliases else job.model
-            keys = keys_of_prompt(token_ids, block_tokens, adapter, salt_of(job))
+            keys = keys_of_prompt(token_ids, block_tokens, adapter, job.cache_salt)
             self._prefix = self._prefix.called(keys, len(token_ids), block_tokens)
             self._index.learn(self._prefix)
 

@@ -5,6 +5,7 @@ Looks at the few fields that decide the walk and keeps all others as the client'
 
 from __future__ import annotations
 
+import hmac
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ __all__ = [
     "prefill_body",
     "prefix_of",
     "with_priority",
+    "with_salt_of",
 ]
 
 CHAT_PATH = "/v1/chat/completions"
@@ -85,6 +87,7 @@ class _Asked(msgspec.Struct):
     add_generation_prompt: bool | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
+    cache_salt: str | None = None
     stream_options: _StreamOptions | None = None
 
 
@@ -124,6 +127,8 @@ class Job(msgspec.Struct, frozen=True):
     """One prompt of several: its answer is joined with theirs (router/walk/joined_walk.py)."""
     first_index: int = 0
     priority: int = 0
+    cache_salt: str = ""
+    """What keeps its KV apart from that of other requests; empty if nothing does."""
     session: str = ""
     """What the requests of one conversation, or else of one user, have in common."""
     targets: Targets = Targets()
@@ -221,6 +226,8 @@ def parse_job(
     prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
     default = None if path == CHAT_PATH else _DEFAULT_COMPLETION_TOKENS
     _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
+    if asked.cache_salt == "":
+        raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")
     # Before admission reckons with them: what no node would take must not move its key's clock.
     check_choices(1, max(asked.n or 1, asked.best_of or 1))
     prompt_tokens, counted = _length(bytes(fields.get("messages" if path == CHAT_PATH else "prompt", b"")))
@@ -244,6 +251,7 @@ def parse_job(
         repeats_prompt=bool(asked.echo or asked.continue_final_message or asked.add_generation_prompt is False),
         fields=fields,
         priority=asked.priority or 0,
+        cache_salt=asked.cache_salt or "",
         session=(session or asked.prompt_cache_key or asked.user or "")[:_MAX_SESSION_CHARS],
         targets=targets,
     )
@@ -255,6 +263,18 @@ def with_priority(job: Job, priority: int) -> Job:
         return job
     return msgspec.structs.replace(
         job, priority=priority, fields={**job.fields, "priority": msgspec.Raw(str(priority).encode())}
+    )
+
+
+def with_salt_of(job: Job, key_hash: str) -> Job:
+    """The job, its KV for requests of this API key alone, and of these only for those with the same salt of their own.
+
+    The hash of the key is the secret of the salt, so no client can ask for the salt of another key, a salt does not
+    lead back to a key, and all routers and workers make the same one.
+    """
+    salt = hmac.digest(bytes.fromhex(key_hash), b"kvrelay cache salt 1\0" + job.cache_salt.encode(), "sha256").hex()
+    return msgspec.structs.replace(
+        job, cache_salt=salt, fields={**job.fields, "cache_salt": msgspec.Raw(msgspec.json.encode(salt))}
     )
 
 

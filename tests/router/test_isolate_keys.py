@@ -1,0 +1,154 @@
+"""KV of prompts is shared among the requests of one key, if the router is to keep keys apart; else among all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_doubles import MODEL, Cluster, cluster, decode, prefill, router_over, until
+
+from router.admission.keys import hash_of
+from router.vllm import bodies as vllm
+from router.walk.job import (
+    CHAT_PATH,
+    COMPLETIONS_PATH,
+    Job,
+    parse_job,
+    parts_of,
+    prefill_body,
+    prefix_of,
+    with_salt_of,
+)
+from wire.config import Role
+from wire.errors import ConfigError, RequestError
+from wire.key_config import KeyConfig
+from wire.router_config import RouterConfig
+
+ANN, BOB = hash_of("ann"), hash_of("bob")
+KEYS = (KeyConfig("ann", ANN), KeyConfig("bob", BOB))
+PROMPT = "The ship had been at sea for forty days. " * 12
+
+
+def job(salt: Any = None, prompt: Any = PROMPT) -> Job:
+    body = {"model": MODEL, "prompt": prompt} | ({} if salt is None else {"cache_salt": salt})
+    return parse_job(msgspec.json.encode(body), COMPLETIONS_PATH, "id", 0, 0)
+
+
+def told(body: bytes) -> Any:
+    return msgspec.json.decode(body)["cache_salt"]
+
+
+# The salt.
+
+
+def test_it_is_of_the_key_and_of_the_clients_own_and_always_the_same() -> None:
+    salts = [with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")]
+    assert len(set(salts)) == 6
+    assert all(len(salt) == 64 for salt in salts)
+    assert salts == [with_salt_of(job(own), key).cache_salt for key in (ANN, BOB) for own in (None, "a", "b")]
+    # Written down: another release must make the same one, or it would find nothing in the caches of this one.
+    assert salts[0] == "6346a68ced61fd46bb874206b19c06073e0c89d925e20573cc842181d5779f90"
+    assert not any(ANN in salt or BOB in salt for salt in salts)
+
+
+@given(st.text(min_size=1, max_size=80) | st.sampled_from([ANN, BOB]))
+def test_no_salt_of_ones_own_makes_that_of_another_key(own: str) -> None:
+    victim = with_salt_of(job(), BOB).cache_salt
+    for tried in (own, victim, BOB + own):
+        assert with_salt_of(job(tried), ANN).cache_salt != victim
+
+
+def test_every_leg_of_every_kind_of_node_has_it_for_each_prompt() -> None:
+    salted = with_salt_of(job("mine", ["one", "two"]), ANN)
+    parts = parts_of(salted)
+    assert len(parts) == 2
+    for part in parts:
+        assert part.cache_salt == salted.cache_salt
+        for body in (prefill_body(part), vllm.prefill_body(part), vllm.decode_body(part, None)):
+            assert told(body) == salted.cache_salt
+
+
+def test_a_router_knows_the_prompts_of_keys_apart() -> None:
+    first, other = (prefix_of(with_salt_of(job(), key)).chunks for key in (ANN, BOB))
+    assert first[0] != other[0]
+    assert first[0] == prefix_of(with_salt_of(job(), ANN)).chunks[0]
+
+
+@pytest.mark.parametrize(("salt", "said"), [(7, "wrong type"), ("", "must not be empty"), (["a"], "wrong type")])
+def test_a_salt_that_no_node_would_take_is_refused_and_not_replaced(salt: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said) as why:
+        job(salt)
+    assert why.value.param == "cache_salt"
+
+
+def test_without_keys_there_is_nothing_to_keep_apart() -> None:
+    with pytest.raises(ConfigError, match="isolate_keys"):
+        RouterConfig(isolate_keys=True)
+    assert RouterConfig(isolate_keys=True, api_key="k").isolate_keys
+    assert not RouterConfig(api_key="k").isolate_keys
+
+
+# In a router.
+
+ASKED = (
+    (CHAT_PATH, {"messages": [{"role": "user", "content": PROMPT}]}),
+    (COMPLETIONS_PATH, {"prompt": PROMPT}),
+    (COMPLETIONS_PATH, {"prompt": [PROMPT, PROMPT + "And then"]}),
+    ("/v1/responses", {"input": PROMPT}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}),
+)
+
+
+async def ask(c: Cluster, key: str, path: str, body: Any, **more: Any) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    async with c.http.post(c.url + path, json={"model": MODEL, **body, **more}, headers=headers) as answer:
+        await answer.read()
+        return answer.status
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+async def test_every_route_sends_the_salt_of_the_key_on_both_legs(path: str, body: Any) -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d, api_key="all", keys=KEYS, isolate_keys=True) as c:
+        found: dict[str, set[Any]] = {}
+        for key in ("ann", "bob", "all"):
+            before = len(p.calls), len(d.calls)
+            await ask(c, key, path, body)
+            calls = [*p.calls[before[0] :], *d.calls[before[1] :]]
+            assert len(calls) >= 2
+            found[key] = {call.body.get("cache_salt") for call in calls}
+        assert found == {
+            "ann": {with_salt_of(job(), ANN).cache_salt},
+            "bob": {with_salt_of(job(), BOB).cache_salt},
+            "all": {with_salt_of(job(), hash_of("all")).cache_salt},
+        }
+        settings = dataclasses.replace(c.router.config, port=1)
+        async with router_over(settings) as other:  # another one makes the same
+            await until(lambda: all(node.up for node in other.router.pool.nodes))
+            await ask(other, "ann", path, body)
+        assert {p.calls[-1].body["cache_salt"], d.calls[-1].body["cache_salt"]} == found["ann"]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+async def test_the_routers_own_index_tells_a_key_of_no_other_keys_prompts(isolate: bool) -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d, keys=KEYS, isolate_keys=isolate) as c:
+        body = {"prompt": PROMPT, "max_tokens": 3}
+        shared = []
+        for key in ("ann", "bob", "bob"):
+            before = c.router.pool.choices[Role.PREFILL, True]
+            assert await ask(c, key, COMPLETIONS_PATH, body) == 200
+            shared.append(c.router.pool.choices[Role.PREFILL, True] > before)
+        assert shared == [False, not isolate, True]
+
+
+async def test_otherwise_the_clients_salt_goes_on_as_it_is() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d, keys=KEYS) as c:
+        for more, expected in (({}, None), ({"cache_salt": "mine"}, "mine")):
+            assert await ask(c, "ann", COMPLETIONS_PATH, {"prompt": PROMPT}, **more) == 200
+            assert (p.calls[-1].body.get("cache_salt"), d.calls[-1].body.get("cache_salt")) == (expected, expected)
