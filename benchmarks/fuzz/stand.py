@@ -262,7 +262,8 @@ class Stand:
         ranks = ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
         node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50"]
         ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
-        self._launch("router", [*ports, "--workers", "2", "--no-conditional-disaggregation"])
+        router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--no-conditional-disaggregation"]
+        self._launch("router", router)
         self._launch("prefill", [*node, *ranks])
         self._launch("decode", node)
         until = time.monotonic() + START_DEADLINE_S
