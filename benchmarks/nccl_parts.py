@@ -163,6 +163,7 @@ class End:
         self.close()
         self._blocks = self._region(block_bytes)
         self._plane = NcclPlane(self._blocks, "127.0.0.1", PATIENCE_S, PATIENCE_S, slice_bytes=slice_bytes)
+        self._plane.prepare()
         return [uuid.uuid4().hex, base64.b64encode(self._plane.open()).decode()]
 
     def close(self) -> None:

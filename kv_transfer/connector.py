@@ -151,7 +151,7 @@ class Connector(Protocol):
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Names of the data planes that are open, the best first."""
+        """Names of the data planes that peers can use, the best first; some are opened when one asks for them."""
 
     def offer(
         self,

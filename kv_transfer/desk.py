@@ -26,7 +26,7 @@ from kv_transfer.lease_words import LeaseWords
 from kv_transfer.leases import LeaseId, LeaseTable
 from kv_transfer.messages import End, Ended, Follow, Hello, Message, Refused, Renew, Renewed, Welcome
 from kv_transfer.peers import Peers
-from kv_transfer.plane_choice import OpenPlanes
+from kv_transfer.plane_choice import Planes
 from kv_transfer.planes import DataPlane
 from kv_transfer.questions import Question, QuestionTable
 from kv_transfer.rank_link import RankLink
@@ -85,13 +85,14 @@ class Desk:
         self._broken: Exception | None = None
         self._control = ControlThread(self, config.kv_host, config.kv_port, config.cluster_secret)
         try:
-            self._planes = OpenPlanes(planes, self, region, heads[0], link, checksums=config.kv_checksums > 0)
+            self._planes = Planes(planes, self, region, heads[0], self.opened, link, checksums=config.kv_checksums > 0)
         except KvrelayError:
             self._control.close(JOIN_S)
             if link is not None:
                 link.close(JOIN_S)
             raise
-        self._peers = Peers(Hello(engine_id, fingerprint), config, self._fetches, self._control, self._planes)
+        self._peers = Peers(Hello(engine_id, fingerprint, []), config, self._fetches, self._control, self._planes)
+        self._callers: dict[bytes, list[str]] = {}  # who waits for a Welcome until these planes are open
         self._beat_at = time.monotonic()  # of the control thread
         self._control.start()
 
@@ -114,7 +115,7 @@ class Desk:
 
     @property
     def planes(self) -> tuple[str, ...]:
-        """Data planes that are open, the best first."""
+        """Data planes that peers can use, the best first. Not all are open: see Planes."""
         return tuple(self._planes)
 
     def offer(
@@ -268,7 +269,7 @@ class Desk:
             self._planes.nudge()
         self._heard_at = now
         if isinstance(message, Hello):
-            return self._welcome(message)
+            return self._answer_to(sender, message)
         with self._turn():
             if isinstance(message, Renew):
                 kept, lost = self._leases.renew(message.leases, now)
@@ -314,6 +315,15 @@ class Desk:
         return min(soonest - now, self._config.heartbeat_s)
 
     # Called from the plane's thread.
+
+    def opened(self, kind: str) -> None:
+        """A plane is open on all ranks, or cannot be had."""
+        with self._turn():
+            self._peers.opened(kind, time.monotonic())
+            for caller, kinds in list(self._callers.items()):
+                if not any(map(self._planes.is_opening, kinds)):
+                    del self._callers[caller]
+                    self._control.tell(caller, self._welcome())
 
     def joined(self, peer: PeerKey, error: KvrelayError | None) -> None:
         """The plane can read from a peer, or cannot."""
@@ -367,12 +377,31 @@ class Desk:
         if news:
             self._wake()
 
-    def _welcome(self, hello: Hello) -> Message:
+    def _answer_to(self, caller: bytes, hello: Hello) -> Message | None:
+        """Source: a Welcome, which follows later if planes must be opened first."""
         difference = hello.fingerprint.difference(self._fingerprint)
         if difference is not None:
             return Refused(f"{difference}; both nodes need the same model and KV settings")
-        ranks, words = self._planes.ranks, self._words.place
-        return Welcome(self._engine_id, self._generation, self._fingerprint, ranks, words, self._planes.can_sum)
+        with self._lock:
+            kinds = [kind for kind in self._planes if hello.opens is None or kind in hello.opens]
+            for kind in kinds:
+                self._planes.open(kind)
+            if any(map(self._planes.is_opening, kinds)):
+                self._callers[caller] = kinds
+                return None
+        return self._welcome()
+
+    def _welcome(self) -> Welcome:
+        planes, words = self._planes, self._words.place
+        return Welcome(
+            self._engine_id,
+            self._generation,
+            self._fingerprint,
+            planes.ranks,
+            words,
+            planes.can_sum,
+            planes.on_request,
+        )
 
     def _vouch(self, sender: bytes, asked: Follow) -> Message | None:
         """Source: the answer follows when they are summed, if the lease still holds then. Of other blocks none does."""

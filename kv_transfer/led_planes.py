@@ -1,4 +1,4 @@
-"""The data planes of a rank other than 0: opened over its own pool, and led by rank 0's desk.
+"""The data planes of a rank other than 0: over its own pool, and led by rank 0's desk, which says when each is opened.
 
 Owns the planes' threads of this process; decides nothing.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from kv_transfer.checksums import ChecksumThread
 from kv_transfer.commands import PeerKey
 from kv_transfer.connector import PoolRegion
-from kv_transfer.planes import DataPlane, PlaneThread
+from kv_transfer.planes import DataPlane, PlaneThread, why_not
 from kv_transfer.rank_link import LinkEnd
 from kv_transfer.rank_messages import (
     AddPeer,
@@ -20,12 +21,15 @@ from kv_transfer.rank_messages import (
     DropPeer,
     Joined,
     Meeting,
+    Open,
     Opened,
     PeerGone,
     Post,
+    Prepared,
     ReadEnded,
     ReadFailed,
     Serve,
+    Stop,
     Sum,
     Summed,
     ToRank,
@@ -50,15 +54,15 @@ class LedPlanes:
         meeting: Meeting,
         lost: Callable[[str], None],
     ) -> None:
-        """Opens the planes and tells rank 0. `lost` is called, from another thread, if rank 0 is."""
+        """Prepares the planes and tells rank 0. `lost` is called, from another thread, if rank 0 is."""
         self._threads: dict[str, PlaneThread] = {}
         self.serving = False
         """Whether peers may be reading from this engine."""
-        cards, missing = {}, {}
+        missing = {}
         for kind, plane in planes.items():
             thread = PlaneThread(plane, _Voice(self, kind))
             try:
-                cards[kind] = thread.open()
+                thread.start()
             except ConfigError as error:
                 log.info("no KV by %s on rank %d: %s", kind, rank, error.message)
                 missing[kind] = error.message
@@ -69,7 +73,7 @@ class LedPlanes:
             self._checksums = ChecksumThread(region, meeting.terms.summed_heads, self.broke)
             self._checksums.open()
         self.link = LinkEnd(meeting, self._hear, lost)
-        self.link.say(Opened(rank, region, cards, missing))
+        self.link.say(Prepared(rank, region, missing))
 
     def close(self) -> None:
         """End all threads."""
@@ -88,8 +92,20 @@ class LedPlanes:
         """A thread of this process has ended by an error of ours: rank 0 must hear of it."""
         self.link.say(Broke(f"{type(error).__name__}: {error}"))
 
+    def _opened(self, kind: str, card: bytes | Exception) -> None:
+        if isinstance(card, Exception):
+            self.link.say(Opened(kind, None, why_not(card)))
+        else:
+            self.link.say(Opened(kind, card))
+
     def _hear(self, message: ToRank) -> None:
         match message:
+            case Open(kind):
+                self._threads[kind].open(partial(self._opened, kind))
+            case Stop(kind):
+                thread = self._threads.pop(kind, None)
+                if thread is not None:
+                    thread.stop()
             case Post(kind, read):
                 self._threads[kind].read(read)
             case AddPeer(kind, peer, source):

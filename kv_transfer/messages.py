@@ -35,10 +35,12 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Reader -> source, first. Who reads, and what its KV looks like."""
+    """Reader -> source, first, and again with each plane that it needs. Who reads, and what its KV looks like."""
 
     engine_id: str
     fingerprint: Fingerprint
+    opens: list[str] | None = None
+    """Planes that are to be open when the Welcome comes. None is of a release that wants all of them."""
 
 
 class RankCard(msgspec.Struct, frozen=True):
@@ -47,7 +49,7 @@ class RankCard(msgspec.Struct, frozen=True):
     heads: Heads
     region: PoolRegion
     planes: dict[str, bytes]
-    """Its data planes by name, with what a reader needs to use each: opaque here."""
+    """Its data planes that are open by name, with what a reader needs to use each: opaque here."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -61,6 +63,8 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Where a reader on the source's host finds its leases (kv_transfer/lease_words.py)."""
     checksums: bool = False
     """Whether it answers a reader that asks for checksums of blocks."""
+    on_request: list[str] = []
+    """Its data planes that a reader can have opened by another Hello."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -28,9 +28,9 @@ def open_connector(
     wake: Callable[[], None],
     link: RankLink | None = None,
 ) -> Connector:
-    """Start the plane that `config.kv_connector` names, or with `auto` all that this machine has.
+    """Prepare the plane that `config.kv_connector` names, or with `auto` all that this machine has, and open the best.
 
-    `link` leads to the other ranks, if there are any: they open theirs with `join_connector`. `wake` is called from any
+    The others are opened when a peer needs them. `link` leads to the other ranks, if there are any: they open theirs with `join_connector`. `wake` is called from any
     thread when `events` has something. Raises ConfigError if no plane can be had, or the control channel's address."""
     return Desk(engine_id, fingerprint, region, config, wake, _planes(engine_id, region, terms_of(config)), link)
 
@@ -38,7 +38,7 @@ def open_connector(
 def join_connector(
     rank: int, region: PoolRegion, meeting: Meeting, host: str, lost: Callable[[str], None]
 ) -> LedPlanes:
-    """Open the planes of a rank other than 0; `host` is an address of its machine that peers reach.
+    """Prepare the planes of a rank other than 0, which opens them when rank 0 says so; `host` is an address of its machine that peers reach.
 
     `lost` is called, from another thread, if rank 0 is lost."""
     terms = PlaneTerms(meeting.terms.kinds, host, meeting.terms.meet_s, meeting.terms.patience_s)
@@ -67,7 +67,7 @@ def _plane(kind: str, name: str, region: PoolRegion, terms: PlaneTerms) -> DataP
         from kv_transfer.via_nixl import NixlPlane
 
         # NIXL knows its peers by name, so a restarted node must not come back under its old one.
-        return NixlPlane(f"{name}-{uuid.uuid4().hex}", region)
+        return NixlPlane(f"{name}-{uuid.uuid4().hex}", region, terms.host)
     from kv_transfer.via_nccl import NcclPlane
 
     return NcclPlane(region, terms.host, terms.meet_s, terms.patience_s)

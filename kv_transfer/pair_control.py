@@ -69,9 +69,7 @@ class PairControl:
     """See the module. Public methods may be called from any thread and return at once, except `close`."""
 
     def __init__(self, host: str, terms: Terms) -> None:
-        """Listens from here on. Raises ConfigError if the address cannot be had, or zmq cannot encrypt."""
-        if not zmq.has("curve"):
-            raise ConfigError("kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel")
+        """Listens from here on; zmq must have CURVE. Raises ConfigError if the address cannot be had."""
         self._terms = terms
         terms.budget.wanted = partial(self._post, self._make_room)
         self.broken: Exception | None = None

@@ -17,16 +17,19 @@ import logging
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+import msgspec
+
 from kv_transfer.checks import MOST_BLOCKS, in_our_order
 from kv_transfer.commands import Ask, PeerCommand, PeerKey, Prove, Read
-from kv_transfer.connector import Way
+from kv_transfer.connector import PoolRegion, Way
 from kv_transfer.control import ControlThread
 from kv_transfer.fetches import FetchTable
 from kv_transfer.lease_words import HeldWords
 from kv_transfer.leases import LeaseId
 from kv_transfer.messages import End, Ended, Follow, Grown, Hello, Message, Refused, Renew, Renewed, Welcome
-from kv_transfer.plane_choice import OpenPlanes
+from kv_transfer.plane_choice import Planes
 from kv_transfer.planes import Source
+from kv_transfer.shares import Heads
 from wire.config import TransferConfig
 from wire.errors import Incompatible, KvrelayError, PeerLost, TransferError
 
@@ -53,16 +56,18 @@ class _Peer:
     """Its leases, if it runs on this host."""
     protocol: int = 0
     """The version that both speak, once it is welcomed."""
+    welcome: Welcome | None = None
+    """The last one."""
     plane: str = ""
     """The plane that we read through, or are about to."""
     sources: list[tuple[int, Source]] = field(default_factory=list)
-    """Which rank of ours reads what through it."""
+    """Which rank of ours reads what through it; none until it is open at both ends."""
     heads: list[int] = field(default_factory=list)
     """Where checksums of our KV heads lie among its own; empty if it or we compare none."""
     joined: bool = False
     """The plane can read, as far as is known."""
-    choices: list[tuple[str, list[tuple[int, Source]]]] = field(default_factory=list)
-    """Planes that were not tried yet, the best first; and their sources."""
+    choices: list[str] = field(default_factory=list)
+    """Planes that were not tried yet, the best first."""
     missed: dict[str, str] = field(default_factory=dict)
     """Planes that one of us does not have, or that did not work; and why."""
 
@@ -71,7 +76,7 @@ class Peers:
     """See the module."""
 
     def __init__(
-        self, hello: Hello, config: TransferConfig, fetches: FetchTable, control: ControlThread, planes: OpenPlanes
+        self, hello: Hello, config: TransferConfig, fetches: FetchTable, control: ControlThread, planes: Planes
     ) -> None:
         """`hello` is what each peer is told first."""
         self._hello = hello
@@ -146,6 +151,14 @@ class Peers:
             self._lose(peer, Incompatible(f"{peer.host}:{peer.port} refused: {message.reason}"), now)
         elif isinstance(message, Welcome) and not known.welcomed:
             self._be_welcomed(peer, known, message, now)
+        elif (
+            isinstance(message, Welcome)
+            and known.plane
+            and not known.sources
+            and _pools(message) == _pools(known.welcome)
+        ):
+            known.welcome = message  # with the plane that we have asked for
+            self._join(peer, known, now)
 
     def gone(self, peer: PeerKey, how: str, now: float) -> None:
         """The connection to this peer has ended, or could not be made; `how` says which."""
@@ -159,7 +172,7 @@ class Peers:
         if known is None or known.vanished:
             return
         known.vanished = True
-        if known.plane:
+        if known.sources:
             self._planes[known.plane].peer_gone(peer)
         self._lose(peer, PeerLost(f"the process at {peer.host}:{peer.port} is gone"), now)
 
@@ -179,6 +192,12 @@ class Peers:
         return min(map(_due, self._peers.values()), default=float("inf"))
 
     # What the planes tell.
+
+    def opened(self, kind: str, now: float) -> None:
+        """A plane of ours is open, or cannot be had."""
+        for peer, known in list(self._peers.items()):
+            if known.lost is None and known.plane == kind and not known.sources:
+                self._join(peer, known, now)
 
     def joined(self, peer: PeerKey, error: KvrelayError | None, now: float) -> None:
         """The plane can read from a peer, or cannot."""
@@ -205,9 +224,9 @@ class Peers:
             return
         if known.lost is not None:
             del self._peers[peer]
-            if known.plane:
+            if known.sources:
                 self._planes[known.plane].drop_peer(peer)
-        elif known.welcomed and not known.joined and known.plane:
+        elif known.welcomed and not known.joined and known.sources:
             self._planes[known.plane].drop_peer(peer)
             self._planes[known.plane].add_peer(peer, known.sources)
 
@@ -232,6 +251,7 @@ class Peers:
             self._lose(peer, Incompatible(differs), now)
             return
         known.welcomed, known.due, known.protocol = True, now + self._config.heartbeat_s, protocol
+        known.welcome = welcome
         if welcome.lease_words is not None and known.words is None:
             with contextlib.suppress(TransferError):  # another host, or another user: we ask
                 known.words = HeldWords(welcome.lease_words, peer.generation, welcome.engine_id)
@@ -239,15 +259,15 @@ class Peers:
         self._renew(peer, leases, now)
         for lease in leases:
             self._control.say(peer, Follow(lease))  # also of complete KV: it may have had another reader
-        if not known.plane:
-            self._join(peer, known, welcome, now)
+        if not known.sources:
+            self._choose(peer, known, welcome, now)
         elif known.joined:  # we were here before, and a READ is still on this way
             self._fetches.peer_ready(peer, now, vouches=bool(known.heads))
         else:
             self.read_over(peer)
 
-    def _join(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
-        """Through the best plane that both have."""
+    def _choose(self, peer: PeerKey, known: _Peer, welcome: Welcome, now: float) -> None:
+        """The best plane that both have."""
         try:
             known.choices = self._planes.shared(welcome)
         except Incompatible as error:
@@ -256,10 +276,9 @@ class Peers:
         if welcome.checksums and self._planes.can_sum:
             known.heads = self._planes.order_of_heads(welcome)
         known.missed = {kind: f"the node that reads: {why}" for kind, why in self._planes.missing.items()}
-        shared = {kind for kind, _ in known.choices}
-        absent = [kind for kind in self._planes if kind not in shared]
+        absent = [kind for kind in self._planes if kind not in known.choices]
         known.missed |= dict.fromkeys(absent, "the node that is read does not have it; its log says why")
-        theirs = ", ".join(welcome.ranks[0].planes) or "none"
+        theirs = ", ".join([*welcome.ranks[0].planes, *welcome.on_request]) or "none"
         both = f"{', '.join(self._planes)} here and {theirs} there"
         none = Incompatible(f"{peer.host}:{peer.port}: there is no common KV connector, {both}")
         self._try_next_plane(peer, known, none, now)
@@ -272,8 +291,30 @@ class Peers:
         if known.plane:
             known.missed[known.plane] = error.message
             log.info("no KV by %s from %s:%d: %s", known.plane, peer.host, peer.port, error.message)
-        known.plane, known.sources = known.choices.pop(0)
-        self._planes[known.plane].add_peer(peer, known.sources)
+        known.plane, known.sources = known.choices.pop(0), []
+        self._planes.open(known.plane)
+        self._ask_to_open(peer, known)
+        self._join(peer, known, now)
+
+    def _ask_to_open(self, peer: PeerKey, known: _Peer) -> None:
+        """Have the peer open the plane that we are waiting for. Its answer is another Welcome."""
+        if known.plane and known.welcome is not None and known.plane in known.welcome.on_request:
+            self._control.say(peer, msgspec.structs.replace(self._hello, opens=[known.plane]))
+
+    def _join(self, peer: PeerKey, known: _Peer, now: float) -> None:
+        """Join the peer if the plane is open at both ends; take the next one if it cannot be opened at one of them."""
+        kind, welcome = known.plane, known.welcome
+        assert welcome is not None
+        if kind in self._planes.missing:
+            self._try_next_plane(peer, known, TransferError(self._planes.missing[kind]), now)
+        elif kind in welcome.on_request or not self._planes.is_open(kind):
+            return
+        elif any(kind not in card.planes for card in welcome.ranks):
+            why = f"{peer.host}:{peer.port} could not open its KV connector {kind}; its log says why"
+            self._try_next_plane(peer, known, TransferError(why), now)
+        else:
+            known.sources = self._planes.sources(welcome, kind)
+            self._planes[kind].add_peer(peer, known.sources)
 
     # Caring for leases.
 
@@ -287,6 +328,9 @@ class Peers:
             self._control.say(peer, Follow(lease))  # what was told meanwhile may have been lost
         for ask in self._fetches.unanswered(peer):
             self._ask(ask)
+        known = self._peers[peer]
+        if not known.sources:
+            self._ask_to_open(peer, known)
 
     def _renew(self, peer: PeerKey, leases: list[LeaseId], now: float) -> None:
         for first in range(0, len(leases), RENEW_BATCH):
@@ -310,6 +354,10 @@ class Peers:
         self._fetches.peer_lost(peer, error)
         self._control.hang_up(peer)
         self.read_over(peer)
+
+
+def _pools(welcome: Welcome | None) -> list[tuple[Heads, PoolRegion]]:
+    return [(card.heads, card.region) for card in welcome.ranks] if welcome is not None else []
 
 
 def _due(peer: _Peer) -> float:

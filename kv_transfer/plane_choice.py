@@ -1,29 +1,48 @@
-"""The data planes that a node has opened on all its ranks, and which of them it can share with a peer."""
+"""The data planes of a node on all its ranks: when each is opened, and which of them it can share with a peer."""
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from kv_transfer.checksums import Checksums, ChecksumThread
 from kv_transfer.connector import PoolRegion
 from kv_transfer.messages import RankCard, Welcome
 from kv_transfer.parts import Part
-from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source
-from kv_transfer.rank_link import RankLink
-from kv_transfer.rank_messages import Broke, FromRank, Joined, Opened, ReadEnded, ReadFailed, Sum, Summed, error_of
+from kv_transfer.planes import DataPlane, PlaneDesk, PlaneThread, Source, why_not
+from kv_transfer.rank_link import OPEN_S, RankLink
+from kv_transfer.rank_messages import (
+    Broke,
+    FromRank,
+    Joined,
+    Open,
+    Opened,
+    Prepared,
+    ReadEnded,
+    ReadFailed,
+    Stop,
+    Sum,
+    Summed,
+    error_of,
+)
 from kv_transfer.rank_planes import RankPlane, RemotePlane
 from kv_transfer.shares import Heads, Share, order_of_heads, shares
 from wire.errors import ConfigError, Incompatible, KvrelayError
 
-__all__ = ["OpenPlanes"]
+__all__ = ["Planes"]
 
 log = logging.getLogger(__name__)
 
 
-class OpenPlanes:
-    """Planes by name, the best first; each on a thread of every rank."""
+class Planes:
+    """Planes by name, the best first; each on a thread of every rank. They are opened one by one, as they are needed.
+
+    An open plane listens, and who reaches UCX's listener can write anywhere: so the first is opened at start, and
+    another one when a peer asks for it that could not be reached by those before it."""
 
     def __init__(
         self,
@@ -31,73 +50,140 @@ class OpenPlanes:
         desk: PlaneDesk,
         region: PoolRegion,
         heads: Heads,
+        opened: Callable[[str], None],
         link: RankLink | None = None,
         *,
         checksums: bool = False,
     ) -> None:
-        """Open them. Of several, those that this engine cannot have on all its ranks are left out.
+        """Prepare them, and open the first. Of several, those that this engine cannot have on all ranks are left out.
 
-        `region` and `heads` are rank 0's; `checksums`: of blocks can be asked for, of all ranks together. Raises
-        ConfigError if the only plane cannot be had, or none of several, or no checksums."""
+        `region` and `heads` are rank 0's; `opened` is told how an `open` has ended; `checksums`: of blocks can be asked
+        for, of all ranks together. Raises ConfigError if the only plane cannot be had, or none of several, or no
+        checksums."""
         self._checksums: Checksums | None = None
         self.missing: dict[str, str] = {}
         """Those left out, and why."""
         self.wanted = tuple(planes)
         """Those in it and those left out."""
-        self._planes: dict[str, RankPlane] = {}
+        self._planes = {kind: RankPlane(desk) for kind in planes}
         self._threads: dict[str, PlaneThread] = {}
         self._link = link
         self._desk = desk
-        cards: dict[str, bytes] = {}
+        self._pools = [(heads, region)]  # of each rank
+        self._cards: dict[str, list[bytes]] = {}  # of planes that are open, by rank
+        self._opening: dict[str, dict[int, bytes | Exception]] = {}  # what ranks have told of planes that are not yet
+        self._lock = threading.Lock()  # of all of these; nothing of others is called under it
+        first: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._opened: Callable[[str], None] = first.put
         for kind, plane in planes.items():
-            self._planes[kind] = whole = RankPlane(desk)
-            self._threads[kind] = thread = PlaneThread(plane, whole.ear)
+            self._threads[kind] = thread = PlaneThread(plane, self._planes[kind].ear)
             try:
-                cards[kind] = thread.open()
+                thread.start()
             except ConfigError as error:
                 if len(planes) == 1:
                     raise
                 self._leave_out(kind, error.message)
-        self.ranks = [RankCard(heads, region, cards)]
-        """What peers need to read from here."""
         if checksums:
             own = ChecksumThread(region, heads[1] - heads[0], desk.broke)
             own.open()
             self._checksums = Checksums(own, 1 if link is None else len(link.heads), self._ask_rank)
         if link is not None:
-            self._meet(link, link.opened())
+            self._meet(link, link.prepared())
+        ranks = range(1, len(self._pools))
         for kind, thread in self._threads.items():
-            others = [RemotePlane(kind, rank, link) for rank in range(1, len(self.ranks)) if link is not None]
+            others = [RemotePlane(kind, rank, link) for rank in ranks if link is not None]
             self._planes[kind].begin(thread, others)
-        if not self._threads:
-            raise ConfigError(f"no KV can be handed over: {'; '.join(self.missing.values())}")
+        self._open_one(first)
+        self._opened = opened
 
-    def _meet(self, link: RankLink, others: list[Opened]) -> None:
-        """Keep what all ranks have."""
+    def _meet(self, link: RankLink, others: list[Prepared]) -> None:
+        """Keep what all ranks can have."""
+        link.serve(self._hear, self._desk.serving, self._desk.broke)
+        self._pools += [(link.heads[other.rank], other.region) for other in others]
         for other in others:
             for kind, why in other.missing.items():
                 if kind in self._threads:
                     if len(self.wanted) == 1:
                         raise ConfigError(f"rank {other.rank}: {why}")
                     self._leave_out(kind, f"rank {other.rank}: {why}")
-        own, *_ = self.ranks
-        self.ranks = [
-            RankCard(heads, region, {kind: cards[kind] for kind in self._threads})
-            for heads, region, cards in [
-                (own.heads, own.region, own.planes),
-                *((link.heads[other.rank], other.region, other.cards) for other in others),
-            ]
-        ]
-        link.serve(self._hear, self._desk.serving, self._desk.broke)
+
+    def _open_one(self, ended: queue.SimpleQueue[str]) -> None:
+        """Wait until the best plane is open that can be. Raises ConfigError."""
+        for kind in list(self):
+            self.open(kind)
+            try:
+                ended.get(timeout=OPEN_S)
+            except queue.Empty:
+                raise ConfigError(f"kv_connector {kind} was not opened on all ranks within {OPEN_S:g} s") from None
+            if self.is_open(kind):
+                return
+        why = self.missing.values()
+        raise ConfigError(*why) if len(self.wanted) == 1 else ConfigError(f"no KV can be handed over: {'; '.join(why)}")
+
+    def open(self, kind: str) -> None:
+        """Have all ranks open a plane, if it is not open; `opened` follows then, from any thread."""
+        with self._lock:
+            if kind in self._cards or kind in self.missing or kind in self._opening:
+                return
+            self._opening[kind] = {}
+        self._threads[kind].open(partial(self._told, kind, 0))
+        for rank in range(1, len(self._pools)):
+            assert self._link is not None
+            self._link.tell(rank, Open(kind))
+
+    def _told(self, kind: str, rank: int, card: bytes | Exception) -> None:
+        """A rank has opened a plane, or cannot."""
+        with self._lock:
+            told = self._opening[kind]
+            told[rank] = card
+            if len(told) < len(self._pools):
+                return
+            cards = [card for _, card in sorted(told.items()) if isinstance(card, bytes)]
+            if len(cards) == len(told):
+                self._cards[kind] = cards
+                del self._opening[kind]
+        if len(cards) < len(told):
+            rank, error = next((rank, card) for rank, card in sorted(told.items()) if isinstance(card, Exception))
+            self._leave_out(kind, f"rank {rank}: {why_not(error)}" if rank else why_not(error))
+        self._opened(kind)
 
     def _leave_out(self, kind: str, why: str) -> None:
         log.info("no KV by %s on this node: %s", kind, why)
-        self.missing[kind] = why
-        self._threads.pop(kind).stop()
-        del self._planes[kind]
+        with self._lock:
+            self.missing[kind] = why
+            self._opening.pop(kind, None)
+            thread = self._threads.pop(kind)
+        thread.stop()
+        for rank in range(1, len(self._pools)):
+            assert self._link is not None
+            self._link.tell(rank, Stop(kind))
+
+    def is_open(self, kind: str) -> bool:
+        """Whether peers can use it."""
+        return kind in self._cards
+
+    def is_opening(self, kind: str) -> bool:
+        """Whether `opened` will be told of it."""
+        return kind in self._opening
+
+    @property
+    def ranks(self) -> list[RankCard]:
+        """What peers need to read from here, by the planes that are open."""
+        with self._lock:
+            return [
+                RankCard(heads, region, {kind: cards[rank] for kind, cards in self._cards.items()})
+                for rank, (heads, region) in enumerate(self._pools)
+            ]
+
+    @property
+    def on_request(self) -> list[str]:
+        """Those that are not open, and can be."""
+        return [kind for kind in self if not self.is_open(kind)]
 
     def _hear(self, rank: int, message: FromRank) -> None:
         match message:
+            case Opened(kind, card, why):
+                self._told(kind, rank, ConfigError(why) if card is None else card)
             case Joined(kind, peer, error):
                 self._planes[kind].joined(Part(rank, peer), None if error is None else error_of(error))
             case ReadEnded(kind, peer, read_id):
@@ -115,32 +201,39 @@ class OpenPlanes:
         self._link.tell(rank, Sum(number, list(blocks)))
 
     def __getitem__(self, kind: str) -> RankPlane:
-        """A plane that is open."""
+        """A plane, whether it is open or not."""
         return self._planes[kind]
 
     def __iter__(self) -> Iterator[str]:
-        """Those that are open."""
-        return iter(self._planes)
+        """Those that are open or can be."""
+        return (kind for kind in self.wanted if kind not in self.missing)
 
-    def shared(self, welcome: Welcome) -> list[tuple[str, list[tuple[int, Source]]]]:
-        """The planes that all ranks of this peer have, too, the best first; and which rank of ours reads what.
+    def shared(self, welcome: Welcome) -> list[str]:
+        """The planes that all ranks of this peer have or can have, too, the best first.
 
         Raises Incompatible if its ranks' pools are not what ours need."""
-        mine, theirs = ({_head_bytes(card) for card in cards} for cards in (self.ranks, welcome.ranks))
+        self._shares(welcome)
+        theirs = [set(card.planes) for card in welcome.ranks]
+        has = set.intersection(*theirs) if theirs else set()
+        return [kind for kind in self if kind in has or kind in welcome.on_request]
+
+    def sources(self, welcome: Welcome, kind: str) -> list[tuple[int, Source]]:
+        """Which rank of ours reads what through this plane. Raises Incompatible."""
+        return [(rank, _source(welcome, source, kind, share)) for rank, source, share in self._shares(welcome)]
+
+    def _shares(self, welcome: Welcome) -> list[tuple[int, int, Share]]:
+        """Which rank of ours reads what from which rank of this peer. Raises Incompatible."""
+        ours = self.ranks
+        mine, theirs = ({_head_bytes(card) for card in cards} for cards in (ours, welcome.ranks))
         if len(mine | theirs) != 1:
             raise Incompatible(f"a KV head has {sorted(mine)} bytes of a block here and {sorted(theirs)} there")
         (head_bytes,) = mine
-        parts = [
-            (rank, source, share)
-            for rank in range(len(self.ranks))
-            for source, share in shares(
-                rank, [card.heads for card in self.ranks], [card.heads for card in welcome.ranks], head_bytes
-            )
-        ]
         return [
-            (kind, [(rank, _source(welcome, source, kind, share)) for rank, source, share in parts])
-            for kind in self._planes
-            if welcome.ranks and all(kind in card.planes for card in welcome.ranks)
+            (rank, source, share)
+            for rank in range(len(ours))
+            for source, share in shares(
+                rank, [card.heads for card in ours], [card.heads for card in welcome.ranks], head_bytes
+            )
         ]
 
     @property
@@ -155,16 +248,20 @@ class OpenPlanes:
 
     def order_of_heads(self, welcome: Welcome) -> list[int]:
         """Of each KV head of each of our ranks, where it lies among those of this peer's ranks. Raises Incompatible."""
-        return order_of_heads([card.heads for card in self.ranks], [card.heads for card in welcome.ranks])
+        return order_of_heads([heads for heads, _ in self._pools], [card.heads for card in welcome.ranks])
 
     def silent_s(self) -> float:
         """Seconds since the slowest of this process's threads was seen at work."""
-        planes_s = max(thread.silent_s() for thread in self._threads.values())
+        planes_s = max((thread.silent_s() for thread in self._at_work()), default=0.0)
         return planes_s if self._checksums is None else max(planes_s, self._checksums.silent_s())
+
+    def _at_work(self) -> list[PlaneThread]:
+        with self._lock:
+            return list(self._threads.values())
 
     def nudge(self) -> None:
         """Somebody may be about to read from here."""
-        for thread in self._threads.values():
+        for thread in self._at_work():
             thread.nudge()
         if self._link is not None:
             self._link.nudge()
@@ -172,11 +269,11 @@ class OpenPlanes:
     def close(self, timeout_s: float) -> None:
         """End all threads; together they have so long."""
         until = time.monotonic() + timeout_s
-        for thread in self._threads.values():
+        for thread in self._at_work():
             thread.stop()
         if self._link is not None:
             self._link.close(max(0.0, until - time.monotonic()))
-        for thread in self._threads.values():
+        for thread in self._at_work():
             thread.close(max(0.0, until - time.monotonic()))
         if self._checksums is not None:
             self._checksums.close(max(0.0, until - time.monotonic()))

@@ -34,7 +34,7 @@ from kv_transfer.shares import Share
 from kv_transfer.timer_slack import wake_in_time
 from wire.errors import KvrelayError, PeerLost, TransferError
 
-__all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source"]
+__all__ = ["DataPlane", "PlaneDesk", "PlaneThread", "Source", "why_not"]
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,13 @@ class DataPlane(Protocol):
     helps_readers: bool
     """Whether peers that read from here need `progress`."""
 
+    def prepare(self) -> None:
+        """Load what `open` will need; no socket listens yet. Raises ConfigError if this machine lacks something."""
+
     def open(self) -> bytes:
-        """Take devices and memory. Returns the metadata that peers need. Raises ConfigError."""
+        """Take devices, memory and sockets. Returns the metadata that peers need.
+
+        Raises ConfigError, and has given back what it took then."""
 
     def add_peer(self, source: Source) -> None:
         """Get ready to read from a peer. Raises TransferError."""
@@ -145,16 +150,21 @@ class PlaneThread:
         self._closing = False
         self._interval_s = POLL_MIN_S
         self._turned_at = time.monotonic()
-        self._opened: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._prepared: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._metadata: bytes | None = None
+        """Of a plane that is open."""
         self._thread = threading.Thread(target=self._run, name="kv-plane", daemon=True)
 
-    def open(self) -> bytes:
-        """Start. Returns the plane's metadata, or raises what its `open` raised."""
+    def start(self) -> None:
+        """Start the thread and prepare the plane. Raises what its `prepare` raised."""
         self._thread.start()
-        metadata = self._opened.get()
-        if isinstance(metadata, Exception):
-            raise metadata
-        return metadata
+        error = self._prepared.get()
+        if error is not None:
+            raise error
+
+    def open(self, done: Callable[[bytes | Exception], None]) -> None:
+        """Open the plane. `done` is called from its thread, with the metadata or with what its `open` raised."""
+        self._do(partial(self._open, done))
 
     def add_peer(self, peer: PeerKey, source: Source) -> None:
         """`joined` follows."""
@@ -193,10 +203,11 @@ class PlaneThread:
     def _run(self) -> None:
         wake_in_time()
         try:
-            self._opened.put(self._plane.open())
-        except Exception as error:  # noqa: BLE001 - raised again by open(), in the thread that asked
-            self._opened.put(error)
+            self._plane.prepare()
+        except Exception as error:  # noqa: BLE001 - raised again by start(), in the thread that asked
+            self._prepared.put(error)
             return
+        self._prepared.put(None)
         try:
             while not self._closing:
                 self._turn()
@@ -205,7 +216,17 @@ class PlaneThread:
             log.exception("data plane ended")
             self._desk.broke(error)
         finally:
-            self._plane.close()
+            if self._metadata is not None:
+                self._plane.close()
+
+    def _open(self, done: Callable[[bytes | Exception], None]) -> None:
+        if self._metadata is None:
+            try:
+                self._metadata = self._plane.open()
+            except Exception as error:  # noqa: BLE001 - the desk decides what it means that there is no such plane
+                done(error)
+                return
+        done(self._metadata)
 
     def _do(self, job: Callable[[], None]) -> None:
         self._todo.append(job)
@@ -217,14 +238,16 @@ class PlaneThread:
             self._woken.clear()
         if self._todo:
             self._todo.popleft()()
-        self._plane.progress()
-        self._poll()
+        if self._metadata is not None:
+            self._plane.progress()
+            self._poll()
 
     def _wait_s(self) -> float:
         if self._running:
             self._interval_s = min(POLL_MAX_S, self._interval_s * POLL_GROWTH)
             return self._interval_s
-        return SERVE_S if self._plane.helps_readers and self._desk.serving() else IDLE_S
+        helps = self._plane.helps_readers and self._metadata is not None
+        return SERVE_S if helps and self._desk.serving() else IDLE_S
 
     def _add_peer(self, peer: PeerKey, source: Source) -> None:
         started = time.monotonic()
@@ -269,6 +292,11 @@ class PlaneThread:
             return not in_flight
         self._desk.read_ended(read.peer, read.read_id)
         return True
+
+
+def why_not(error: Exception) -> str:
+    """Why a plane cannot be had, of what its `prepare` or `open` raised."""
+    return error.message if isinstance(error, KvrelayError) else f"{type(error).__name__}: {error}"
 
 
 def _named(read: Read) -> str:

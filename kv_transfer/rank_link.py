@@ -28,8 +28,8 @@ from kv_transfer.rank_messages import (
     Close,
     FromRank,
     Meeting,
-    Opened,
     PlaneTerms,
+    Prepared,
     Serve,
     ToRank,
 )
@@ -37,11 +37,11 @@ from kv_transfer.shares import Heads
 from kv_transfer.zmq_address import listen, tcp
 from wire.errors import ConfigError, PeerLost
 
-__all__ = ["LinkEnd", "RankLink"]
+__all__ = ["OPEN_S", "LinkEnd", "RankLink"]
 
 log = logging.getLogger(__name__)
 
-# How long the other ranks may take to open their planes: on a GPU each compiles a kernel.
+# How long the ranks may take to prepare their planes, and to open one: on a GPU each compiles a kernel.
 OPEN_S = 300.0
 # How often rank 0 looks whether peers still read from here, after somebody began to.
 SERVING_MS = 1000
@@ -55,7 +55,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class RankLink:
-    """Rank 0's end. Public methods may be called from any thread; all but `opened` and `close` return at once."""
+    """Rank 0's end. Public methods may be called from any thread; all but `prepared` and `close` return at once."""
 
     def __init__(self, host: str, heads: Sequence[Heads], engine_id: str, terms: PlaneTerms) -> None:
         """Listens at `host` from here on. `heads`: of all ranks. Raises ConfigError."""
@@ -68,7 +68,7 @@ class RankLink:
         self._told_serving = False
         self._closing = False
         self._todo: collections.deque[tuple[int, ToRank]] = collections.deque()
-        self._opened: queue.Queue[Opened] = queue.Queue()
+        self._prepared: queue.Queue[Prepared] = queue.Queue()
         self._names: dict[bytes, int] = {}  # of connections
         self._ranks: dict[int, bytes] = {}
         self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -97,18 +97,18 @@ class RankLink:
         """From here on: what ranks say goes to `hear`; they help readers while `serving`; `broke` if this ends."""
         self._hear, self._serving, self._broke = hear, serving, broke
 
-    def opened(self) -> list[Opened]:
+    def prepared(self) -> list[Prepared]:
         """Wait for all other ranks; in their order. Raises ConfigError if one does not come."""
         until = time.monotonic() + OPEN_S
-        found: dict[int, Opened] = {}
+        found: dict[int, Prepared] = {}
         while len(found) < len(self.heads) - 1:
             try:
-                one = self._opened.get(timeout=max(0.0, until - time.monotonic()))
+                one = self._prepared.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 missing = sorted(set(range(1, len(self.heads))) - set(found))
                 raise ConfigError(
-                    f"ranks {missing} have not opened their KV connectors within {OPEN_S:g} s; their logs may say why, "
-                    f"and no firewall may stand before port {self.meeting.port} of {self.meeting.host}"
+                    f"ranks {missing} have not prepared their KV connectors within {OPEN_S:g} s; their logs may say "
+                    f"why, and no firewall may stand before port {self.meeting.port} of {self.meeting.host}"
                 ) from None
             found[one.rank] = one
         return [found[rank] for rank in sorted(found)]
@@ -163,11 +163,11 @@ class RankLink:
             self._take(name, self._decoder.decode(frame))
 
     def _take(self, name: bytes, message: FromRank) -> None:
-        if isinstance(message, Opened):
+        if isinstance(message, Prepared):
             if message.rank not in range(1, len(self.heads)) or message.rank in self._ranks:
                 raise PeerLost(f"rank {message.rank} of {len(self.heads)} came twice, or from elsewhere")
             self._names[name], self._ranks[message.rank] = message.rank, name
-            self._opened.put(message)
+            self._prepared.put(message)
         elif name in self._names:
             self._hear(self._names[name], message)
 

@@ -22,13 +22,16 @@ __all__ = [
     "FromRank",
     "Joined",
     "Meeting",
+    "Open",
     "Opened",
     "PeerGone",
     "PlaneTerms",
     "Post",
+    "Prepared",
     "ReadEnded",
     "ReadFailed",
     "Serve",
+    "Stop",
     "Sum",
     "Summed",
     "ToRank",
@@ -59,6 +62,18 @@ class Meeting(msgspec.Struct, frozen=True):
     key: bytes
     engine_id: str
     terms: PlaneTerms
+
+
+class Open(msgspec.Struct, tag="open", frozen=True):
+    """Open this plane. Opened follows."""
+
+    kind: str
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Close this plane for good: another rank cannot have it."""
+
+    kind: str
 
 
 class AddPeer(msgspec.Struct, tag="add", frozen=True):
@@ -107,13 +122,20 @@ class Close(msgspec.Struct, tag="close", frozen=True):
     """The engine ends."""
 
 
-class Opened(msgspec.Struct, tag="opened", frozen=True):
-    """Rank -> 0, first: its pool, and of each plane what peers need, or why it cannot be had."""
+class Prepared(msgspec.Struct, tag="prepared", frozen=True):
+    """Rank -> 0, first: its pool, and the planes that it cannot have, each with the reason."""
 
     rank: int
     region: PoolRegion
-    cards: dict[str, bytes]
     missing: dict[str, str]
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    """The answer to Open: what peers need to use the plane, or why it cannot be had."""
+
+    kind: str
+    card: bytes | None
+    why: str = ""
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True):
@@ -155,8 +177,8 @@ class Summed(msgspec.Struct, tag="summed", frozen=True):
     checksums: list[bytes]
 
 
-ToRank = AddPeer | Post | PeerGone | DropPeer | Serve | Sum | Close
-FromRank = Opened | Joined | ReadEnded | ReadFailed | Summed | Broke
+ToRank = Open | Stop | AddPeer | Post | PeerGone | DropPeer | Serve | Sum | Close
+FromRank = Prepared | Opened | Joined | ReadEnded | ReadFailed | Summed | Broke
 
 
 def error_of(error: tuple[str, str]) -> KvrelayError:

@@ -75,6 +75,9 @@ class DirectPlane:
         self._side: Side = HostSide(region) if region.device == "cpu" else GpuSide(region)
         self._remotes: dict[str, _Remote] = {}
 
+    def prepare(self) -> None:
+        """Nothing: opening takes no socket, so there is no reason to do it later than at start."""
+
     def open(self) -> bytes:
         """Returns the metadata. On a GPU it compiles the kernel, which may take seconds."""
         memory = pool_memory(self._region.address)

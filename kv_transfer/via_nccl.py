@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import zmq
 
 from kv_transfer.communicators import Backend, NcclBackend
 from kv_transfer.connector import PoolRegion
@@ -61,8 +62,10 @@ class NcclPlane:
         self.budget = Budget(memory_cap_bytes)
         self._sources: dict[str, Source] = {}  # by generation
 
-    def open(self) -> bytes:
-        """Listen. Returns the metadata. Raises ConfigError without NCCL or CURVE, or if the address is taken."""
+    def prepare(self) -> None:
+        """Load NCCL and compile the kernels. Raises ConfigError without NCCL or CURVE."""
+        if not zmq.has("curve"):
+            raise ConfigError("kv_connector nccl needs a libzmq with CURVE; take pyzmq from a wheel")
         backend: Backend
         if self._kind == "cpu":
             backend, beside = TcpBackend(self._host, self._patience_s), 0
@@ -70,8 +73,11 @@ class NcclPlane:
             backend, beside = NcclBackend(self._device, self._patience_s), NCCL_BYTES
         pool = BlockPool(self._region)
         pool.compile()
-        terms = Terms(pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s)
-        self._control = PairControl(self._host, terms)
+        self._terms = Terms(pool, backend, self.budget, self._slice_bytes, beside, self._meet_s, self._patience_s)
+
+    def open(self) -> bytes:
+        """Listen. Returns the metadata. Raises ConfigError if the address is taken."""
+        self._control = PairControl(self._host, self._terms)
         return msgspec.msgpack.encode(self._control.address)
 
     def add_peer(self, source: Source) -> None:

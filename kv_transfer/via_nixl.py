@@ -7,6 +7,7 @@ fences, deadlines) is the desk's. What was learned about NIXL 1.5 is written whe
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,12 @@ from typing import Any
 
 from kv_transfer.connector import PoolRegion
 from kv_transfer.planes import Source
+from kv_transfer.ucx_devices import net_devices
 from wire.errors import ConfigError, PeerLost, TransferError
 
 __all__ = ["NixlPlane"]
+
+log = logging.getLogger(__name__)
 
 # What this machine was given before its peer's end is through by then: bytes that UCX has not taken out of a buffer,
 # and over NVLink and PCIe, where it reads by copies of our own GPU, those (4 GiB at 20 GB/s).
@@ -50,10 +54,13 @@ class NixlPlane:
 
     helps_readers = True
 
-    def __init__(self, name: str, region: PoolRegion) -> None:
-        """`name` is unique among all agents that ever meet. Takes nothing before `open`."""
+    def __init__(self, name: str, region: PoolRegion, host: str) -> None:
+        """`name` is unique among all agents that ever meet; UCX listens on the interface of `host` alone.
+
+        Takes nothing before `prepare`."""
         self._name = name
         self._region = region
+        self._host = host
         self._memory, self._device = _memory(region.device)
         self._errors: tuple[type[Exception], ...] = ()
         self._remotes: dict[str, _Remote] = {}
@@ -61,8 +68,14 @@ class NixlPlane:
         self._prepared: dict[tuple[int, int], Any] = {}
         """Descriptor lists of our pool, by the part of a block that they stand for: its start and bytes."""
 
-    def open(self) -> bytes:
-        """Start the agent (up to 3 s) and register the pool. Returns the metadata."""
+    def prepare(self) -> None:
+        """Load NIXL and its UCX plugin, which stops the process's other threads for up to 0.4 s; UCX does not start.
+
+        Raises ConfigError."""
+        # Before UCX is loaded, and before there are threads that may read the environment while it changes.
+        if "UCX_NET_DEVICES" not in os.environ and (devices := net_devices(self._host)) is not None:
+            log.info("UCX takes the network devices %s, of kv_host %s", devices, self._host)
+            os.environ["UCX_NET_DEVICES"] = devices
         # NIXL logs to stderr from INFO on; what fails is an exception here, with our own words.
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
@@ -76,21 +89,32 @@ class NixlPlane:
         # NIXL's errors have no common root but Exception.
         named = [value for name, value in vars(_bindings).items() if name.startswith("nixl") and name.endswith("Error")]
         self._errors = (RuntimeError, ValueError, OverflowError, *named)
-        region = self._region
         if self._memory == "VRAM":
             # Where UCX sees no NVLink between two GPUs (or two processes on one) it reads through TCP, at 0.5 GB/s.
             os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
+        try:
+            # Its progress thread spins on one core, idle or not; ours progresses UCX in `progress` and `poll`. Its own
+            # listener, which hands metadata to anybody, is off unless asked for.
+            self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+            self._agent.get_plugin_params("UCX")
+        except self._errors as error:
+            raise ConfigError(f"NIXL cannot load UCX: {_named(error)}") from error
+
+    def open(self) -> bytes:
+        """Start UCX, which listens from here on, and register the pool (up to 3 s). Returns the metadata."""
+        region = self._region
+        if self._memory == "VRAM":
             # UCX looks for the CUDA context of the thread that calls it; a new thread has none.
             import torch
 
             torch.cuda.set_device(self._device)
         try:
-            # Its progress thread spins on one core, idle or not; ours progresses UCX in `progress` and `poll`.
-            self._agent = nixl_agent(self._name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+            self._agent.create_backend("UCX")
             pool = [(region.address, region.num_blocks * region.block_bytes, self._device, "")]
             self._registered = self._agent.register_memory(pool, self._memory, backends=["UCX"])
             self._ours(0, region.block_bytes)
         except self._errors as error:
+            del self._agent  # which listens already
             raise ConfigError(f"NIXL cannot take the KV pool ({region}) through UCX: {_named(error)}") from error
         return bytes(self._agent.get_agent_metadata())
 

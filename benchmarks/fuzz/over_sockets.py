@@ -160,7 +160,7 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
         facts = await _kv_of(stand, node.url)
         host, port = facts.address, node.kv_port
         messages: list[Message] = [
-            Hello("reader-1", facts.fingerprint),
+            Hello("reader-1", facts.fingerprint, []),
             Renew(1.0, [LeaseId("x", 1)]),
             End(LeaseId("x", 2), 1),
             Follow(LeaseId("x", 1)),
@@ -205,7 +205,7 @@ async def pairs(stand: Stand, rng: random.Random, cases: int) -> list[str]:
     for node in stand.nodes:
         facts = await _kv_of(stand, node.url)
         async with _Peer(zmq.DEALER, facts.address, node.kv_port, stand.secret) as peer:
-            await peer.send(encode(Hello("reader-2", facts.fingerprint)))
+            await peer.send(encode(Hello("reader-2", facts.fingerprint, ["nccl"])))
             heard = await peer.hear()
         welcome = None if heard is None else decode(heard[-1])
         if not isinstance(welcome, Welcome):

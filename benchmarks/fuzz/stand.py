@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,29 +23,19 @@ from typing import Any
 import aiohttp
 
 from benchmarks.chaos.model import flags_of
+from benchmarks.listening import Port, listening
 from benchmarks.local_cluster import family, free_ports
 from kv_transfer.leases import LeaseId
 from node.parent import PARENT_PID
 
-__all__ = ["Port", "Process", "Stand", "Usage"]
+__all__ = ["Process", "Stand", "Usage"]
 
 START_DEADLINE_S = 300.0
 STOP_DEADLINE_S = 40.0
 ANSWER_DEADLINE_S = 60.0
 LEASE_S = 5.0
 _ROOT = Path(__file__).parents[2]
-_LISTEN = "0A"
 _PROMPT = "the tide comes in twice a day, and " * 8
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """A TCP port that a process listens on, at an address as /proc writes it."""
-
-    owner: str
-    pid: int
-    address: str
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,23 +227,8 @@ class Stand:
 
     def ports(self) -> list[Port]:
         """Every TCP port that any of the processes listens on."""
-        at = {}
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTEN:
-                    at[fields[9]] = fields[1].rpartition(":")
-        found = []
-        for process in self.processes:
-            for pid in family(process.popen.pid):
-                with contextlib.suppress(OSError):
-                    for opened in Path(f"/proc/{pid}/fd").iterdir():
-                        with contextlib.suppress(OSError):
-                            inode = os.readlink(opened).removeprefix("socket:[").removesuffix("]")
-                            if inode in at:
-                                host, _, number = at[inode]
-                                found.append(Port(process.role, pid, _address(host), int(number, 16)))
-        return sorted(set(found), key=lambda port: port.number)
+        pids = [pid for process in self.processes for pid in family(process.popen.pid)]
+        return [port for port in listening(pids) if port.protocol == "tcp"]
 
     async def _start(self) -> None:
         model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory", str(16 << 20)]
@@ -301,12 +275,3 @@ class Stand:
         with log.open("ab") as out:
             popen = subprocess.Popen(argv, stdout=out, stderr=out, env=env, cwd=self.folder)
         self.processes.append(Process(role, port, popen, log, kv_port))
-
-
-def _address(written: str) -> str:
-    """The kernel's hexadecimal words, as people write addresses."""
-    words = [int(written[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(written), 8)]
-    packed = b"".join(words)
-    if len(packed) == 16 and packed.startswith(b"\0" * 10 + b"\xff\xff"):
-        packed = packed[12:]
-    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)

@@ -44,6 +44,7 @@ class PlaneNode:
         times = {"meet_s": MEET_S, "patience_s": PATIENCE_S}
         self.plane = NcclPlane(self.region, "127.0.0.1", slice_bytes=slice_bytes, **(times | settings))  # type: ignore[arg-type]
         self.generation = uuid.uuid4().hex
+        self.plane.prepare()
         self.metadata = self.plane.open()
 
     def fill(self, seed: int) -> None:

@@ -71,7 +71,7 @@ class RealNode(Woken):
         if kind == "direct":
             plane = DirectPlane(self.region)
         elif kind == "nixl":
-            plane = NixlPlane(f"{name}-{time.monotonic_ns()}", self.region)
+            plane = NixlPlane(f"{name}-{time.monotonic_ns()}", self.region, config.kv_host)
         else:
             plane = NcclPlane(self.region, config.kv_host, config.transfer_deadline_s, config.lease_s)
         self.plane = GatedPlane(plane)

@@ -33,9 +33,14 @@ class SharedPlane:
         self.posted = threading.Event()
         self.peers: dict[str, tuple[Source, mmap.mmap]] = {}
         self.gone: set[str] = set()
+        self.opened = threading.Event()
         self.closed = False
 
+    def prepare(self) -> None:
+        pass
+
     def open(self) -> bytes:
+        self.opened.set()
         return str(self.path).encode()
 
     def add_peer(self, source: Source) -> None:

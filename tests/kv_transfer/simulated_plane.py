@@ -34,8 +34,11 @@ class SimulatedPlaneThread(PlaneThread):
         self._node, self._turn_at = node, float("inf")
         node.plane_thread = self
 
-    def open(self) -> bytes:
-        return self._plane.open()
+    def start(self) -> None:
+        pass
+
+    def open(self, done: Callable[[bytes | Exception], None]) -> None:
+        self._open(done)
 
     def read(self, read: Read) -> None:
         self._node.read_begins(read)
@@ -138,6 +141,9 @@ class SimulatedPlane:
         self._peers: dict[str, SimulatedNode] = {}
         self._broken_ways: set[str] = set()
         self.transfers: list[Transfer] = []
+
+    def prepare(self) -> None:
+        pass
 
     def open(self) -> bytes:
         return str(len(self._world.nodes)).encode()

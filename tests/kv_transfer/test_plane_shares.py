@@ -31,9 +31,10 @@ class Rank:
         self.region = PoolRegion(self.memory.data_ptr(), BLOCKS, size * HEAD_BYTES, device)
         self.plane: DataPlane = {
             "direct": lambda: DirectPlane(self.region),
-            "nixl": lambda: NixlPlane(f"{name}-{time.monotonic_ns()}", self.region),
+            "nixl": lambda: NixlPlane(f"{name}-{time.monotonic_ns()}", self.region, "127.0.0.1"),
             "nccl": lambda: NcclPlane(self.region, "127.0.0.1", 20.0, 5.0, slice_bytes=HEAD_BYTES + 1000),
         }[kind]()
+        self.plane.prepare()
         self.metadata = self.plane.open()
 
 

@@ -26,6 +26,8 @@ class Plane:
         self.polls = 0
         self.gone: list[str] = []
 
+    def prepare(self) -> None: ...
+
     def open(self) -> bytes:
         return b""
 
@@ -84,6 +86,8 @@ class Scene:
         self.plane, self.desk, self.clock = Plane(), Desk(), Clock()
         monkeypatch.setattr(kv_transfer.planes, "time", self.clock)
         self.thread = PlaneThread(self.plane, self.desk)
+        self.thread.open(lambda _: None)
+        self.turn()
         self.thread.read(Read(1, PEER, (1, 2), (3, 4)))
         self.turn()
 

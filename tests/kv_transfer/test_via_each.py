@@ -172,4 +172,4 @@ def test_source_killed_before_the_fetch(kind: str) -> None:
 def test_a_device_that_is_neither_cpu_nor_gpu_is_a_config_error(kind: str) -> None:
     region = PoolRegion(0, 1, 1, "tpu")
     with pytest.raises(ConfigError, match="neither cpu nor cuda:N"):
-        _ = NixlPlane("x", region) if kind == "nixl" else DirectPlane(region)
+        _ = NixlPlane("x", region, "127.0.0.1") if kind == "nixl" else DirectPlane(region)

@@ -128,8 +128,10 @@ def test_what_cannot_be_opened_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="neither cpu nor cuda:N"):
         NcclPlane(PoolRegion(0, 1, 1, "tpu"), "127.0.0.1", 1.0, 1.0)
     pool = np.zeros(1, np.uint8)
+    elsewhere = NcclPlane(PoolRegion(pool.ctypes.data, 1, 1, "cpu"), "203.0.113.1", 1.0, 1.0)
+    elsewhere.prepare()
     with pytest.raises(ConfigError, match="cannot listen at kv_host"):
-        NcclPlane(PoolRegion(pool.ctypes.data, 1, 1, "cpu"), "203.0.113.1", 1.0, 1.0).open()
+        elsewhere.open()
 
 
 # Strangers.
