@@ -30,17 +30,18 @@ def open_connector(
 ) -> Connector:
     """Prepare the plane that `config.kv_connector` names, or with `auto` all that this machine has, and open the best.
 
-    The others are opened when a peer needs them. `link` leads to the other ranks, if there are any: they open theirs with `join_connector`. `wake` is called from any
-    thread when `events` has something. Raises ConfigError if no plane can be had, or the control channel's address."""
+    The others are opened when a peer needs them. `link` leads to the other ranks, if there are any, which call
+    `join_connector`. `wake` is called from any thread when `events` has something. Raises ConfigError if no plane can
+    be had, or the control channel's address."""
     return Desk(engine_id, fingerprint, region, config, wake, _planes(engine_id, region, terms_of(config)), link)
 
 
 def join_connector(
     rank: int, region: PoolRegion, meeting: Meeting, host: str, lost: Callable[[str], None]
 ) -> LedPlanes:
-    """Prepare the planes of a rank other than 0, which opens them when rank 0 says so; `host` is an address of its machine that peers reach.
+    """Prepare the planes of a rank other than 0, which opens them when rank 0 says so.
 
-    `lost` is called, from another thread, if rank 0 is lost."""
+    `host` is an address of its machine that peers reach. `lost` is called, from another thread, if rank 0 is lost."""
     terms = PlaneTerms(meeting.terms.kinds, host, meeting.terms.meet_s, meeting.terms.patience_s)
     return LedPlanes(rank, region, _planes(f"{meeting.engine_id}-{rank}", region, terms), meeting, lost)
 

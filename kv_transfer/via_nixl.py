@@ -114,7 +114,7 @@ class NixlPlane:
             self._registered = self._agent.register_memory(pool, self._memory, backends=["UCX"])
             self._ours(0, region.block_bytes)
         except self._errors as error:
-            del self._agent  # which listens already
+            self._end()
             raise ConfigError(f"NIXL cannot take the KV pool ({region}) through UCX: {_named(error)}") from error
         return bytes(self._agent.get_agent_metadata())
 
@@ -209,6 +209,11 @@ class NixlPlane:
         for prepared in self._prepared.values():
             self._quietly(prepared.release)
         self._quietly(lambda: self._agent.deregister_memory(self._registered))
+        self._end()
+
+    def _end(self) -> None:
+        """UCX listens until nothing refers to the agent any more, which the descriptor lists do, too."""
+        self._prepared.clear()
         del self._agent
 
     def _ours(self, start: int, size: int) -> Any:

@@ -34,7 +34,7 @@ class SharedPlane:
         self.peers: dict[str, tuple[Source, mmap.mmap]] = {}
         self.gone: set[str] = set()
         self.opened = threading.Event()
-        self.closed = False
+        self.has_closed = threading.Event()
 
     def prepare(self) -> None:
         pass
@@ -77,7 +77,7 @@ class SharedPlane:
         pass
 
     def close(self) -> None:
-        self.closed = True
+        self.has_closed.set()
 
     def write(self, index: int, content: bytes) -> None:
         """Fill one block."""

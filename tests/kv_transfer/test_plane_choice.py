@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, SharedPlane, pattern
 
 from kv_transfer.connector import Event, Fetched, FetchFailed
 from kv_transfer.desk import Desk
+from kv_transfer.messages import Hello, Welcome, decode, encode
 from kv_transfer.planes import Source
+from kv_transfer.zmq_address import tcp
 from wire.errors import ConfigError, TransferError
 
 
@@ -125,3 +128,118 @@ def test_without_any_plane_a_node_does_not_start(tmp_path: Path) -> None:
     both = {"a": Missing(tmp_path / "x"), "b": Missing(tmp_path / "y")}
     with pytest.raises(ConfigError, match="no KV can be handed over: x is not installed; y is not installed"):
         Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, both)
+
+
+# When planes are opened.
+
+
+def opened(*nodes: Node) -> list[list[str]]:
+    return [[kind for kind, plane in node.planes.items() if plane.opened.is_set()] for node in nodes]
+
+
+def test_only_the_first_plane_is_opened_while_it_reaches_all_peers(make) -> None:
+    here, there = (make(a=SharedPlane, b=SharedPlane, c=SharedPlane) for _ in range(2))
+    assert isinstance(here.fetch_from(there), Fetched)
+    assert opened(here, there) == [["a"], ["a"]]
+    assert here.desk.planes == there.desk.planes == ("a", "b", "c")
+
+
+def test_a_plane_is_opened_at_both_ends_when_those_before_it_do_not_reach_the_peer(make) -> None:
+    here, there = make(a=Refusing, b=SharedPlane, c=SharedPlane), make(a=SharedPlane, b=SharedPlane, c=SharedPlane)
+    assert isinstance(here.fetch_from(there), Fetched)
+    assert opened(here, there) == [["a", "b"], ["a", "b"]]
+
+
+def test_a_reader_of_a_plane_that_the_source_need_not_open_itself(make) -> None:
+    here, there = make(b=SharedPlane), make(a=SharedPlane, b=SharedPlane)
+    assert isinstance(here.fetch_from(there), Fetched)
+    assert opened(here, there) == [["b"], ["a", "b"]]
+
+
+class Slow(SharedPlane):
+    """Is opened when `may` is set."""
+
+    may = threading.Event()
+
+    def open(self) -> bytes:
+        assert self.may.wait(10)
+        return super().open()
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(Slow, SharedPlane), (SharedPlane, Slow)])
+def test_a_fetch_waits_for_a_plane_that_is_being_opened_and_keeps_its_lease(make, monkeypatch, mine, theirs) -> None:
+    may = threading.Event()
+    monkeypatch.setattr(Slow, "may", may)
+    threading.Timer(1.1 * CONFIG.lease_s, may.set).start()
+    here, there = make(a=Refusing, b=mine), make(a=SharedPlane, b=theirs)
+    assert isinstance(here.fetch_from(there), Fetched)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "why"),
+    [(Missing, SharedPlane, "is not installed"), (SharedPlane, Missing, "could not open its KV connector b; its log")],
+)
+def test_the_next_plane_is_taken_if_one_end_cannot_open_it(make, mine, theirs, why) -> None:
+    here = make(a=Refusing, b=mine, c=SharedPlane)
+    there = make(a=SharedPlane, b=theirs, c=SharedPlane)
+    ticket = there.desk.offer("later", [5], 16)
+    assert isinstance(here.fetch_from(there), Fetched)
+    assert here.read_through() == ["c"]
+    way = here.desk.way(ticket)
+    assert way is not None
+    assert way.missed["a"] == "another host"
+    assert why in way.missed["b"]
+    assert "b" not in (here if mine is Missing else there).desk.planes
+
+
+def test_without_a_plane_that_can_be_opened_the_fetch_says_which_end_could_not(make) -> None:
+    event = make(a=Refusing, b=SharedPlane).fetch_from(make(a=SharedPlane, b=Missing))
+    assert isinstance(event, FetchFailed)
+    assert "could not open its KV connector b; its log says why" in event.reason
+
+
+class Unprepared(SharedPlane):
+    """Lacks what it needs to be opened."""
+
+    def prepare(self) -> None:
+        raise ConfigError(f"{self.path.name} is not installed")
+
+
+def test_what_this_machine_lacks_is_told_at_start(make, tmp_path: Path) -> None:
+    assert make(a=SharedPlane, b=Unprepared).desk.planes == ("a",)
+    with pytest.raises(ConfigError, match="x is not installed"):
+        Desk("node", FINGERPRINT, REGION, CONFIG, lambda: None, {"a": Unprepared(tmp_path / "x")})
+
+
+@pytest.mark.parametrize(("wanted", "cards"), [(None, ["a", "b"]), ([], ["a"]), (["b"], ["a", "b"]), (["x"], ["a"])])
+def test_a_welcome_has_the_planes_that_the_hello_wants_and_for_the_release_before_all(make, wanted, cards) -> None:
+    there = make(a=SharedPlane, b=SharedPlane)
+    host, port = there.desk.address
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(tcp(host, port))
+        dealer.send(encode(Hello("reader", FINGERPRINT, wanted)))
+        assert dealer.poll(5000)
+        welcome = decode(dealer.recv())
+    assert isinstance(welcome, Welcome)
+    assert list(welcome.ranks[0].planes) == cards
+    assert welcome.on_request == [kind for kind in ("a", "b") if kind not in cards]
+
+
+def test_who_asks_again_and_again_has_a_plane_opened_once(make, monkeypatch) -> None:
+    may = threading.Event()
+    monkeypatch.setattr(Slow, "may", may)
+    there = make(a=SharedPlane, b=Slow)
+    host, port = there.desk.address
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(tcp(host, port))
+        for _ in range(100):
+            dealer.send(encode(Hello("reader", FINGERPRINT, ["b"])))
+        dealer.send(encode(Hello("reader", FINGERPRINT, [])))
+        assert dealer.poll(5000)  # all before it were heard
+        assert "b" not in decode(dealer.recv()).ranks[0].planes  # type: ignore[union-attr]
+        may.set()
+        assert dealer.poll(5000)
+        assert "b" in decode(dealer.recv()).ranks[0].planes  # type: ignore[union-attr]
+        assert not dealer.poll(100)

@@ -221,6 +221,31 @@ def test_what_one_rank_does_not_have_the_engine_does_not_have(make, mine, theirs
     assert reader.read("b", 1) == halves(reader, 3)
 
 
+def test_a_plane_is_opened_on_all_ranks_of_both_ends_when_it_is_needed(make):
+    source, reader = make("source", 2), make("reader", 2, a=RefusingPlane)
+    source.fill()
+    everywhere = [*source.planes, *reader.planes]
+    assert [planes["b"].opened.is_set() for planes in everywhere] == [False] * 4
+    reader.desk.watch("r", source.desk.offer("p", [3], 16))
+    reader.desk.fetch("r", [3], [1])
+    (fetched,) = reader.wait(1)
+    assert isinstance(fetched, Fetched)
+    assert [planes["b"].opened.is_set() for planes in everywhere] == [True] * 4
+
+
+def test_a_plane_that_one_rank_cannot_open_is_closed_on_the_others(make):
+    source, reader = make("source", 4, b=MissingPlane), make("reader", 2, a=RefusingPlane)
+    assert source.desk.planes == ("a", "b")
+    reader.desk.watch("r", source.desk.offer("p", [3], 16))
+    reader.desk.fetch("r", [3], [1])
+    (failed, _) = reader.wait(2)
+    assert isinstance(failed, FetchFailed)
+    assert "could not open its KV connector b" in failed.reason
+    assert source.desk.planes == ("a",)
+    for planes in source.planes[:-1]:
+        assert planes["b"].has_closed.wait(5)
+
+
 def test_a_plane_that_ends_on_another_rank_ends_the_engine(make, monkeypatch):
     reader = make("reader", 2)
 

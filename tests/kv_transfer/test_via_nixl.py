@@ -11,13 +11,17 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 from peer_process import CONFIG, FINGERPRINT, peer_process
 from real_node import BLOCK_BYTES, BLOCKS, RealNode
 
+from benchmarks.listening import Port, listening
+from kernels.pool_memory import zeros
 from kv_transfer.commands import PeerKey
 from kv_transfer.connector import Event, Fetched, FetchFailed, PoolRegion, Settled
 from kv_transfer.open import open_connector
-from kv_transfer.via_nixl import COPIED_S
+from kv_transfer.ucx_devices import addresses_here
+from kv_transfer.via_nixl import COPIED_S, NixlPlane
 from wire.config import TransferConfig
 from wire.errors import ConfigError
 from wire.transfer import KvTransferParams
@@ -109,3 +113,67 @@ def desk_connections(ticket: KvTransferParams) -> set[int]:
             if one.getpeername()[1] == ticket.remote_port:
                 found.add(number)
     return found
+
+
+# Who can reach UCX.
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> PoolRegion:
+    """A pool; and UCX takes the devices of kv_host, whatever nodes of other tests have left in the environment."""
+    pytest.importorskip("nixl")
+    monkeypatch.setenv("UCX_NET_DEVICES", "")
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    memory = zeros(4 * BLOCK_BYTES, torch.device("cpu"))
+    monkeypatch.setattr(sys.modules[__name__], "_POOL", memory, raising=False)  # must outlive the plane
+    return PoolRegion(memory.data_ptr(), 4, BLOCK_BYTES, "cpu")
+
+
+def own_ports() -> set[Port]:
+    return set(listening([os.getpid()]))
+
+
+def other_addresses() -> list[str]:
+    """Of this machine, none of the loopback; one of each interface that UCX can have."""
+    found = {name: host for name, host in addresses_here() if name != "lo" and ":" not in host}
+    return list(found.values())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "localhost", "::1", *other_addresses()])
+def test_ucx_listens_on_the_interface_of_kv_host_alone_and_not_before_it_is_opened(pool: PoolRegion, host: str) -> None:
+    interfaces = {each: name for name, each in addresses_here()}
+    plane, before = NixlPlane("sockets", pool, host), own_ports()
+    plane.prepare()
+    assert own_ports() == before
+    plane.open()
+    opened = own_ports() - before
+    plane.close()
+    assert opened
+    assert {port.protocol for port in opened} == {"tcp"}
+    assert {interfaces[port.address] for port in opened} == {interfaces.get(host, "lo")}
+    assert own_ports() == before
+
+
+def test_an_operators_own_devices_win(pool: PoolRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    plane, before = NixlPlane("sockets", pool, "203.0.113.1"), own_ports()
+    plane.prepare()
+    plane.open()
+    opened = own_ports() - before
+    plane.close()
+    assert {port.address for port in opened} == {"127.0.0.1"}
+
+
+def test_kv_host_of_no_interface_opens_nothing(pool: PoolRegion) -> None:
+    with pytest.raises(ConfigError, match="UCX would listen on all of them"):
+        NixlPlane("sockets", pool, "203.0.113.1").prepare()
+
+
+def test_a_plane_that_cannot_be_opened_leaves_no_listener(pool: PoolRegion) -> None:
+    nowhere = replace(pool, address=1 << 40)
+    plane, before = NixlPlane("sockets", nowhere, "127.0.0.1"), own_ports()
+    plane.prepare()
+    plane._ours = lambda *_: (_ for _ in ()).throw(ValueError("no such pool"))  # type: ignore[method-assign,assignment]
+    with pytest.raises(ConfigError, match="NIXL cannot take the KV pool"):
+        plane.open()
+    assert own_ports() == before

@@ -48,8 +48,8 @@ FACTS = KvFacts(PRINT, ("nixl",), "host", "10.0.0.1", 5.0, False)
 REPORT = HealthReport(Role.DECODE, "m", leg_stream=1, leg_stream_newest=1, release=RELEASE, load=LOAD, kv=FACTS)
 CARD = RankCard((0, 3), PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0"})
 ON_THE_CHANNEL = [
-    Hello("e", PRINT),
-    Welcome("e", "g", PRINT, [CARD], HostFile(1, 2, 3)),
+    Hello("e", PRINT, ["nixl"]),
+    Welcome("e", "g", PRINT, [CARD], HostFile(1, 2, 3), False, ["nccl"]),
     Refused("why"),
     Renew(1.5, [LEASE]),
     Renewed(1.5, [LEASE], [LEASE]),
@@ -197,6 +197,11 @@ class OpenOf1(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
 
 
+class HelloOf1(msgspec.Struct, tag="hello", frozen=True):
+    engine_id: str
+    fingerprint: FingerprintOf1
+
+
 class HeartbeatOf1(msgspec.Struct, frozen=True):
     url: str
     role: str
@@ -245,6 +250,7 @@ needs_1 = pytest.mark.skipif(
         (FRAME, FRAME_OF_1),
         (Open("/p", {"a": "b"}, b"c"), OpenOf1("/p", {"a": "b"}, b"c")),
         (HEARTBEAT, HEARTBEAT_OF_1),
+        (Hello("e", PRINT, []), HelloOf1("e", PRINT_OF_1)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -261,6 +267,12 @@ def _ways(value: Any) -> list[tuple[Callable[[Any], bytes], Callable[..., Any]]]
     if isinstance(value, HealthReport):
         ways = [(msgspec.json.encode, msgspec.json.decode)]
     return ways
+
+
+@needs_1
+def test_a_reader_of_version_1_wants_all_planes_open() -> None:
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(HelloOf1("e", PRINT_OF_1)), type=Hello)
+    assert heard.opens is None
 
 
 @needs_1
