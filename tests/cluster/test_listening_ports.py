@@ -1,0 +1,107 @@
+"""What the processes of `kvrelay up` listen on: every TCP and UDP port of each of them, as the kernel has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from benchmarks.listening import Port, listening
+from benchmarks.local_cluster import family, free_ports
+from tests.cluster.real_cluster import START_DEADLINE_S, tiny_model, wait_until
+
+pytestmark = pytest.mark.cluster
+
+NODES = 4  # 2P2D
+ZMQ_GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"
+
+
+@contextlib.contextmanager
+def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
+    """2P2D and a router, whose nodes have all met: pid of the command, and the router's URL."""
+    (port,) = free_ports(1)
+    root = Path(__file__).parents[2]
+    argv = [sys.executable, "-m", "kvrelay.cli", "up", f"--port={port}", "--prefill=2", "--decode=2"]
+    argv += [*tiny_model(folder), f"--kv-cache-memory={16 << 20}", f"--log-dir={folder / 'logs'}", *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    url = f"http://127.0.0.1:{port}"
+    with (folder / "up.log").open("wb") as log:
+        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=folder)
+    try:
+
+        def met() -> bool:
+            assert process.poll() is None, (folder / "up.log").read_text()
+            with contextlib.suppress(httpx2.HTTPError):
+                return bool(httpx2.get(f"{url}/health", timeout=5).json().get("pairs", {}).get("met") == NODES)
+            return False
+
+        wait_until(met, START_DEADLINE_S, "all nodes have met", 0.2)
+        yield process.pid, url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def commands_of(pid: int) -> dict[int, str]:
+    """The command line of each process below `pid`, and its own."""
+    return {each: Path(f"/proc/{each}/cmdline").read_bytes().replace(b"\0", b" ").decode() for each in family(pid)}
+
+
+def ports_of(commands: dict[int, str]) -> dict[str, list[list[Port]]]:
+    """By what these processes are: the ports of each such process."""
+    found = defaultdict(list)
+    for pid, command in commands.items():
+        what = re.search(r"kvrelay\.cli (\w+)|node\.(engine_process)", command)
+        found[(what[1] or what[2]) if what else command].append(listening([pid]))
+    return found
+
+
+def speaks_zmq(port: Port) -> bool:
+    """Whether it greets who connects as ZMQ does, which UCX does not."""
+    with socket.create_connection((port.address, port.number), timeout=5) as connection:
+        connection.settimeout(1)
+        try:
+            return connection.recv(len(ZMQ_GREETING)) == ZMQ_GREETING
+        except TimeoutError:
+            return False
+
+
+@pytest.mark.parametrize("connector", ["auto", "nixl"])
+def test_nothing_listens_but_what_must_and_all_of_it_on_the_loopback(tmp_path: Path, connector: str) -> None:
+    if connector == "nixl":
+        pytest.importorskip("nixl")
+    with up(tmp_path, "--kv-connector", connector) as (pid, url):
+        prompt = {"model": "tiny", "prompt": "the tide comes in twice a day, and " * 8, "max_tokens": 4}
+        assert httpx2.post(f"{url}/v1/completions", json=prompt, timeout=60).status_code == 200
+        commands = commands_of(pid)
+        found = ports_of(commands)
+        (router,) = [command for command in commands.values() if "kvrelay.cli router" in command]
+        urls = re.findall(r"--(?:prefill|decode)=(\S+)", router)
+        told = [httpx2.get(f"{node}/health", timeout=5).json()["kv_events"] or {} for node in urls]
+        engines = [[speaks_zmq(port) for port in ports] for ports in found["engine_process"]]
+    assert {(port.protocol, port.address) for each in found.values() for ports in each for port in ports} == {
+        ("tcp", "127.0.0.1")
+    }
+    numbers = {what: sorted([port.number for port in ports] for ports in each) for what, each in found.items()}
+    assert set(numbers) == {"up", "router", "prefill", "decode", "engine_process"}
+    assert numbers["up"] == [[]]
+    assert numbers["router"] == [[int(url.rpartition(":")[2])]]
+    ours = zip(urls, told, strict=True)
+    expected = [sorted([int(node.rpartition(":")[2]), *_event_ports(events)]) for node, events in ours]
+    assert sorted(numbers["prefill"] + numbers["decode"]) == sorted(expected)
+    # The control channel; and UCX's listener only where KV goes that way.
+    assert [sorted(each) for each in engines] == [[False, True] if connector == "nixl" else [True]] * NODES
+
+
+def _event_ports(events: dict[str, int]) -> list[int]:
+    return [events["port"], events["replay_port"]] if events else []
