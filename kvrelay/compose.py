@@ -40,6 +40,8 @@ NOT_FOR_COMPOSE = (
 )
 _PORT = 8000  # inside: each container has an address of its own
 _OUR_IMAGE = re.compile(r"kvrelay/(node-cpu|node-cuda|router):\d+\.\d+\.\d+")
+# The network of the nodes alone: the control channel and UCX listen on its interface. UCX asks nobody who he is.
+_KV = "kv"
 _NAME = r"[a-z0-9][a-z0-9_-]*"
 _CACHE = "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 # The role is the command, and the rest comes with the environment.
@@ -129,7 +131,7 @@ def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
     services["router"] = _router(config, [f"http://{name}:{_PORT}" for _, name in names])
     services |= _monitoring()
     volumes: dict[str, Any] = {name: {} for name in ("cache", "prometheus", "grafana")}
-    return {"name": config.name, "services": services, "volumes": volumes}
+    return {"name": config.name, "services": services, "networks": {_KV: {"internal": True}}, "volumes": volumes}
 
 
 def host_paths(config: ComposeConfig) -> list[str]:
@@ -212,7 +214,7 @@ def _node(
     elif cores and not engine.threads:
         engine = replace(engine, threads=max(1, cores_of(role, config.cluster, cores) // engine.tensor_parallel))
     # The secret itself comes with the environment; without one nodes may not listen on more than the loopback.
-    transfer = replace(config.cluster.transfer, kv_host=name, cluster_secret=f"${CLUSTER_SECRET}")
+    transfer = replace(config.cluster.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}")
     node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)
     flags = flags_of(replace(node, host="0.0.0.0"), skip=_NOT_FLAGS if engine.model else _NOT_FLAGS | {"model"})
     shared = _shared(config)
@@ -230,8 +232,8 @@ def _node(
         "environment": environment,
         **shared,
         "depends_on": {before: {"condition": condition} for before, condition in after.items()},
-        # One name for all nodes of a role, too: Prometheus looks it up.
-        "networks": {"default": {"aliases": [role.value]}},
+        # One name for all nodes of a role, too: Prometheus looks it up. The name on the other network is of that alone.
+        "networks": {"default": {"aliases": [role.value]}, _KV: {"aliases": [f"{_KV}-{name}"]}},
         "volumes": [f"cache:{_CACHE}", *(f"{path}:{path}:ro".replace("$", "$$") for path in host_paths(config))],
     }
     if not shared:

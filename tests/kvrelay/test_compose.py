@@ -48,8 +48,7 @@ def test_every_node_is_there_once_and_the_router_knows_all(prefill: int, decode:
     told = [flag.partition("=")[2] for flag in made["router"]["command"] if flag.startswith(("--prefill", "--decode"))]
     assert told == [f"http://{name}:8000" for name in names]
     for name, node in nodes(made).items():
-        assert f"--kv-host={name}" in node["command"]
-        assert "ports" not in node, "a node's port is for the router alone"
+        assert f"--kv-host=kv-{name}" in node["command"]
         assert node["pid"] == node["ipc"] == "container:kvrelay-namespaces"
         assert ("deploy" in node) == (gpus > 0)
 
@@ -135,17 +134,20 @@ def test_the_demo_in_deploy_is_what_this_command_writes(repository: Path) -> Non
     folder = repository / "deploy" / "compose"
     lines = (folder / ".env").read_text().splitlines()
     env = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-    demo = yaml.safe_load(interpolated((folder / "compose.yaml").read_text(), env))["services"]
+    whole = yaml.safe_load(interpolated((folder / "compose.yaml").read_text(), env))
+    demo = whole["services"]
     for profile, gpus in (("cpu", ""), ("gpu", "0,1")):
         config = ComposeConfig(ClusterConfig(EngineConfig("")), (gpus,) if gpus else ())
         text = yaml.safe_dump(compose_of(config)).replace("./monitoring", "../monitoring")
-        made = yaml.safe_load(interpolated(text, env | environment_of(config, str, env)))["services"]
+        written = yaml.safe_load(interpolated(text, env | environment_of(config, str, env)))
+        made = written["services"]
+        assert written["networks"] == whole["networks"]
         for name, service in made.items():
             theirs = dict(demo[f"{name}-gpu" if gpus and name in nodes(made) else name])
             if name in nodes(made):
                 assert theirs.pop("profiles") == [profile]
                 theirs["command"] = [word for word in theirs["command"] if word != "--model="]
-                theirs["networks"] = {"default": {"aliases": theirs["networks"]["default"]["aliases"][:1]}}
+                theirs["networks"]["default"] = {"aliases": theirs["networks"]["default"]["aliases"][:1]}
             theirs.pop("build", None)
             assert theirs == service, name
 
