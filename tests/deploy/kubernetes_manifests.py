@@ -172,3 +172,57 @@ def arguments(overlay: str, pod: PodOf, folder: Path, address: str = POD_IP) -> 
                 (folder / file).write_text(text)
             args = [arg.replace(f"={mount['mountPath']}/", f"={folder}/") for arg in args]
     return args
+
+
+class Network:
+    """What the policies of an overlay let through, as the NetworkPolicy API says."""
+
+    def __init__(self, overlay: str) -> None:
+        self._policies = [each["spec"] for each in objects(overlay, "NetworkPolicy")]
+
+    def lets(self, source: Any, target: Any, port: int, protocol: str = "TCP") -> bool:
+        """Whether `source` reaches a port of `target`: each labels, (namespace, labels) or None: outside."""
+        return self._open("Egress", source, target, port, protocol) and self._open(
+            "Ingress", target, source, port, protocol
+        )
+
+    def _open(self, way: str, mine: Any, other: Any, port: int, protocol: str) -> bool:
+        if not isinstance(mine, dict):
+            return True  # not of our namespace
+        policies = [
+            each for each in self._policies if way in each["policyTypes"] and matches(each["podSelector"], mine)
+        ]
+        key, peers = ("egress", "to") if way == "Egress" else ("ingress", "from")
+        return not policies or any(
+            self._peer(rule.get(peers), other) and self._port(rule.get("ports"), port, protocol)
+            for policy in policies
+            for rule in policy.get(key, [])
+        )
+
+    @staticmethod
+    def _peer(peers: Any, other: Any) -> bool:
+        if peers is None:
+            return True
+        for peer in peers:
+            assert len(peer) == 1
+            if "podSelector" in peer and isinstance(other, dict) and matches(peer["podSelector"], other):
+                return True
+            if "namespaceSelector" in peer and isinstance(other, tuple):
+                name = {"kubernetes.io/metadata.name": other[0]}
+                if matches(peer["namespaceSelector"], name):
+                    return True
+        return False
+
+    @staticmethod
+    def _port(ports: Any, port: int, protocol: str) -> bool:
+        return any(
+            each["protocol"] == protocol and each["port"] <= port <= each.get("endPort", each["port"]) for each in ports
+        )
+
+
+def _labels(component: str) -> dict[str, str]:
+    return {NAME: "kvrelay", COMPONENT: component}
+
+
+ROUTER, NODE, RANK = _labels("router"), _labels("node"), _labels("rank")
+STRANGER, OUTSIDE = {NAME: "other"}, None

@@ -12,7 +12,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kubernetes_manifests import OVERLAYS, POD_IP, SECRETS, PodOf, arguments, objects, pods
+from kubernetes_manifests import (
+    NAME,
+    NODE,
+    OUTSIDE,
+    OVERLAYS,
+    POD_IP,
+    RANK,
+    ROUTER,
+    SECRETS,
+    STRANGER,
+    Network,
+    PodOf,
+    arguments,
+    objects,
+    pods,
+)
 from starlette.routing import Route
 
 import kvrelay.cli
@@ -216,3 +231,86 @@ def test_scalers_ask_for_metrics_that_there_are() -> None:
         assert known[name].kind == "gauge"
         assert set(wanted) <= set(known[name].labels)
         assert wanted.get("role") in (None, "prefill", "decode")
+
+
+MONITORING, GATEWAY = ("monitoring", {NAME: "prometheus"}), ("gateway", STRANGER)
+EVERYBODY = {"router": ROUTER, "node": NODE, "rank": RANK, "stranger": STRANGER, "outside": OUTSIDE}
+EVERYBODY |= {"monitoring": MONITORING, "gateway": GATEWAY}
+
+
+@dataclass(frozen=True)
+class Listening:
+    """A range of ports that a pod's processes can listen on at an address that other pods reach."""
+
+    name: str
+    first: int
+    last: int
+    audience: frozenset[str]
+    """Who must reach it; nobody else may."""
+
+
+def listening(started: Started, overlay: str) -> list[Listening]:
+    """All of a pod. What has no port of its own takes an ephemeral one of the pod: UCX, NCCL, gloo, ranks' links."""
+    config, monitored = started.config, {"monitoring"} if objects(overlay, "PodMonitor") else set()
+    ours = {"node", "rank"}
+    found: list[tuple[str, int, set[str]]] = []
+    if started.pod.component == "router":  # of `up`, too, whose nodes listen on the loopback
+        found = [("http", config.port, set(EVERYBODY) - {"router", "node", "rank"})]
+        others = getattr(config, "heartbeat_port", 0), getattr(config, "p2p_nccl_port", 0)
+        assert others == (0, 0), "no policy opens them"
+    if isinstance(config, NodeConfig):
+        found = [("http", config.port, {"router", *monitored}), ("kv", config.transfer.kv_port, ours)]
+        if config.kv_events_port:
+            found += [("kv-events", config.kv_events_port, {"router"})]
+            found += [("kv-replay", config.kv_events_port + 1, {"router"})]
+        if config.engine.tensor_parallel_address:
+            found += [("ranks", int(config.engine.tensor_parallel_address.rpartition(":")[2]), ours)]
+    ranges = [Listening(name, port, port, frozenset(who)) for name, port, who in found]
+    if started.pod.component != "router":
+        (sysctl,) = started.pod.spec["securityContext"]["sysctls"]
+        assert sysctl["name"] == "net.ipv4.ip_local_port_range"
+        first, last = map(int, sysctl["value"].split())
+        ranges.append(Listening("ephemeral", first, last, frozenset(ours)))
+    return ranges
+
+
+@every_overlay
+def test_each_port_that_a_process_listens_on_is_declared_and_open_to_whom_it_is_for_alone(
+    overlay: str, configs: Configs
+) -> None:
+    network = Network(overlay)
+    for started in configs(overlay):
+        pod, ranges = started.pod, listening(started, overlay)
+        declared = {each.name: each.first for each in ranges if each.name != "ephemeral"}
+        assert pod.ports == declared, f"{pod}: what it declares is not what it listens on"
+        for each in ranges:
+            for port in (each.first, each.last):
+                reach = {who for who, labels in EVERYBODY.items() if network.lets(labels, pod.labels, port)}
+                assert reach == each.audience, f"{pod}: {each.name}, port {port}"
+            for who, labels in EVERYBODY.items():
+                assert not network.lets(labels, pod.labels, each.first, "UDP"), f"{pod}: {who}"
+
+
+@every_overlay
+def test_a_port_that_no_process_listens_on_is_closed_to_all_but_nodes_of_the_cluster(
+    overlay: str, configs: Configs
+) -> None:
+    network = Network(overlay)
+    for started in configs(overlay):
+        ranges = listening(started, overlay)
+        edges = {edge for each in ranges for edge in (each.first - 1, each.last + 1)}
+        for port in {1, 22, 443, 9090, 65535, *edges}:
+            if any(each.first <= port <= each.last for each in ranges):
+                continue
+            for who, labels in EVERYBODY.items():
+                if who not in ("node", "rank"):
+                    assert not network.lets(labels, started.pod.labels, port), f"{started.pod}: {port}, {who}"
+
+
+def test_what_has_rdma_keeps_the_devices_of_the_pod_and_what_has_none_those_of_its_address() -> None:
+    """A pod's RDMA device is seldom of the interface that has its address (kv_transfer/ucx_devices.py)."""
+    for overlay in OVERLAYS:
+        for pod in pods(overlay):
+            rdma = "rdma/ib" in pod.main["resources"].get("limits", {})
+            names = {each["name"]: each.get("value") for each in pod.main["env"]}
+            assert names.get("UCX_NET_DEVICES") == ("all" if rdma else None), f"{pod}"
