@@ -73,7 +73,7 @@ class Planes:
         self._cards: dict[str, list[bytes]] = {}  # of planes that are open, by rank
         self._opening: dict[str, dict[int, bytes | Exception]] = {}  # what ranks have told of planes that are not yet
         self._lock = threading.Lock()  # of all of these; nothing of others is called under it
-        first: queue.SimpleQueue[str] = queue.SimpleQueue()
+        first: queue.Queue[str] = queue.Queue()
         self._opened: Callable[[str], None] = first.put
         for kind, plane in planes.items():
             self._threads[kind] = thread = PlaneThread(plane, self._planes[kind].ear)
@@ -107,7 +107,7 @@ class Planes:
                         raise ConfigError(f"rank {other.rank}: {why}")
                     self._leave_out(kind, f"rank {other.rank}: {why}")
 
-    def _open_one(self, ended: queue.SimpleQueue[str]) -> None:
+    def _open_one(self, ended: queue.Queue[str]) -> None:
         """Wait until the best plane is open that can be. Raises ConfigError."""
         for kind in list(self):
             self.open(kind)

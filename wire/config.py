@@ -247,7 +247,7 @@ class TransferConfig:
     """What moves KV: direct (nodes of one host map each other's memory), nixl, nccl; auto: each pair of nodes takes the
     first of these that both have."""
     kv_host: str = "127.0.0.1"
-    """Address at which peers reach this node's control channel."""
+    """Address at which peers reach this node; data planes listen on its network interface, and on all with 0.0.0.0."""
     kv_port: int = 0
     """Port of the control channel; 0 takes a free one."""
     cluster_secret: str = field(default="", repr=False)
