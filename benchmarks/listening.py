@@ -38,8 +38,8 @@ def listening(pids: Iterable[int]) -> list[Port]:
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == state:
-                    host, _, number = fields[1].rpartition(":")
-                    at[fields[9]] = table[:3], _address(host), int(number, 16)
+                    host, _, port = fields[1].rpartition(":")
+                    at[fields[9]] = table[:3], _address(host), int(port, 16)
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

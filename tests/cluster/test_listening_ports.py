@@ -54,7 +54,11 @@ def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
 
 def commands_of(pid: int) -> dict[int, str]:
     """The command line of each process below `pid`, and its own."""
-    return {each: Path(f"/proc/{each}/cmdline").read_bytes().replace(b"\0", b" ").decode() for each in family(pid)}
+    found = {}
+    for each in family(pid):
+        with contextlib.suppress(OSError):
+            found[each] = Path(f"/proc/{each}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
 
 
 def ports_of(commands: dict[int, str]) -> dict[str, list[list[Port]]]:
@@ -93,8 +97,10 @@ def test_nothing_listens_but_what_must_and_all_of_it_on_the_loopback(tmp_path: P
         ("tcp", "127.0.0.1")
     }
     numbers = {what: sorted([port.number for port in ports] for ports in each) for what, each in found.items()}
-    assert set(numbers) == {"up", "router", "prefill", "decode", "engine_process"}
-    assert numbers["up"] == [[]]
+    listeners = {"router", "prefill", "decode", "engine_process"}
+    assert listeners < set(numbers)
+    # Of `up` itself, and of the children in which nodes compile and read what clients send.
+    assert not any(ports for what, each in numbers.items() if what not in listeners for ports in each)
     assert numbers["router"] == [[int(url.rpartition(":")[2])]]
     ours = zip(urls, told, strict=True)
     expected = [sorted([int(node.rpartition(":")[2]), *_event_ports(events)]) for node, events in ours]

@@ -226,6 +226,15 @@ def test_a_welcome_has_the_planes_that_the_hello_wants_and_for_the_release_befor
     assert welcome.on_request == [kind for kind in ("a", "b") if kind not in cards]
 
 
+def test_a_source_that_has_opened_all_at_start_as_the_release_before_does_is_read_from(make) -> None:
+    here, there = make(a=Refusing, b=SharedPlane, c=SharedPlane), make(a=SharedPlane, b=SharedPlane, c=SharedPlane)
+    for kind in there.planes:
+        there.desk._planes.open(kind)
+        assert there.planes[kind].opened.wait(5)
+    assert isinstance(here.fetch_from(there), Fetched)
+    assert opened(here) == [["a", "b"]]
+
+
 def test_who_asks_again_and_again_has_a_plane_opened_once(make, monkeypatch) -> None:
     may = threading.Event()
     monkeypatch.setattr(Slow, "may", may)
