@@ -79,9 +79,11 @@ def error_shape(path: str) -> Callable[[int, ErrorBody], bytes]:
 
 
 def given_key(headers: Callable[[str], str | None]) -> str:
-    """The API key in a request's headers: a bearer token, or as Anthropic's clients send it."""
+    """The API key in a request's headers: a bearer token, or as Anthropic's clients send it.
+
+    RFC 9110, 11: the name of the scheme in any case, and one space or more behind it."""
     scheme, _, token = (headers("authorization") or "").partition(" ")
-    return token if scheme == "Bearer" else headers("x-api-key") or ""
+    return token.lstrip(" ") if scheme.lower() == "bearer" else headers("x-api-key") or ""
 
 
 def shown(body: bytes) -> str:
