@@ -1,8 +1,8 @@
 """A connection before there is a request, at the router and at a node: how many, how large and how slow their heads.
 
 uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read differently (a length
-beside chunks, two lengths, folded or odd headers). What it lacks is here: bounds on a head's size and time, on
-connections that send nothing, on those that are closed and whose peer does not read what is left, and the end of a
+beside chunks, two lengths, folded or odd headers). What it lacks is here: the one Host that a request has, bounds on a
+head's size and time, on connections that send nothing, on those that are closed and whose peer does not read what is left, and the end of a
 request whose client is gone while another one waits behind it on the same connection.
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import re
 import sys
 import termios
 from asyncio import TimerHandle
@@ -33,6 +34,8 @@ _FLUSHED_BYTES = 32 << 10
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 128
 _MAX_URL_BYTES = 8 << 10
+# A name or an address, RFC 3986, 3.2.2, and a port; both may be empty.
+_HOST = re.compile(rb"(?:\[[\w.~!$&'()*+,;=%:-]+\]|[\w.~!$&'()*+,;=%-]*)(?::\d*)?")
 _ANSWER = (
     (b"content-type", b"application/json"),
     (b"connection", b"close"),
@@ -109,6 +112,7 @@ class Guarded(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_over = True
         self._disarm()
+        self._check_host()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -180,6 +184,17 @@ class Guarded(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._wrong or RequestError("this is no HTTP request that could be read one way only"))
+
+    def _check_host(self) -> None:
+        """RFC 9112, 3.2: one, valid, and none only before HTTP/1.1. What is behind two of them is read differently."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) == 1 and _HOST.fullmatch(hosts[0]):
+            return
+        if not hosts and self.parser.get_http_version() == "1.0":
+            return
+        why = f"{len(hosts)} Host headers" if len(hosts) != 1 else "a Host header that is no host, or host:port"
+        self._wrong = RequestError(f"the request has {why}; send one, with the host of the URL")
+        raise ValueError(self._wrong.message)
 
     def _tell_gone(self) -> None:
         # uvicorn tells the newest request; the one that is being answered may be an older one.

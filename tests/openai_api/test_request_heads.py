@@ -1,0 +1,121 @@
+"""A request's head, at the router and at a node: which Host headers are taken, and how a key may be written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from node.app import Node
+from node.app import create_app as create_node
+from node.engine_client import EngineClient
+from openai_api.connections import Guarded, connections
+from openai_api.routes import given_key
+from router.app import create_app as create_router
+from router.client import ClientConnection
+from wire.config import EngineConfig, NodeConfig
+from wire.router_config import RouterConfig
+
+
+def router_app() -> tuple[FastAPI, type[Guarded]]:
+    return create_router(RouterConfig(api_key="Key", admin_key="Key")), ClientConnection
+
+
+def node_app() -> tuple[FastAPI, type[Guarded]]:
+    config = NodeConfig(EngineConfig("nowhere"), api_key="Key")
+    return create_node(Node(config, EngineClient(config), created=0), lambda _: contextlib.AsyncExitStack()), Guarded
+
+
+both = pytest.mark.parametrize("made", [router_app, node_app], ids=["router", "node"])
+
+
+@contextlib.asynccontextmanager
+async def serving(made: Callable[[], tuple[FastAPI, type[Guarded]]]) -> AsyncIterator[int]:
+    """The app on a port, until the end of the block."""
+    app, of = made()
+    config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, http=connections(10, of=of))
+    server = uvicorn.Server(config)
+    with server.capture_signals():
+        task = asyncio.create_task(server._serve())
+        try:
+            while not server.started:
+                await asyncio.sleep(0.01)
+            yield server.servers[0].sockets[0].getsockname()[1]
+        finally:
+            server.should_exit = True
+            await task
+
+
+async def said(port: int, head: bytes) -> tuple[int, bytes]:
+    """The status and body of the only answer to these bytes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head)
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+    finally:
+        writer.close()
+    assert answer.count(b"HTTP/1.1 ") == 1
+    told, _, body = answer.partition(b"\r\n\r\n")
+    return int(told.split(b" ", 2)[1]), body
+
+
+GOOD = [b"x", b"", b"127.0.0.1:8000", b"[::1]", b"[fe80::1%25eth0]:8000", b"kvrelay_router-0.my-ns.svc:80", b"x:"]
+BAD = [b"a b", b"a, b", b"x:y", b"::1", b"[::1", b"[]", b"a/b", b"a@b", b"\xc3\xa9", b"a:1:2", b"http://a"]
+
+
+@both
+@pytest.mark.parametrize("method", [b"GET /version", b"GET /nowhere", b"POST /v1/chat/completions"])
+async def test_a_request_has_one_valid_host_before_any_route_is_looked_for(
+    made: Callable[[], tuple[FastAPI, type[Guarded]]], method: bytes
+) -> None:
+    close = b"connection: close\r\n\r\n"
+    async with serving(made) as port:
+        for host in GOOD:
+            status, _ = await said(port, method + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + close)
+            assert status == {b"GET /version": 200, b"GET /nowhere": 404}.get(method, 401), host
+        wrong = [b"host: " + host + b"\r\n" for host in BAD]
+        for hosts in (*wrong, b"", b"host: x\r\nhost: x\r\n", b"host: x\r\nHOST: y\r\n", b"host: x\r\nhost:\r\n"):
+            status, body = await said(port, method + b" HTTP/1.1\r\n" + hosts + close)
+            assert status == 400, hosts
+            error = json.loads(body)["error"]
+            assert (error["type"], "Host" in error["message"]) == ("invalid_request_error", True)
+        assert (await said(port, b"GET /version HTTP/1.0\r\n\r\n"))[0] == 200
+        assert (await said(port, b"GET /version HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n"))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [
+        ("Bearer Key", "Key"),
+        ("bearer Key", "Key"),
+        ("BEARER   Key", "Key"),
+        ("Bearer", ""),
+        ("BearerKey", ""),
+        ("Bearer\tKey", ""),
+        ("Basic Key", ""),
+        ("Key", ""),
+        (" Key", ""),
+        ("Bearer key", "key"),
+    ],
+)
+def test_the_scheme_of_a_key_may_have_any_case(header: str, key: str) -> None:
+    assert given_key({"authorization": header}.get) == key
+
+
+@both
+async def test_a_key_is_taken_by_a_lower_case_bearer(made: Callable[[], tuple[FastAPI, type[Guarded]]]) -> None:
+    wants_key = [b"/v1/models"] + ([b"/admin/nodes", b"/console/state"] if made is router_app else [])
+    async with serving(made) as port:
+        for path in wants_key:
+            statuses = [
+                (await said(port, b"GET %b HTTP/1.1\r\nhost: x\r\nauthorization: %b\r\nconnection: close\r\n\r\n"
+                            % (path, given)))[0]
+                for given in (b"bearer Key", b"BEARER  Key", b"bearer key", b"bearer", b"basic Key")
+            ]  # fmt: skip
+            assert [status == 401 for status in statuses] == [False, False, True, True, True], (path, statuses)
