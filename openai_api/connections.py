@@ -81,12 +81,11 @@ class Guarded(HttpToolsProtocol):
         self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
+        # The parser tells of whole headers and trailers only, and keeps what it has of one.
+        self._fed_bytes += len(data)
         super().data_received(data)
-        if not self._head_over:
-            # The parser tells of whole headers only. Counts the end of a body before them, too, hence the factor.
-            self._fed_bytes += len(data)
-            if self._fed_bytes > 2 * _MAX_HEAD_BYTES:
-                self._refuse(_too_large(f"the headers are longer than {_MAX_HEAD_BYTES} bytes", 431))
+        if self._fed_bytes > 2 * _MAX_HEAD_BYTES:
+            self._refuse(_too_large(f"the headers are longer than {_MAX_HEAD_BYTES} bytes", 431))
         if self._timer is None and not self._busy():
             self._arm(self.head_deadline_s)
 
@@ -102,7 +101,8 @@ class Guarded(HttpToolsProtocol):
             raise ValueError(self._wrong.message)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if not self._head_over:  # a trailer is no header: RFC 9110, 6.5.1
+            super().on_header(name, value)
         self._head_bytes += len(name) + len(value)
         if len(self.headers) > _MAX_HEADERS or self._head_bytes > _MAX_HEAD_BYTES:
             limits = f"the limits are {_MAX_HEADERS} headers and {_MAX_HEAD_BYTES} bytes"
@@ -114,6 +114,10 @@ class Guarded(HttpToolsProtocol):
         self._disarm()
         self._check_host()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._fed_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._whole = True
@@ -210,6 +214,10 @@ class Guarded(HttpToolsProtocol):
     def _refuse(self, why: KvrelayError) -> None:
         self._disarm()
         if self.transport.is_closing():
+            return
+        begun = self._answering
+        if begun is not None and begun.response_started and not begun.response_complete:
+            self._close()  # in the middle of an answer to an earlier request a second one would be taken for its words
             return
         body = why.json()
         headers = [*_ANSWER, (b"content-length", str(len(body)).encode())]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -87,6 +88,41 @@ async def test_a_request_has_one_valid_host_before_any_route_is_looked_for(
             assert (error["type"], "Host" in error["message"]) == ("invalid_request_error", True)
         assert (await said(port, b"GET /version HTTP/1.0\r\n\r\n"))[0] == 200
         assert (await said(port, b"GET /version HTTP/1.0\r\nhost: x\r\nhost: y\r\n\r\n"))[0] == 400
+
+
+async def test_trailers_are_no_headers_and_have_a_limit() -> None:
+    chunked = b"host: x\r\ntransfer-encoding: chunked\r\n"
+    key = b"authorization: bearer Key\r\n"
+    async with serving(router_app) as port:
+        keyless = b"GET /v1/models HTTP/1.1\r\nconnection: close\r\n" + chunked + b"\r\n0\r\n" + key + b"\r\n"
+        assert (await said(port, keyless))[0] == 401
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\n" + chunked + key + b"\r\n0\r\nx: ")
+        answer = asyncio.create_task(reader.readexactly(13))
+        for _ in range(64):
+            writer.write(b"y" * (16 << 10))
+            await asyncio.wait({answer}, timeout=0.05)
+            if answer.done():
+                break
+        assert await asyncio.wait_for(answer, 10) == b"HTTP/1.1 431 "
+        writer.close()
+
+
+async def test_an_answer_that_has_begun_gets_no_second_one_in_its_middle() -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"100")]})
+        await send({"type": "http.response.body", "body": b"a part", "more_body": True})
+        await receive()
+        await receive()
+
+    async with serving(lambda: (cast("FastAPI", endless), Guarded)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(10):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"a part")
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            assert await reader.read() == b""
+        writer.close()
 
 
 @pytest.mark.parametrize(
