@@ -26,6 +26,7 @@ from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import Setting, build, merge, nearest, settings_of
 from load.config import BenchConfig
+from node.file_limit import raise_file_limit
 from node.last_words import leave
 from node.parent import die_with_parent
 from node.process_log import LOG_FORMAT, log_to_stderr
@@ -68,6 +69,7 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
             check_rank_0(config.engine.tensor_parallel_address)
         log_to_stderr(str(role), config.log_format)
+        raise_file_limit()
         config = _with_model_here(config)
         from node.server import run as run_node
 
@@ -92,6 +94,7 @@ def _serving_router(values: dict[str, object], again: Callable[[], dict[str, obj
     if config.p2p_nccl_port:
         check_port(config.host, config.p2p_nccl_port)
     log_to_stderr("router", config.log_format)
+    raise_file_limit()
     if config.workers > 1:
         from kvrelay.workers import run_workers as run_router
     else:
@@ -122,6 +125,7 @@ def _serving_ranks(values: dict[str, object]) -> int:
 
     interface_towards(config.engine.tensor_parallel_address)
     log_to_stderr("ranks")
+    raise_file_limit()
     config = _with_model_here(config)
     from node.ranks import run_ranks
 
@@ -133,6 +137,7 @@ def _running_cluster(values: dict[str, object]) -> int:
     config = build(ClusterConfig, {"cluster_secret": secrets.token_urlsafe(32)} | _named(values))
     check_port(config.host, config.port)
     log_to_stderr("up")
+    raise_file_limit()
     config = _with_model_here(config)
     from kvrelay.cluster import up
 

@@ -2,8 +2,9 @@
 
 uvicorn's protocol over httptools reads HTTP; httptools refuses what two servers could read differently (a length
 beside chunks, two lengths, folded or odd headers). What it lacks is here: the one Host that a request has, bounds on a
-head's size and time, on connections that send nothing, on those that are closed and whose peer does not read what is left, and the end of a
-request whose client is gone while another one waits behind it on the same connection.
+head's size and time, on connections that send nothing, on the files that connections are, on those that are closed and
+whose peer does not read what is left, and the end of a request whose client is gone while another one waits behind it
+on the same connection.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import logging
 import re
+import resource
 import sys
 import termios
 from asyncio import TimerHandle
@@ -21,6 +24,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from wire.errors import KvrelayError, RequestError, RequestTimeout, Unavailable
+from wire.log_lines import Seldom
 
 __all__ = ["HEAD_DEADLINE_S", "Guarded", "connections"]
 
@@ -41,11 +45,15 @@ _ANSWER = (
     (b"connection", b"close"),
 )
 
+_log = logging.getLogger("kvrelay.http")
+
 
 class Guarded(HttpToolsProtocol):
     """One connection. Subclasses may serve it otherwise; the limits stay."""
 
     max_connections = 0
+    max_files = sys.maxsize
+    refusals = Seldom()
     head_deadline_s = HEAD_DEADLINE_S
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,10 +70,12 @@ class Guarded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            self._refuse(Unavailable(f"{self.max_connections} connections are open, and no more may be; try again"))
+        if (full := self._full()) is None:
+            self._arm(self.head_deadline_s)
             return
-        self._arm(self.head_deadline_s)
+        if times := self.refusals.times(self.loop.time()):
+            _log.warning("%s; refused connections=%d since this was last said", full, times)
+        self._refuse(Unavailable(f"{full}; try again"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -200,6 +210,17 @@ class Guarded(HttpToolsProtocol):
         self._wrong = RequestError(f"the request has {why}; send one, with the host of the URL")
         raise ValueError(self._wrong.message)
 
+    def _full(self) -> str | None:
+        """Why there is no room for this connection, if there is none."""
+        if len(self.connections) > self.max_connections:
+            return f"{self.max_connections} connections are open, and no more may be"
+        socket = self.transport.get_extra_info("socket")
+        # A file has the lowest number that was free. The other half is for legs: an answer may need one file for each.
+        # Where no file is left libuv hangs up without a word, and a leg fails as if its node were gone.
+        if socket is not None and 2 * socket.fileno() >= self.max_files:
+            return f"half of the {self.max_files} files that this process may have are open (ulimit -Hn)"
+        return None
+
     def _tell_gone(self) -> None:
         # uvicorn tells the newest request; the one that is being answered may be an older one.
         answering, self._answering = self._answering, None
@@ -254,4 +275,11 @@ def connections(
     at_most: int, head_deadline_s: float = HEAD_DEADLINE_S, of: type[Guarded] = Guarded
 ) -> type[HttpToolsProtocol]:
     """Connections of this type with these limits, for uvicorn's Config as `http`."""
-    return type(of.__name__, (of,), {"max_connections": at_most, "head_deadline_s": head_deadline_s})
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limits = {
+        "max_connections": at_most,
+        "max_files": sys.maxsize if files == resource.RLIM_INFINITY else files,
+        "head_deadline_s": head_deadline_s,
+        "refusals": Seldom(),
+    }
+    return type(of.__name__, (of,), limits)

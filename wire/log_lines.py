@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 
-__all__ = ["LOG_FORMATS", "Fields", "JsonLines", "formatter"]
+__all__ = ["LOG_FORMATS", "Fields", "JsonLines", "Seldom", "formatter"]
 
 LOG_FORMATS = ("text", "json")
 
@@ -34,6 +34,23 @@ class Fields(dict[str, object]):
     def named(self) -> Mapping[str, object]:
         """What they are in JSON."""
         return self
+
+
+class Seldom:
+    """A warning that strangers can cause any number of times, and that is logged once a minute at most."""
+
+    def __init__(self, period_s: float = 60.0) -> None:
+        self._period_s = period_s
+        self._next = float("-inf")
+        self._times = 0
+
+    def times(self, now: float) -> int:
+        """Count one; how many there were since it was logged last if it is to be logged now, else 0."""
+        self._times += 1
+        if now < self._next:
+            return 0
+        self._next, times, self._times = now + self._period_s, self._times, 0
+        return times
 
 
 def formatter(log_format: str, process: str, worker: int | None = None) -> logging.Formatter:

@@ -210,9 +210,10 @@ ALERTS = (
     ),
     Alert(
         "KvrelayFilesRunOut",
-        "process_open_fds / process_max_fds > 0.9",
+        "process_open_fds / process_max_fds > 0.45",
         "5m",
         "critical",
-        "{{ $labels.instance }} has opened nearly all files that it may: raise its limit (ulimit -n)",
+        "{{ $labels.instance }} has opened nearly half of the files that it may, and refuses connections from half on: "
+        "raise its hard limit (ulimit -Hn)",
     ),
 )

@@ -196,7 +196,7 @@ WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {f"process_start_time_seconds{{{NODE}}}": "5x20 6x79"},
     ),
     "KvrelayFilesRunOut": (
-        {f"process_open_fds{{{NODE}}}": "950x99", f"process_max_fds{{{NODE}}}": "1000x99"},
+        {f"process_open_fds{{{NODE}}}": "490x99", f"process_max_fds{{{NODE}}}": "1000x99"},
         {f"process_open_fds{{{NODE}}}": "50x99", f"process_max_fds{{{NODE}}}": "1000x99"},
     ),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from wire.config_checks import check_log_format
 from wire.errors import ConfigError
-from wire.log_lines import Fields, JsonLines, formatter
+from wire.log_lines import Fields, JsonLines, Seldom, formatter
 
 
 def record(template: str, *values: object, **more: Any) -> logging.LogRecord:
@@ -73,3 +73,10 @@ def test_text_is_as_ever() -> None:
 def test_a_form_that_there_is_not() -> None:
     with pytest.raises(ConfigError, match="'xml' is not one of text, json"):
         check_log_format("xml")
+
+
+def test_what_strangers_cause_is_logged_once_a_minute_with_how_often_it_was() -> None:
+    seldom = Seldom()
+    assert seldom.times(10.0) == 1
+    assert [seldom.times(10.0 + at) for at in range(60)] == [0] * 60
+    assert [seldom.times(70.0), seldom.times(71.0), seldom.times(500.0)] == [61, 0, 2]

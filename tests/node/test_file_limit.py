@@ -1,0 +1,140 @@
+"""The soft limit of files is raised, and a server whose clients take its files goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from node import file_limit
+from node.file_limit import raise_file_limit
+
+DEADLINE_S = 30.0
+ASK = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+@pytest.fixture
+def usual() -> Iterator[tuple[int, int]]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield limits
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("most", [1 << 20, 300])
+def test_the_soft_limit_becomes_the_hard_one_or_a_million(
+    most: int, usual: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_limit, "_MOST", most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, usual[1]))
+    raise_file_limit()
+    hard = usual[1] if usual[1] != resource.RLIM_INFINITY else most
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, most), usual[1])
+    monkeypatch.setattr(file_limit, "_MOST", 200)
+    raise_file_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, most), "never lowered"
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: IO[bytes], files: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is started with a soft limit of so many files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
+    try:
+        process = subprocess.Popen(command, stderr=log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+
+
+def limit_of(pid: int) -> int:
+    found = re.search(r"^Max open files +(\d+)", Path(f"/proc/{pid}/limits").read_text(), re.M)
+    assert found
+    return int(found[1])
+
+
+def test_a_router_and_its_workers_may_have_as_many_files_as_the_system_lets_them(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m kvrelay.cli router --port 0 --workers 2 --prefill http://p:1 --decode http://d:1"
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with (tmp_path / "log").open("wb") as log, running(command.split(), log, 200) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until(lambda: len(children.read_text().split()) == 2, "workers")
+        pids = [process.pid, *map(int, children.read_text().split())]
+        assert [limit_of(pid) for pid in pids] == [min(hard, 1 << 20)] * 3
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+def said(client: socket.socket) -> bytes:
+    client.settimeout(DEADLINE_S)
+    try:
+        client.sendall(ASK)
+        answer = b""
+        while more := client.recv(4096):
+            answer += more
+    except ConnectionError:
+        pass
+    return answer
+
+
+def test_a_server_whose_clients_take_its_files_says_so_once_and_goes_on(tmp_path: Path) -> None:
+    """64 files: 32 are for whatever an answer needs, and no connection is left without an answer."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = [sys.executable, str(Path(__file__).with_name("files_server.py")), str(port)]
+    with (tmp_path / "log").open("wb") as log, running(server, log, 64) as process:
+
+        def dial() -> socket.socket:
+            return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+
+        def served() -> bool:
+            try:
+                with dial() as client:
+                    return said(client).startswith(b"HTTP/1.1 200 ")
+            except OSError:
+                return False
+
+        until(served, "it serves")
+        for _ in range(2):
+            clients = [dial() for _ in range(150)]
+            with dial() as late:
+                answer = said(late)
+            assert answer.startswith(b"HTTP/1.1 503 "), answer
+            assert b"half of the 64 files" in answer
+            began = cpu_s(process.pid)
+            time.sleep(0.5)  # idle with all of them open
+            assert cpu_s(process.pid) - began < 0.25, "it spins"
+            assert said(clients[0]).startswith(b"HTTP/1.1 200 "), "those that came in are served"
+            assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) <= 34
+            for client in clients:
+                client.close()
+            until(served, "it serves again")
+        assert process.poll() is None
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "files that this process" in line]
+    assert len(lines) == 1, lines
+    assert "refused connections=1 " in lines[0]
