@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import zmq.asyncio
 
 from node.collector import command_of
 from node.parent import PARENT_PID
+from node.private_files import ProcessFolder
 from wire.config import NodeConfig
 from wire.engine_messages import (
     Abort,
@@ -106,7 +106,7 @@ class EngineClient:
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-")
+        self._folder: ProcessFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.failure: str | None = None
@@ -121,8 +121,16 @@ class EngineClient:
         self._failed = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the engine process; returns before it is ready."""
-        endpoint = f"ipc://{Path(self._folder.name) / 'engine'}"
+        """Start the engine process; returns before it is ready. Raises ConfigError."""
+        self._folder = ProcessFolder()
+        try:
+            await self._start(f"ipc://{self._folder.path / 'engine'}")
+        except BaseException:
+            self._folder.close()
+            raise
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    async def _start(self, endpoint: str) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
@@ -147,7 +155,6 @@ class EngineClient:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(self._config))
         self._process.stdin.close()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
     async def ready(self, deadline_s: float) -> EngineReady:
         """What the engine says of itself. Raises EngineDead if it ended, or did not come up in time."""
@@ -270,7 +277,8 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.close()
 
     def _send(self, message: ToEngine) -> None:
         if self.ended.is_set():

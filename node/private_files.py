@@ -1,0 +1,112 @@
+"""Files that nobody else of this machine may open: a folder for a process's own, folders and files for logs.
+
+A process's own folder is in one of its user, kvrelay-UID in the system's temporary folder, and has a lock that the
+kernel takes back however the process ends. So what can be locked is a dead one's, and whoever starts next removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from wire.errors import ConfigError
+
+__all__ = ["ProcessFolder", "open_log", "private_folder"]
+
+_FOLDER, _FILE = 0o700, 0o600
+_TRIES = 8
+"""Somebody else who starts at the same time may take a folder for a dead one's before it is locked."""
+
+
+class ProcessFolder:
+    """A folder of this process at `path`, from now on until `close`. Removes those of processes that were killed."""
+
+    def __init__(self) -> None:
+        """Raises ConfigError if there can be none."""
+        parent = Path(tempfile.gettempdir()) / f"kvrelay-{os.geteuid()}"
+        try:
+            with contextlib.suppress(FileExistsError):
+                parent.mkdir(mode=_FOLDER)
+            _make_private(parent)
+            _remove_dead(parent)
+            self.path, self._lock = _made(parent)
+        except OSError as why:
+            raise ConfigError(f"cannot make a folder in {parent}: {why}; name another place with TMPDIR") from why
+
+    def close(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _make_private(folder: Path) -> None:
+    """Raises PermissionError for a folder that is somebody else's, or a link to one."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} is somebody else's, or no folder")
+    if stat.S_IMODE(found.st_mode) != _FOLDER:
+        folder.chmod(_FOLDER)
+
+
+def _made(parent: Path) -> tuple[Path, int]:
+    for _ in range(_TRIES):
+        path = Path(tempfile.mkdtemp(dir=parent, prefix=""))
+        with contextlib.suppress(OSError):
+            lock = _locked(path)
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino == os.fstat(lock).st_ino:
+                    return path, lock
+            os.close(lock)
+    raise FileNotFoundError("all that were made were removed by others")
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds its lock. Raises OSError if somebody else has it, or if it is not there any more."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_dead(parent: Path) -> None:
+    for folder in parent.iterdir():
+        with contextlib.suppress(OSError):  # a living one's, or removed by somebody else
+            lock = _locked(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder for logs that nobody else may enter. One that is there is made so if it has nothing but logs.
+
+    Raises ConfigError, because to close any other to the rest of the machine may break what is in it."""
+    try:
+        for each in reversed((folder, *folder.parents)):
+            each.mkdir(mode=_FOLDER, exist_ok=True)
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if not mode & 0o077:
+            return
+        if any(each.suffix != ".log" for each in folder.iterdir()):
+            raise ConfigError(
+                f"log_dir {folder} may be opened by others (mode {mode:04o}) and has more than logs in it; name a "
+                "folder in it that is not there yet, or close it (chmod 700)"
+            )
+        _make_private(folder)
+    except OSError as why:
+        raise ConfigError(f"cannot make log_dir {folder}: {why.strerror or why}") from why
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends to a log, which nobody else may read from now on."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _FILE)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):  # not of /dev/null, which is everybody's
+        os.fchmod(descriptor, _FILE)
+    return descriptor
