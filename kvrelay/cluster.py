@@ -22,8 +22,8 @@ from kvrelay.chat import Endpoint, open_session, proof
 from kvrelay.machine import this_machine
 from kvrelay.plan import ADMIN_KEY, ClusterConfig, Machine, plan, reachable, waves
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
+from node.private_files import private_folder
 from router.admin_key import drawn_admin_key
-from wire.errors import ConfigError
 
 __all__ = ["up"]
 
@@ -148,8 +148,5 @@ def _log_dir(config: ClusterConfig) -> Path:
     if not config.log_dir:
         return Path(tempfile.mkdtemp(prefix="kvrelay-logs-"))
     folder = Path(config.log_dir).expanduser().absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as why:
-        raise ConfigError(f"cannot make log_dir {folder}: {why.strerror}") from why
+    private_folder(folder)
     return folder

@@ -82,7 +82,8 @@ class ClusterConfig:
     stop_deadline_s: float = 45.0
     """Processes that have not ended this long after SIGTERM are killed. Nodes and the router drain for 30 s of it."""
     log_dir: str = ""
-    """Folder for the logs, one file per process; empty makes one in the system's temporary folder."""
+    """Folder for the logs, one file per process; nobody else may open them. Empty makes one in the system's temporary
+    folder."""
     demo: bool = False
     """Answer one chat as a proof when the cluster is ready."""
     demo_exit: bool = False

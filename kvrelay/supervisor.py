@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from node.parent import PARENT_PID
+from node.private_files import open_log
 from wire.errors import KvrelayError
 
 __all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of", "fate_of"]
@@ -113,7 +114,7 @@ class Child:
         Must be called on the main thread: Linux sends the parent's death to children of a *thread* that ends.
         """
         self.started_at = time.monotonic()
-        with self.spec.log.open("ab") as log:
+        with os.fdopen(open_log(self.spec.log), "ab") as log:
             self.process = subprocess.Popen(
                 self.spec.command,
                 env={**self.spec.env, PARENT_PID: str(os.getpid())},

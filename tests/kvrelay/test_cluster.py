@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -57,7 +58,8 @@ class Up:
         env = {**os.environ, "PYTHONPATH": str(repository), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-c", _UP, str(server), str(log_dir), *arguments]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        # Of no help in keeping anything from others.
+        self.process = subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, umask=0)
 
     def until(self, pattern: str) -> str:
         """Read the output up to a line that matches; fails if it ends before."""
@@ -110,6 +112,8 @@ def test_the_demo_starts_answers_and_exits_with_0(repository: Path, tmp_path: Pa
         "prefill-0.log",
         "router.log",
     ]
+    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "logs").iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
