@@ -271,7 +271,7 @@ def _metavar(setting: Setting) -> str | None:
 def _shown(setting: Setting) -> str | bool:
     if setting.name == "model" and setting.default is dataclasses.MISSING:
         return "the embedded model"
-    if setting.default in (dataclasses.MISSING, "", ()):
+    if setting.default in (dataclasses.MISSING, None, "", ()):
         return False
     return {True: "on", False: "off"}[setting.default] if isinstance(setting.default, bool) else str(setting.default)
 
@@ -343,7 +343,7 @@ _add(
         "port",
         "api_key",
         "max_body_bytes",
-        "kv_events",
+        "kv_events_host",
         "kv_events_port",
         "log_format",
         "otlp_traces_endpoint",

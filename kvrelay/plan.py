@@ -249,6 +249,7 @@ def node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: i
         role=role,
         transfer=config.transfer,
         port=port,
+        kv_events_port=0,
         served_model_name=config.served_model_name,
         chat_template=config.chat_template,
         trust_request_chat_template=config.trust_request_chat_template,

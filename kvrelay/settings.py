@@ -13,6 +13,7 @@ import inspect
 import itertools
 import json
 import textwrap
+import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Setting:
     name: str
     kind: Any
     default: Any
-    """dataclasses.MISSING if the field has none."""
+    """dataclasses.MISSING if the field has none; None if nothing stands in for it."""
     help: str
     group: str
     """The config type it belongs to, without `Config`."""
@@ -74,8 +75,15 @@ def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
         elif field.name not in skip:
             group = config.__name__.removesuffix("Config")
             about = _docs(config).get(field.name, "")
-            found[field.name] = Setting(field.name, kind, field.default, about, group, secret=not field.repr)
+            found[field.name] = Setting(
+                field.name, _without_none(kind), field.default, about, group, secret=not field.repr
+            )
     return found
+
+
+def _without_none(kind: Any) -> Any:
+    """What is typed for a field that is None if nothing is."""
+    return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
 
 
 @cache

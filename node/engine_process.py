@@ -93,7 +93,7 @@ class EngineProcess:
 
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
-        blocks, told = self.engine.scheduler.pool, config.kv_events and config.engine.prefix_cache
+        blocks, told = self.engine.scheduler.pool, config.tells_kv_events
         self._cache = CacheTeller(blocks, self.engine.pool.block_tokens, self._send, on=told)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)

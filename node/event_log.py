@@ -12,6 +12,7 @@ __all__ = ["EventLog"]
 
 # A listener that has lost more than this gets all that is held instead, which is no more for a pool of 200,000 blocks.
 BUFFER_BYTES = 4 << 20
+BUFFER_BATCHES = 4_096
 
 
 class EventLog:
@@ -25,6 +26,8 @@ class EventLog:
         self._held: dict[bytes, bytes | None] = {}
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
+        self._snapshot: tuple[int, bytes] | None = None
+        """All that was held after this number, as it was last told."""
 
     @property
     def held(self) -> int:
@@ -44,18 +47,25 @@ class EventLog:
         self.next_number += 1
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
-        while self._kept_bytes > self._buffer_bytes:
+        while self._kept_bytes > self._buffer_bytes or len(self._kept) > BUFFER_BATCHES:
             self._kept_bytes -= len(self._kept.popleft()[1])
         return number, payload
 
     def since(self, number: int, now: float) -> list[tuple[int, bytes]]:
-        """The batches from `number` on, or if the first of them is kept no more, one that says all that is held."""
+        """The batches from `number` on; if the first of them is kept no more, one that says all that was held then, and
+        those behind it.
+
+        That one is made anew only when its successor is kept no more: nobody makes it often by asking often."""
         if number >= self.next_number:
             return []
         first = self.next_number - len(self._kept)
         if number >= first:
             return [kept for kept in self._kept if kept[0] >= number]
-        return [(self.next_number - 1, self._packed([AllBlocksCleared(), *self._chains(self._held)], now))]
+        snapshot = self._snapshot
+        if snapshot is None or snapshot[0] + 1 < first:
+            payload = self._packed([AllBlocksCleared(), *self._chains(self._held)], now)
+            snapshot = self._snapshot = (self.next_number - 1, payload)
+        return [snapshot, *(kept for kept in self._kept if kept[0] > snapshot[0])]
 
     def _packed(self, events: list[Event], now: float) -> bytes:
         return pack_batch(EventBatch(now, events, self._generation))

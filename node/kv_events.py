@@ -1,7 +1,8 @@
 """The sockets on which a node tells its KV events (wire/kv_events.py), in its HTTP process, away from the step loop.
 
-They listen at the node's own host and ask nobody who he is, because a router has no secret: who reaches them can see
-whether KV of a text that he knows is here, and no text. Their network must be the cluster's alone.
+There are none unless kv_events_port is given. They ask nobody who he is, because a router has no secret: who reaches
+them can see whether KV of a text that he knows is here, and no text. What he can make the node do is bounded: replays
+take a tenth of the event loop's time at most, and who does not read what he has asked for is cut off.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
 
 from kv_transfer.zmq_address import listen
-from node.event_log import EventLog
+from node.event_log import BUFFER_BATCHES, EventLog
 from wire.config import NodeConfig
 from wire.engine_messages import CacheChanges, EngineReady
 from wire.kv_events import END, KvEventsReport, packed_number
+from wire.log_lines import Seldom
 
 __all__ = ["KvEvents"]
 
@@ -25,9 +28,16 @@ log = logging.getLogger("kvrelay.node")
 
 # Batches that wait for a router that does not read; it gets those that were dropped with a replay.
 _WAITING_BATCHES = 1024
-# Replayed ones; what does not fit is dropped, and asked for again.
-_WAITING_REPLAYS = 1 << 16
+# Replayed ones: two whole replays. What does not fit is dropped, and asked for again.
+_WAITING_REPLAYS = 2 * (BUFFER_BATCHES + 2)
+# Questions that one listener may have open; it waits with further ones.
+_WAITING_ASKS = 16
 _MAX_ASK_BYTES = 256
+_NOT_READ_MS = 30_000
+"""Who takes nothing for so long while something waits for him is cut off, and what waits is freed."""
+_TURN_S = 0.002
+_REST = 9.0
+"""Each turn of replays is followed by so many times its length for everything else."""
 
 
 class KvEvents:
@@ -35,22 +45,31 @@ class KvEvents:
 
     def __init__(self, config: NodeConfig, info: EngineReady, model: str) -> None:
         """Raises ConfigError if the sockets cannot be opened."""
+        assert config.kv_events_port is not None
+        self.counted: Callable[[str], None] = lambda outcome: None
+        """Told of each replay that was asked for: ok or malformed."""
         self._log = EventLog(info.generation, info.block_tokens)
+        self._malformed = Seldom()
+        self._turn_s = 0.0
+        """What replays have taken of the event loop since it last had a rest of them."""
         # What other listeners go by: who it is, and which model's KV this is.
         self._topic = f"kv@{info.engine_id}@{model}".encode()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._pub = context.socket(zmq.PUB)
         self._pub.set_hwm(_WAITING_BATCHES)
         self._replays = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._replays.set_hwm(_WAITING_REPLAYS)
-        self._replays.setsockopt(zmq.MAXMSGSIZE, _MAX_ASK_BYTES)
+        self._replays.setsockopt(zmq.SNDHWM, _WAITING_REPLAYS)
+        self._replays.setsockopt(zmq.RCVHWM, _WAITING_ASKS)
+        self._replays.copy_threshold = 0  # all listeners' queues have the same bytes
         for socket in (self._pub, self._replays):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
-        called, port = ("host", "kv_events_port"), config.kv_events_port
+            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ASK_BYTES)  # for subscriptions, too
+            socket.setsockopt(zmq.TCP_MAXRT, _NOT_READ_MS)
+        called, host, port = ("kv_events_host", "kv_events_port"), config.kv_events_host, config.kv_events_port
         try:
-            self._port = listen(self._pub, config.host, port, called)
-            self._replay_port = listen(self._replays, config.host, port and port + 1, called)
+            self._port = listen(self._pub, host, port, called)
+            self._replay_port = listen(self._replays, host, port and port + 1, called)
         except BaseException:
             self._close_sockets()
             raise
@@ -77,11 +96,34 @@ class KvEvents:
 
     async def _answer(self) -> None:
         while True:
-            asked = await self._replays.recv_multipart()
-            if len(asked) != 3 or asked[1] or len(asked[2]) != len(END):
-                log.warning("a listener of KV events asks for a replay in %d odd frames", len(asked))
+            began = time.monotonic()
+            asking = self._replays.recv_multipart()
+            if not asking.done():  # zmq gives what is there already without a turn of the event loop
+                await asking
+                began = time.monotonic()
+            who, *frames = asking.result()
+            if len(frames) != 2 or frames[0] or len(frames[1]) != len(END):
+                self._note_malformed()
+                await self._rest(began)
                 continue
-            who, _, start = asked
-            for number, payload in self._log.since(int.from_bytes(start, "big"), time.time()):
-                await self._replays.send_multipart((who, b"", packed_number(number), payload))
+            self.counted("ok")
+            for number, payload in self._log.since(int.from_bytes(frames[1], "big"), time.time()):
+                await self._replays.send_multipart((who, b"", packed_number(number), payload), copy=False)
+                began = await self._rest(began)
             await self._replays.send_multipart((who, b"", END, b""))
+            await self._rest(began)
+
+    def _note_malformed(self) -> None:
+        self.counted("malformed")
+        if times := self._malformed.times(time.monotonic()):
+            log.warning("replays of KV events were asked for in odd frames, times=%d since this was last said", times)
+
+    async def _rest(self, began: float) -> float:
+        """Count the time since `began`, and leave the loop to others when it was a turn's. What time it is then."""
+        now = time.monotonic()
+        self._turn_s += now - began
+        if self._turn_s < _TURN_S:
+            return now
+        turn_s, self._turn_s = self._turn_s, 0.0
+        await asyncio.sleep(_REST * turn_s)
+        return time.monotonic()

@@ -83,6 +83,11 @@ class NodeMetrics:
         self._flips = self._counter("kvrelay_node_flips", "Changes of the node's role, by how they ended", "outcome")
         for how in ("done", "cancelled"):
             self._flips.labels(*self._values, how)
+        self._replays = self._counter(
+            "kvrelay_kv_event_replays", "Replays of KV events that were asked for, by whether they could be", "outcome"
+        )
+        for outcome in ("ok", "malformed"):
+            self._replays.labels(*self._values, outcome)
         self._by_role = ByRole(self._registry, model_name, config.role)
 
     def _counter(self, name: str, text: str, label: str = "") -> Counter:
@@ -147,6 +152,10 @@ class NodeMetrics:
         )
         self._choices = spread("vllm:request_params_n", "Choices of a request's answer", _CHOICES)
         self._bytes = spread("vllm:nixl_bytes_transferred", "KV bytes of a fetch, over any connector", _BYTES)
+
+    def replay_asked(self, outcome: str) -> None:
+        """Somebody has asked for KV events again: ok or malformed."""
+        self._replays.labels(*self._values, outcome).inc()
 
     def flip_ended(self, how: str) -> None:
         """A change of the role is done, or was cancelled."""

@@ -62,7 +62,7 @@ class Offline:
 @asynccontextmanager
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
-    config = replace(config, kv_events=False)
+    config = replace(config, kv_events_port=None)
     node = Node(config, EngineClient(config), int(time.time()))
     await node.engine.start()
     try:

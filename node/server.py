@@ -156,7 +156,7 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     config = node.config
     try:
         serving = await serving_of(config, node.engine, node.sandbox)
-        if config.kv_events and config.engine.prefix_cache:
+        if config.tells_kv_events:
             node.kv_events = KvEvents(config, serving.info, serving.model_name)
             node.engine.on_changes = node.kv_events.tell
     except Exception as why:
@@ -167,6 +167,8 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     name, info = serving.model_name, serving.info
     node.metrics = NodeMetrics(lambda: node.engine.stats, config, info, name, node.engine.pid)
     node.role.counted = node.metrics.flip_ended
+    if node.kv_events is not None:
+        node.kv_events.counted = node.metrics.replay_asked
     node.serving = serving
     changed()
     log.info(

@@ -336,10 +336,12 @@ class NodeConfig:
     for more."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
-    kv_events: bool = True
-    """Tell routers which blocks the prefix cache holds: hashes, in vLLM's format (ZMQ)."""
-    kv_events_port: int = 0
-    """Port of the KV events, at this node's host; the one after it answers who has lost some. 0 takes free ones."""
+    kv_events_port: int | None = None
+    """Tell routers on this port which blocks the prefix cache holds: hashes, in vLLM's format (ZMQ). The port after it
+    answers who has lost some; 0 takes free ones. Without a port nothing is told."""
+    kv_events_host: str = "127.0.0.1"
+    """Address to listen on with kv_events_port. Routers dial the host of the node's URL, and nobody is asked for a
+    key."""
     log_format: str = "text"
     """Log lines as text or json (an object each, with request and trace ids)."""
     otlp_traces_endpoint: str = ""
@@ -349,7 +351,7 @@ class NodeConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         require(
-            0 <= self.kv_events_port < 65535,
+            self.kv_events_port is None or 0 <= self.kv_events_port < 65535,
             f"kv_events_port must be between 0 and 65534, got {self.kv_events_port}",
         )
         positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
@@ -371,6 +373,11 @@ class NodeConfig:
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             value = getattr(self, name)
             require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
+
+    @property
+    def tells_kv_events(self) -> bool:
+        """Whether routers hear of its prefix cache, if it has one."""
+        return self.kv_events_port is not None and self.engine.prefix_cache
 
     @property
     def url(self) -> str:

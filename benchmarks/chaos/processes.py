@@ -309,6 +309,7 @@ class Cluster:
         argv = [*place.prefix, sys.executable, "-m", "kvrelay.cli", role, f"--host={place.host}", f"--port={ports[0]}"]
         if role != "router":
             argv += [f"--kv-host={place.host}", f"--kv-port={ports[1]}", f"--kv-events-port={ports[2]}"]
+            argv += [] if place.host == "127.0.0.1" else [f"--kv-events-host={place.host}"]
         argv += flags
         log = self.folder / f"{name}.log"
         return Node(name, role, place.host, ports, argv, log, self._popen(argv, log, name, role))

@@ -235,6 +235,7 @@ class Stand:
         node = [*model, "--router", f"tcp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
         ranks = ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
         node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50"]
+        node += ["--kv-events-port", "0"]
         ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
         router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--no-conditional-disaggregation"]
         self._launch("router", router)

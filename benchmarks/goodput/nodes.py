@@ -141,7 +141,7 @@ async def _ranks(session: aiohttp.ClientSession, url: str) -> int:
 @asynccontextmanager
 async def _running(asked: Sequence[tuple[str, list[str], dict[str, str], int]], logs: Path) -> AsyncIterator[None]:
     """These commands of ours, until the block is left; whatever happens, none of them is left."""
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)  # `kvrelay up` takes no other
     children: list[tuple[subprocess.Popen[bytes], Path]] = []
     try:
         for number, (command, words, environment, _) in enumerate(asked):

@@ -301,7 +301,7 @@ class _Source:
             self._apply(batches)
             why = "batches are missing after the replay" if self._stream.gap else ""
         except TimeoutError:
-            why = f"no replay within {REPLAY_DEADLINE_S:g} s"
+            why = f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s; its kv_events_host must listen there"
         except (zmq.ZMQError, NodeFailed) as error:
             why = f"the replay failed: {error}"
         self._replay = None

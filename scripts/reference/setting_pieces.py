@@ -76,7 +76,7 @@ def _default(setting: Setting) -> str:
         return "the embedded model"
     if setting.default is dataclasses.MISSING:
         return "must be given"
-    if setting.default in ("", ()):
+    if setting.default in (None, "", ()):
         return ""
     if isinstance(setting.default, bool):
         return "on" if setting.default else "off"

@@ -168,6 +168,7 @@ class Cluster:
         if role == "rank":
             return self._launch(role, port, [sys.executable, "-m", "kvrelay.cli", role, *flags], env)
         argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
+        argv += ["--kv-events-port=0"] if role in ("prefill", "decode") else []
         return self._launch(role, port, argv, env)
 
     def restart(self, process: Process, env: dict[str, str] | None = None) -> Process:

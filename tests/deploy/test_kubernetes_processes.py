@@ -118,6 +118,7 @@ def test_the_command_line_takes_every_containers_arguments(overlay: str, configs
             assert config.url == f"http://{POD_IP}:{pod.ports['http']}"
             assert (config.transfer.kv_host, config.transfer.kv_port) == (POD_IP, pod.ports["kv"])
             assert config.transfer.cluster_secret == SECRETS["KVRELAY_CLUSTER_SECRET"]
+            assert config.kv_events_host == POD_IP
             assert config.kv_events_port == pod.ports["kv-events"] == pod.ports["kv-replay"] - 1
             assert pod.labels["kvrelay/role"] == config.role
 

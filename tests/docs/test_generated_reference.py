@@ -42,7 +42,7 @@ def test_every_setting_has_its_row_with_default_and_meaning(config: type) -> Non
         ]
         assert found, f"{config.__name__}.{field.name}"
         assert setting.help, f"{config.__name__}.{field.name} has no docstring"
-        if not isinstance(field.default, (bool, str, tuple)) and field.default is not dataclasses.MISSING:
+        if not isinstance(field.default, (bool, str, tuple, type(None), type(dataclasses.MISSING))):
             assert any(f"`{field.default}`" in row for row in found), f"{config.__name__}.{field.name}"
 
 

@@ -29,6 +29,9 @@ def test_two_and_two_are_five_processes_that_know_each_other() -> None:
     assert "--prefill=http://127.0.0.1:9002" in router
     assert "--decode=http://127.0.0.1:9004" in router
     assert "--port=9000" in router
+    for spec in specs[:4]:
+        assert "--kv-events-port=0" in spec.command  # a free one, on the loopback
+        assert not [word for word in spec.command if "host" in word and "127.0.0.1" not in word]
     assert specs[2].command[5] == "decode"
     assert specs[2].log == Path("/logs/decode-0.log")
 

@@ -143,3 +143,25 @@ def test_flags_of_an_engine_on_several_gpus_make_the_same_engine_again() -> None
     pairs = (flag.removeprefix("--").split("=", 1) for flag in flags_of(engine))
     typed = {name.replace("-", "_"): value for name, value in pairs}
     assert build(EngineConfig, merge(settings_of(EngineConfig), typed, None)) == engine
+
+
+@pytest.mark.parametrize(
+    ("words", "port", "flags"),
+    [([], None, []), (["0"], 0, ["--kv-events-port=0"]), (["5557"], 5557, ["--kv-events-port=5557"])],
+)
+def test_kv_events_are_told_only_on_a_port_that_is_named(words: list[str], port: int | None, flags: list[str]) -> None:
+    known = settings_of(NodeConfig)
+    assert known["kv_events_port"].kind is int
+    given = merge(known, dict.fromkeys(["kv_events_port"], words[0]) if words else {}, None)
+    config = build(NodeConfig, given | {"model": "m"})
+    assert (config.kv_events_port, config.kv_events_host) == (port, "127.0.0.1")
+    assert config.tells_kv_events is (port is not None)
+    assert [flag for flag in flags_of(config) if "kv-events" in flag] == flags
+    without = build(NodeConfig, given | {"model": "m", "prefix_cache": False, "host": "0.0.0.0"})
+    assert (without.tells_kv_events, without.kv_events_host) == (False, "127.0.0.1")
+
+
+@pytest.mark.parametrize("port", ["-1", "65535"])
+def test_a_port_without_one_behind_it_is_refused(port: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_events_port must be between 0 and 65534, got {port}"):
+        build(NodeConfig, merge(settings_of(NodeConfig), {"kv_events_port": port}, None) | {"model": "m"})

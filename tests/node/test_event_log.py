@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node import event_log
 from node.event_log import EventLog
 from paged_engine.blocks import BlockPool
 from router.prefix.event_stream import MAX_AHEAD, EventStream
@@ -151,6 +152,30 @@ def test_who_comes_too_late_is_told_all_that_is_held() -> None:
     newest = log.since(38, 1.0)
     assert [number for number, _ in newest] == [38, 39]
     assert log.since(40, 1.0) == []
+
+
+def test_what_is_held_is_told_again_without_being_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "BUFFER_BATCHES", 10)
+    log = EventLog("g1", 16)
+
+    def note() -> None:
+        log.note(CacheChanges({chain(log.next_number, 2)[1]: None}, []), 1.0)
+
+    while log.next_number < 12:
+        note()
+    first, *behind = log.since(0, 1.0)
+    assert (first[0], behind) == (11, [])
+    for at in range(10):
+        note()
+        again, *behind = log.since(0, 2.0)
+        assert again[1] is first[1]
+        assert [number for number, _ in behind] == list(range(12, 13 + at))
+    held = applied(set(), [read_batch(payload) for _, payload in (again, *behind)])
+    assert held == {chain(at, 2)[1] for at in range(22)}
+    note()  # the batch behind it is kept no more
+    ((number, payload),) = log.since(0, 3.0)
+    assert (number, payload is first[1]) == (22, False)
+    assert log.since(13, 3.0)[0][0] == 13, "the newest ten are kept"
 
 
 def test_a_node_that_tells_no_snapshots_is_known_from_its_oldest_batch_on() -> None:

@@ -40,7 +40,9 @@ def test_a_killed_node_leaves_a_folder_until_the_next_one_starts(tmp_path: Path)
         third = start()
         assert set(places.iterdir()) == {living, third}
         assert (living / "engine").exists()
-        assert cluster.nodes[1].health() is not None
+        report = cluster.nodes[1].health()
+        assert report is not None
+        assert report["kv_events"] is None  # without a port
         for node in cluster.nodes[1:]:
             node.popen.terminate()
             wait_until(lambda node=node: node.popen.poll() is not None, 60, "it ends")  # type: ignore[misc]

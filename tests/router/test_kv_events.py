@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -230,6 +232,97 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
             router.heard(node)
             await router.trusted()
             assert URL not in router.index.lookup(prefix)
+
+    run(test)
+
+
+def test_of_a_node_that_tells_no_events_what_was_sent_there_counts() -> None:
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            prefix = Prefix.of(0, b"y" * 4_000)
+            router.heard(node)
+            await router.trusted()
+            for _ in range(2):  # started again without a port
+                router.events.heard(URL, "g2", None)
+                router.index.end(router.index.send(prefix, URL))
+                assert router.index.lookup(prefix)[URL] > 900
+                assert not router.index.trusts(URL)
+            assert router.count("kv_event_doubted_nodes") == 0, "it is no fault"
+
+    run(test)
+
+
+_FLOOD = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.set_hwm(0)
+socket.connect(f"tcp://127.0.0.1:{sys.argv[1]}")
+for at in range(100_000):
+    socket.send_multipart([b"odd"] if at % 10 else [b"", bytes(8)])
+socket.send_multipart([b"", b"\\xff" * 7 + b"\\x00"])
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_strangers_cannot_keep_the_event_loop_busy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 questions, nine of ten in odd frames; a router beside them is answered."""
+    monkeypatch.setattr(event_log, "BUFFER_BATCHES", 100)
+    counted = Counter[str]()
+
+    async def test() -> None:
+        async with telling() as node, listening() as router:
+            node.counted = lambda outcome: counted.update([outcome])
+            for at in range(200):
+                node.tell(stored(chain(200, at)))
+            flood = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _FLOOD, str(node.report().replay_port)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            try:
+                await until(lambda: counted["malformed"] > 10, "the flood has begun")
+                longest, busy_s, now = 0.0, 0.0, time.monotonic()
+                end = now + 1.0
+                while now < end:
+                    await asyncio.sleep(0)
+                    before, now = now, time.monotonic()
+                    longest = max(longest, now - before)
+                    busy_s += max(0.0, now - before - 0.001)
+                assert longest < 0.25
+                assert busy_s < 0.5
+                router.heard(node)
+                await router.trusted()
+                assert router.has(chain(200, 199)) == 200
+            finally:
+                flood.kill()
+                await flood.wait()
+            assert counted["ok"] > 0
+            assert sum("odd frames" in line for line in caplog.messages) == 1
+            assert "times=1 " in caplog.text
+
+    run(test)
+
+
+def test_who_does_not_read_what_he_asked_for_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_NOT_READ_MS", 500)
+
+    async def test() -> None:
+        async with telling() as node:
+            for at in range(20):
+                node.tell(stored(chain(10_000, at)))  # 160 KB each
+            with zmq.asyncio.Context.instance().socket(zmq.DEALER) as lazy:
+                lazy.setsockopt(zmq.RCVHWM, 1)
+                lazy.setsockopt(zmq.RCVBUF, 4096)
+                lazy.setsockopt(zmq.LINGER, 0)
+                events = node._replays.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                lazy.connect(f"tcp://127.0.0.1:{node.report().replay_port}")
+                for _ in range(20):
+                    await lazy.send_multipart((b"", packed_number(0)))
+                await asyncio.wait_for(events.recv_multipart(), DEADLINE_S)
+                node._replays.disable_monitor()
 
     run(test)
 
