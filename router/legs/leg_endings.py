@@ -7,7 +7,10 @@ import logging
 from wire.errors import Draining, EngineDead, ErrorBody, KvNotLoaded, KvrelayError, NodeFailed
 from wire.frames import Frame, FrameKind
 
-__all__ = ["LegFailed", "Refused", "ending", "refusal"]
+__all__ = ["LOST", "LegFailed", "Refused", "ending", "refusal"]
+
+LOST = "the node stopped answering health checks, was restarted, or says that its engine is dead"
+"""Why a leg was cut that the pool has given up."""
 
 _log = logging.getLogger("kvrelay.router")
 

@@ -21,7 +21,7 @@ import httptools
 import msgspec
 
 from router.client import send_written
-from router.legs.leg_endings import LegFailed, ending, refusal
+from router.legs.leg_endings import LOST, LegFailed, ending, refusal
 from router.nodes.node import HealthReport, Lease, Node
 from wire.errors import NodeFailed
 from wire.frames import MALFORMED, Frame, FrameKind
@@ -152,7 +152,7 @@ class LegStream(asyncio.Protocol):
         self._numbers += 1
         leg = self._legs[self._numbers] = _Leg(self._numbers, lease.node, take, self._give_back)
         self._say(message(Kind.OPEN, leg.number, msgspec.msgpack.encode(Open(path, dict(headers), body))))
-        lease.cut = lambda: leg.fail(LegFailed("the node stopped answering health checks, or was restarted", lost=True))
+        lease.cut = lambda: leg.fail(LegFailed(LOST, lost=True))
         try:
             return await leg.ended
         finally:
@@ -322,7 +322,7 @@ class LegStreams:
             return
         link, now = self._links.setdefault(node, _Link()), time.monotonic()
         if link.stream is not None and link.generation != report.generation:
-            link.stream.give_up("the node stopped answering health checks, or was restarted")
+            link.stream.give_up(LOST)
         if link.stream is not None and not link.stream.broken:
             link.stream.ping(now, self._silence_s)
         # Checks of a node that is down overlap: the one that connects has not ended yet.

@@ -7,7 +7,6 @@ else is asked of nodes over HTTP.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +14,12 @@ import aiohttp
 import msgspec
 
 from router.chores import Chores
-from router.legs.leg_endings import LegFailed, Refused, ending, refusal
+from router.legs.leg_endings import LOST, LegFailed, Refused, ending, refusal
 from router.legs.leg_stream import LegStreams, TakeFrame
 from router.nodes.node import HealthReport, Lease, Node
 from router.tls import trusted
 from router.vllm.report import vllm_report
-from wire.errors import DeadlineExceeded, ErrorBody, KvrelayError, NodeFailed
+from wire.errors import DeadlineExceeded, EngineDead, ErrorBody, KvrelayError, NodeFailed
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, FrameReader
 from wire.outputs import Load
 from wire.router_config import RouterConfig
@@ -88,14 +87,16 @@ class Legs:
                 f"the connection failed ({type(why).__name__})", detail=f"{type(why).__name__}: {why}", lost=True
             ) from why
         except TimeoutError as why:
-            raise LegFailed("the node stopped answering health checks, or was restarted", lost=True) from why
+            raise LegFailed(LOST, lost=True) from why
         except OSError as why:
             raise LegFailed("the connection failed", detail=f"the connection failed: {why}", lost=True) from why
         finally:
             lease.cut = None
 
     async def health(self, node: Node) -> HealthReport | str:
-        """The node's report, or why it answers that it takes no work. Raises ClientError, OSError, TimeoutError."""
+        """The node's report, or why it answers that it takes no work.
+
+        Raises EngineDead if the node says that its engine is; ClientError, OSError, TimeoutError."""
         timeout = aiohttp.ClientTimeout(total=self._config.health_deadline_s)
         async with self._session.get(f"{node.url}/health", timeout=timeout, allow_redirects=False) as answer:
             body = await read_short(answer.content)
@@ -110,6 +111,9 @@ class Legs:
             if answer.status == 200 or report.draining:
                 await self._streams.heard(node, report)
                 return report
+        error = _error_in(body)
+        if error is not None and error.code == EngineDead.code:
+            raise EngineDead(error.message)
         return f"its health check answers {answer.status}"
 
     async def _fetch(self, node: Node, path: str, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
@@ -221,19 +225,23 @@ async def _read_frames(node: Node, content: aiohttp.StreamReader, take: TakeFram
 
 def _refusal(answer: aiohttp.ClientResponse, body: bytes) -> KvrelayError:
     """What an answer other than 200 means."""
-    error = None
-    with contextlib.suppress(*MALFORMED):
-        error = msgspec.json.decode(body, type=_ErrorAnswer).error
     after = answer.headers.get("retry-after", "")
-    return refusal(answer.status, error, int(after) if after.isascii() and after.isdigit() else None)
+    return refusal(answer.status, _error_in(body), int(after) if after.isascii() and after.isdigit() else None)
+
+
+def _error_in(body: bytes) -> ErrorBody | None:
+    """The error of an OpenAI-shaped answer; None if it has none."""
+    try:
+        return msgspec.json.decode(body, type=_ErrorAnswer).error
+    except MALFORMED:
+        return None
 
 
 def _message(body: bytes) -> str:
     """What an answer says, whether it is an error or not."""
-    try:
-        return msgspec.json.decode(body, type=_ErrorAnswer).error.message
-    except MALFORMED:
-        pass
+    error = _error_in(body)
+    if error is not None:
+        return error.message
     try:
         return msgspec.json.decode(body, type=_Told).message
     except MALFORMED:

@@ -14,6 +14,7 @@ from router.legs.legs import Legs
 from router.nodes.node import HealthReport, Node, NodeKind
 from router.nodes.pool import Pool
 from router.prefix.kv_events import KvEvents
+from wire.errors import EngineDead
 
 __all__ = ["watching"]
 
@@ -81,6 +82,8 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
     started = time.monotonic()
     try:
         report = await legs.health(node)
+    except EngineDead as why:
+        pool.dead(node, why.message, time.monotonic())
     except TimeoutError:
         pool.miss(node, "it did not answer its health check in time", started, time.monotonic())
     except aiohttp.ClientConnectorError as why:

@@ -1,8 +1,8 @@
 """The known nodes: role, health, load, and which legs run on each. Opens no connection and reads no clock.
 
 A node takes legs only while it is up. A blamed failure takes it down until a health check that was *started* later
-succeeds. Three health checks missed in a row, or a new generation, also cut the legs that still wait for it: a stopped
-process never closes its connections.
+succeeds. Three health checks missed in a row, a dead engine, or a new generation also cut the legs that still wait for
+it: a process that is stopped never closes its connections, and one whose engine hangs keeps them.
 
 Nodes come and go at run time (router/membership/members.py says which are to be there). One that no source names any
 more takes no new legs and is watched until its last one has ended.
@@ -342,6 +342,11 @@ class Pool(Roster):
         """The node answered its health check, but not with 200: it takes no legs, and ends those it has itself."""
         node.misses, node.flips_to = 0, None
         self._take_down(node, why, now)
+
+    def dead(self, node: Node, why: str, now: float) -> None:
+        """The node says that its engine has ended, hangs or is not there yet: none of its legs will be answered."""
+        self.unready(node, why, now)
+        self._cut(node)
 
     def miss(self, node: Node, why: str, started: float, now: float) -> None:
         """The node did not answer a health check at all that began at `started`. Checks that overlap count as one."""

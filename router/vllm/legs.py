@@ -11,6 +11,7 @@ import aiohttp
 
 from openai_api.sse import DONE
 from router.chores import Chores
+from router.legs.leg_endings import LOST
 from router.legs.legs import LegFailed, Refused, read_rest, read_short
 from router.nodes.node import Lease, Node
 from router.vllm.bodies import error_in, told_error
@@ -127,11 +128,11 @@ class VllmLegs:
             raise NotReached("the connection failed", detail=f"{type(why).__name__}: {why}") from why
         except aiohttp.ClientError as why:
             name = type(why).__name__
-            raise LegFailed(f"the connection failed ({name})", detail=f"{name}: {why}") from why
+            raise LegFailed(f"the connection failed ({name})", detail=f"{name}: {why}", lost=True) from why
         except TimeoutError as why:
-            raise LegFailed("the node stopped answering health checks, or was restarted") from why
+            raise LegFailed(LOST, lost=True) from why
         except OSError as why:
-            raise LegFailed("the connection failed", detail=f"the connection failed: {why}") from why
+            raise LegFailed("the connection failed", detail=f"the connection failed: {why}", lost=True) from why
         finally:
             lease.cut = None
 

@@ -1,14 +1,16 @@
 """A place on a decode node for each decode leg: at once where there is room, else in turn, with its KV kept meanwhile.
 
 KV that nobody reads is held for a lease. While a leg waits here it has no reader, so the router renews the lease in its
-place. An answer of which a part is there waits also while no node is up. Who waits too long is refused, unless its
-client has the first token already: then it goes where the least is lacking, the node's own queue the lesser evil.
+place. Who waits too long is refused, unless its client has the first token already: then it goes where the least is
+lacking, the node's own queue the lesser evil. An answer of which a part is there waits also while no node is up, until
+the deadline of its request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,7 +33,7 @@ from wire.errors import KvNotLoaded, KvrelayError, NoNode, Overloaded
 __all__ = ["ROOM_DEADLINE_S", "Binding", "Wish"]
 
 ROOM_DEADLINE_S = 30.0
-"""So long a leg waits for room."""
+"""How long a leg waits for room on the nodes that are up."""
 _LOOK_S = 0.1
 """Room is also looked for this often; most of it is told by legs that end."""
 _RENEWALS = 4.0
@@ -172,20 +174,35 @@ class Binding:
         if wish.peer is not None and wish.peer.kv is not None and wish.peer.kv.lease_s:
             every_s = wish.peer.kv.lease_s / _RENEWALS
         renew_at = time.monotonic() + every_s
-        while (now := time.monotonic()) < wish.until:
+        until = wish.until
+        while not waiting.placed.done():
+            now = time.monotonic()
+            if now >= until:
+                if self._ends(wish):
+                    return None
+                until = now + ROOM_DEADLINE_S  # else all who wait would fall upon the first node that is back
             if wish.peer is not None and wish.held is not None and now >= renew_at:
                 renew_at = now + every_s
                 self._chores.spawn(self._legs.renew(wish.peer, [wish.held]))
-            done, _ = await asyncio.wait((waiting.placed,), timeout=min(_LOOK_S, wish.until - now))
-            if done:
-                return waiting.placed.result()
-            self._turn()
-        return None
+            done, _ = await asyncio.wait((waiting.placed,), timeout=_LOOK_S)
+            if not done:
+                self._turn()
+        return waiting.placed.result()
+
+    def _ends(self, wish: Wish) -> bool:
+        """Whether a wait has been long enough: an answer of which a part is there goes on waiting while no node is."""
+        if not wish.outlasts():
+            return True
+        with _patiently(wish):
+            return bool(self._able(wish)[0])
+        return False
 
     def _late(self, wish: Wish) -> tuple[Lease, bool]:
         able, fetches = self._able(wish)
         if not wish.begun():
-            raise Overloaded(f"no decode node had room for the request within {ROOM_DEADLINE_S:g} s; try again later")
+            why = Overloaded(f"no decode node had room for the request within {ROOM_DEADLINE_S:g} s; try again later")
+            why.retry_after_s = math.ceil(ROOM_DEADLINE_S)  # as long as those before it have waited
+            raise why
         return self._pool.hold(wish.ask, sorted(able, key=lambda node: -node.kv_room)[:1]), fetches
 
     def _turn(self) -> None:

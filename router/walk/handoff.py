@@ -237,7 +237,8 @@ class Walk:
                 tries.failed(lease.node, why, told=self.progress.output_tokens > known)
                 failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
             except Refused as why:
-                if not is_full(self._means, lease, why) or time.monotonic() > self._bound_by:
+                late = time.monotonic() > self._bound_by and not self.progress.output_tokens
+                if not is_full(self._means, lease, why) or late:
                     raise
                 continue  # it rests, so it is not asked again at once
             finally:

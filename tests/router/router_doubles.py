@@ -20,7 +20,7 @@ from router.reload import Reread
 from router.server import make_server
 from router.shared import Alone
 from tests.router.stream_doubles import Put, serve_stream
-from wire.errors import ErrorBody
+from wire.errors import EngineDead, ErrorBody
 from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, Frame, FrameKind, pack
 from wire.leg_stream import LEGS_PATH, LEGS_VERSION_HEADER
 from wire.outputs import Load
@@ -178,6 +178,8 @@ class FakeNode:
     load: Load = field(default_factory=Load)
     health_status: int = 200
     health_hangs: bool = False
+    engine_dead: str = ""
+    """What its health says of a dead engine."""
     kv: KvFacts | None = None
     draining: bool = False
     drain_status: int = 200
@@ -240,6 +242,9 @@ class FakeNode:
     async def health(self, request: web.Request) -> web.Response:
         if self.health_hangs:
             await asyncio.sleep(30)
+        if self.engine_dead:
+            error = EngineDead(self.engine_dead)
+            return web.Response(body=error.json(), status=error.status, content_type="application/json")
         body = {
             "status": "draining" if self.draining else "ok",
             "role": self.role,

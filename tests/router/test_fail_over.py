@@ -8,6 +8,7 @@ import time
 import pytest
 from router_doubles import DONE, WHOLE, Call, cluster, decode, event, prefill, until
 
+import router.walk.binding
 import router.walk.handoff
 from router.nodes.breaker import State
 from wire.config import Role
@@ -49,17 +50,37 @@ async def test_an_answer_that_has_begun_waits_for_a_decode_node_while_none_is_up
         assert c.metric("kvrelay_router_waiting_for_room") == 0
 
 
-async def test_an_answer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_has_begun_waits_for_a_node_longer_than_for_room(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def by_turns(call: Call) -> None:
+        if len(d.calls) == 1:
+            d.health_status = 503
+        await (cut_after_token if len(d.calls) == 1 else rest)(call)
+
+    monkeypatch.setattr(router.walk.handoff, "ROOM_DEADLINE_S", 0.05)
+    monkeypatch.setattr(router.walk.binding, "ROOM_DEADLINE_S", 0.05)
+    d = decode(by_turns)
+    async with cluster(prefill(), d) as c:
+        asked = asyncio.create_task(c.text({"stream": stream}))
+        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
+        _, late = await asyncio.wait((asked,), timeout=0.3)  # of looks each 0.1 s
+        assert late
+        d.health_status, d.generation = 200, "g2"
+        assert await asked == (STREAMED if stream else WHOLE.decode())
+
+
+async def test_an_answer_waits_for_a_node_until_the_deadline_of_its_request() -> None:
     async def die(call: Call) -> None:
         d.health_status = 503
         await cut_after_token(call)
 
-    monkeypatch.setattr(router.walk.handoff, "ROOM_DEADLINE_S", 0.3)
     d = decode(die)
-    async with cluster(prefill(), d) as c:
+    async with cluster(prefill(), d, request_deadline_s=0.5) as c:
         text = await c.text({"stream": True})
         assert text.startswith((event("a") + event("b")).decode())
-        assert "no decode node is up" in text
+        assert "the request did not finish within 0.5 s" in text
         assert len(d.calls) == 1
 
 
@@ -111,6 +132,25 @@ async def test_a_node_whose_engine_has_died_is_lost_and_its_successor_goes_on() 
         asked = asyncio.create_task(c.text({"stream": True}))
         await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
         d.health_status, d.generation = 200, "g2"
+        assert await asked == STREAMED
+
+
+@pytest.mark.usefixtures("either_way")
+async def test_the_legs_of_an_engine_that_hangs_go_on_elsewhere_when_its_node_says_so() -> None:
+    async def hang(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        d.engine_dead = "the engine process has said nothing for 21 s"
+        await asyncio.sleep(30)
+
+    async def by_turns(call: Call) -> None:
+        await (hang if len(d.calls) == 1 else rest)(call)
+
+    d = decode(by_turns)
+    async with cluster(prefill(), d) as c:
+        asked = asyncio.create_task(c.text({"stream": True}))
+        await until(lambda: c.metric("kvrelay_router_waiting_for_room") == 1)
+        assert not c.node(d).leases
+        d.engine_dead = ""  # the same process goes on
         assert await asked == STREAMED
 
 

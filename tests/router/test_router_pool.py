@@ -206,6 +206,12 @@ def test_legs_on_a_restarted_node_are_cut(pool: Pool) -> None:
     assert (pool.nodes[0].up, cuts) == (True, ["cut"])
 
 
+def test_legs_on_a_node_that_says_that_its_engine_is_dead_are_cut(pool: Pool) -> None:
+    cuts, _context = cut_count(pool, pool.nodes[0])
+    pool.dead(pool.nodes[0], "the engine process has said nothing for 21 s", 1.0)
+    assert (pool.nodes[0].up, cuts) == (False, ["cut"])
+
+
 def test_a_node_that_does_not_say_which_process_it_is_is_the_one_that_it_was(pool: Pool) -> None:
     node = pool.nodes[0]
     cuts, _context = cut_count(pool, node)
