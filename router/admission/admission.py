@@ -2,7 +2,7 @@
 
 One queue for the nodes of one model, bounded. The first in it begins as soon as a prefill node wants work and a decode
 node has room, for its KV and within its target of time per token. Whoever cannot have its first token in time is told
-so on arrival, with the time by which the backlog will have drained.
+so on arrival, with the time that the queue takes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from router.admission.saturation import (
     Promised,
     own_tpot_s,
     own_ttft_s,
-    prefill_speed,
     ttft_s,
     until_decode_s,
     until_prefill_s,
@@ -37,7 +36,7 @@ class Refusal:
     reason: str
     message: str
     retry_after_s: float | None
-    """When it would be taken if nobody else came; None: never, as it is. 0 is not known."""
+    """How long it would wait from now on if it came again; None: it will never be taken as it is. 0 is not known."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -110,7 +109,7 @@ class Admission:
                 found.append((entrant, Refusal("deadline", f"{why}; try again later", None)))
             else:
                 why = f"the request waited for {now - entrant.arrived:.2f} s, and its target for the first token is "
-                again = self._until_place_s(nodes, entrant)
+                again = self._expected_s(entrant, nodes)
                 found.append((entrant, Refusal("ttft_passed", f"{why}{entrant.ttft_s:g} s; {_LATER}", again)))
         self._next_late = min((entrant.begin_by for entrant in self.queue), default=math.inf)
         return found
@@ -142,11 +141,11 @@ class Admission:
         if output_tokens:
             self._freed.ended(prompt_tokens + output_tokens, now)
 
-    def _until_place_s(self, nodes: Nodes, entrant: Entrant) -> float:
-        """When the first in the queue will begin, and leave a place (without a queue: when this one would)."""
-        first = self.queue.first() or entrant
-        decode_s = until_decode_s(first, nodes, self._promised, self._freed, _NOBODY)
-        return max(until_prefill_s(nodes, self._promised), decode_s if decode_s < math.inf else 0.0)
+    def _expected_s(self, entrant: Entrant, nodes: Nodes) -> float:
+        """How long a newcomer waits for its first token, behind all that would begin before it. 0 is not known."""
+        ahead = self.queue.ahead(entrant)
+        decode_s = until_decode_s(entrant, nodes, self._promised, self._freed, ahead)
+        return ttft_s(entrant, nodes, self._promised, ahead, decode_s)
 
     def _begin(self, entrant: Entrant) -> None:
         self.queue.begin(entrant)
@@ -161,19 +160,18 @@ class Admission:
         mine = self.queue.waiting(entrant.key)
         if max_of_key and mine >= max_of_key:
             why = f"{mine} requests of this key wait, and its limit is {max_of_key}; {_LATER}"
-            ahead = self.queue.ahead(entrant).uncached / prefill_speed(nodes.prefill) if nodes.prefill else 0.0
-            return Arrival(refusal=Refusal("key_queue_full", why, self._until_place_s(nodes, entrant) + ahead))
+            return Arrival(refusal=Refusal("key_queue_full", why, self._expected_s(entrant, nodes)))
         if len(self.queue) < self._max_queue:
             self._push(entrant, nodes)
             return Arrival()
-        again = self._until_place_s(nodes, entrant)
         full = f"{len(self.queue)} requests wait, and the limit is {self._max_queue}; {_LATER}"
         displaced = self.queue.displaced_by(entrant)
         if displaced is None:
-            return Arrival(refusal=Refusal("queue_full", full, again))
+            return Arrival(refusal=Refusal("queue_full", full, self._expected_s(entrant, nodes)))
         self.queue.remove(displaced)
         self._push(entrant, nodes)
         less = "less important" if displaced.priority > entrant.priority else "of a key with more of them"
+        again = self._expected_s(displaced, nodes)
         return Arrival(displaced=displaced, displacement=Refusal("displaced", f"{full} (it was {less})", again))
 
     def _push(self, entrant: Entrant, nodes: Nodes) -> None:
@@ -202,9 +200,7 @@ class Admission:
         """A first token that would come behind its target."""
         if entrant.ttft_s is None:
             return None
-        ahead = self.queue.ahead(entrant)
-        decode_s = until_decode_s(entrant, nodes, self._promised, self._freed, ahead)
-        expected = ttft_s(entrant, nodes, self._promised, ahead, decode_s)
+        expected = self._expected_s(entrant, nodes)
         if expected <= entrant.ttft_s:
             return None
         return Refusal(

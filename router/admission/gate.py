@@ -31,6 +31,8 @@ __all__ = ["Gate", "Turn"]
 
 _LOOK_S = 0.01
 """How often the queue is looked at while somebody waits; and it is whenever a request ends."""
+_LONGEST_S = 60.0
+"""The longest Retry-After for a queue. OpenAI's clients take more for a mistake, and return at once."""
 
 
 class _State(enum.Enum):
@@ -226,7 +228,8 @@ class Gate:
         if refusal.reason == "deadline":
             return DeadlineExceeded(refusal.message)
         error = Overloaded(refusal.message, code=refusal.reason)
-        _tell_when(error, refusal.retry_after_s, headers)
+        again_s = refusal.retry_after_s
+        _tell_when(error, None if again_s is None else min(again_s, _LONGEST_S), headers)
         return error
 
     def _nodes(self, model: str) -> Nodes:

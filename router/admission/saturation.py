@@ -206,15 +206,15 @@ def own_tpot_s(nodes: Nodes) -> float:
 def ttft_s(entrant: Entrant, nodes: Nodes, promised: Promised, ahead: Ahead, decode_s: float) -> float:
     """When its first token would be there, from now on: behind the prompts on the nodes and those that wait ahead, and
     not before there is room on a decode node, in `decode_s`."""
+    known = decode_s if decode_s < math.inf else 0.0
     if not nodes.prefill:
-        return 0.0
+        return known
     coming = promised.prefill_tokens / len(nodes.prefill)
     queue_ms = min(
         node.rates.queue_ms(node.certain_tokens, node.certain_requests) + node.rates.prompts_ms(coming)
         for node in nodes.prefill
     )
     waits = ahead.uncached / prefill_speed(nodes.prefill) if ahead.uncached else 0.0
-    known = decode_s if decode_s < math.inf else 0.0
     expected = max(queue_ms / 1e3 + waits, known) + own_ttft_s(entrant, nodes)
     if entrant.ttft_s is None or entrant.tpot_s is None or expected <= entrant.ttft_s or not nodes.conditional:
         return expected

@@ -214,6 +214,22 @@ def test_a_light_key_is_not_refused_for_the_queue_of_a_heavy_one() -> None:
     assert light in cluster.begun
 
 
+@pytest.mark.parametrize("kv_tokens", [10**9, 1500])
+def test_whoever_is_refused_for_a_full_queue_is_told_how_long_the_queue_takes(kv_tokens: int) -> None:
+    cluster = ModelCluster(50, kv_tokens)
+    for _ in range(30):  # as fast as they are computed, so that it is known how fast decode ends them
+        cluster.ask(entrant(1000, arrived=cluster.now))
+        cluster.run(1)
+    while not (arrival := cluster.ask(entrant(1000, arrived=cluster.now))).refusal:
+        pass
+    assert refusal(arrival).reason == "queue_full"
+    last, since = list(cluster.admission.queue)[-1], cluster.now
+    while last not in [each for each, _ in cluster.decoding]:
+        cluster.run(0.1)
+    assert cluster.now - since > 40  # and not the second after which there is one place
+    assert told(refusal(arrival)) == pytest.approx(cluster.now - since, rel=0.25)
+
+
 def test_a_full_queue_makes_room_for_the_more_important() -> None:
     cluster = ModelCluster(3)
     while not (arrival := cluster.ask(entrant(1000))).refusal:

@@ -218,6 +218,13 @@ async def test_a_backlog_that_breaks_the_target_is_refused_with_the_time_it_take
         assert (await asked(c, headers={"x-slo-ttft-ms": "1e8"}))[0] == 200
 
 
+async def test_nobody_is_sent_away_for_longer_than_clients_obey() -> None:
+    p = prefill(load=Load(waiting=50, waiting_tokens=10**8))
+    async with cluster(p, decode(), ttft_target_ms=1000.0) as c:
+        await until(lambda: c.node(p).tokens == 10**8)
+        assert (await asked(c))[2]["retry-after"] == "60"
+
+
 async def test_questions_count_against_the_limits_of_their_key() -> None:
     async with cluster(prefill(), decode(), keys=keys(requests_per_minute=3, tokens_per_minute=1000)) as c:
 
