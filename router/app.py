@@ -30,6 +30,7 @@ from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
 from router.admission.gate import Gate
 from router.admission.keys import Keyring
+from router.admission.poison import fingerprint_of
 from router.balance.balancer import balancing
 from router.balance.work import Counted
 from router.chores import Chores
@@ -65,6 +66,7 @@ from router.vllm.legs import VllmLegs
 from router.vllm.pings import hearing_pings
 from router.vllm.walk import VllmWalk
 from router.walk.binding import Binding
+from router.walk.deaths import Deaths
 from router.walk.handoff import Walk
 from router.walk.job import (
     CHAT_PATH,
@@ -208,6 +210,9 @@ class Router:
         walk: Walk | JoinedWalk | VllmWalk | None = None
         try:
             body = await self._body(request)
+            fingerprint = partial(fingerprint_of, caller.name, body)
+            deaths = Deaths(self.pool.fates, self.shared, self.metrics, fingerprint)
+            deaths.check()
             if learn is not None:
                 await learn(body)
             body, dialect = await beside(len(body), speak, body)
@@ -227,7 +232,7 @@ class Router:
             if job.id == header("x-request-id"):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             traced = Traced(self.tracing, path, header, timeline.arrived)
-            walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline)
+            walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths)
             turn = await self.gate.enter(caller, job, timeline.arrived)
         except KvrelayError as why:
             if self.counted is not None and walk is not None and not isinstance(walk, VllmWalk):
@@ -249,11 +254,15 @@ class Router:
             sent = walk.timeline.sent is not None
             self.gate.leave(turn, walk.prompt_tokens or (job.prompt_tokens if sent else 0), walk.output_tokens)
             self._live.discard(job.id)
+            if status == 200 and why is None:
+                deaths.answered()
             self.endings.finished(walk, turn.caller.name, path, status, why, traced)
 
         return Relay(walk, turn, finished, dialect)
 
-    def _walk(self, job: Job, headers: dict[str, str], timeline: Timeline) -> Walk | JoinedWalk | VllmWalk:
+    def _walk(
+        self, job: Job, headers: dict[str, str], timeline: Timeline, deaths: Deaths
+    ) -> Walk | JoinedWalk | VllmWalk:
         """The walk of a request, over the nodes of one kind. Raises KvrelayError."""
         means, vllm_legs = self._means, self._vllm_legs
         assert means is not None
@@ -261,10 +270,12 @@ class Router:
         kind = self.pool.kind_for(Ask(Role.PREFILL, job.model, job.prompt_tokens))
         if kind is not NodeKind.KVRELAY:
             attempts, deadline_s = self.config.attempts, self.config.request_deadline_s
-            return VllmWalk(job, kind, headers, timeline, self.pool, vllm_legs, self.metrics, attempts, deadline_s)
+            return VllmWalk(
+                job, kind, headers, timeline, self.pool, vllm_legs, self.metrics, deaths, attempts, deadline_s
+            )
 
         def walk_of(part: Job, its: Timeline, reply: Reply | None = None) -> Walk:
-            return Walk(part, headers, its, means, reply)
+            return Walk(part, headers, its, means, deaths, reply)
 
         parts = parts_of(job)
         return JoinedWalk(job, parts, timeline.arrived, walk_of) if len(parts) > 1 else walk_of(job, timeline)

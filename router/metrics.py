@@ -101,6 +101,12 @@ class Metrics:
         self.retries_refused = Counter(
             "kvrelay_router_retries_refused", "Legs not tried again because too many are.", registry=registry
         )
+        self.poison = Counter(
+            "kvrelay_router_poison_requests",
+            "Requests that were not tried on a third node because two were lost with them, and those refused for that.",
+            ["outcome"],
+            registry=registry,
+        )
         self.waiting_for_room = Gauge(
             "kvrelay_router_waiting_for_room", "Decode legs that wait for KV room.", registry=registry
         )
@@ -143,6 +149,7 @@ class Metrics:
             (self.failovers, legs),
             (self.full, legs),
             (self.releases, ("yes", "no")),
+            (self.poison, ("stopped", "refused")),
             (self.kv_failures, KV_CAUSES),
             (self.room_waits, ("room", "late", "gone", "failed")),
             (self.meetings, ("met", "failed", "busy", "never")),

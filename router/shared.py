@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from openai_api.response_store import KeptHere, Responses
+from router.admission.poison import Poison
 from router.admission.rate_limits import HeldHere, Limits
 from router.balance.work import Work
 from router.console.picture import WorkerSeen
@@ -33,6 +34,7 @@ class Shared(Protocol):
 
     limits: Limits
     responses: Responses
+    poison: Poison
     leads: bool
     """Whether this one does what one of them must do alone: it has nodes meet, and balances roles."""
 
@@ -62,6 +64,14 @@ class Shared(Protocol):
 
     def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
         """Two nodes have met, or were seen to be unable to."""
+        ...
+
+    def died(self, fingerprint: bytes, process: str) -> None:
+        """A process died while a request was unanswered there: all their `poison` learn of it."""
+        ...
+
+    def spared(self, fingerprint: bytes) -> None:
+        """A request of which that was said was answered to its end."""
         ...
 
     def reloads(self, config: RouterConfig, take_over: TakesOver) -> None:
@@ -112,6 +122,7 @@ class Alone:
         self._take_over: TakesOver = nobody
         self.limits: Limits = HeldHere()
         self.responses: Responses = KeptHere()
+        self.poison = Poison()
 
     async def add(self, spec: NodeSpec) -> None:
         """See Shared."""
@@ -141,6 +152,14 @@ class Alone:
     def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
         """See Shared."""
         self._doors.met(prefill, decode, failed=failed, now=time.monotonic())
+
+    def died(self, fingerprint: bytes, process: str) -> None:
+        """See Shared."""
+        self.poison.died(fingerprint, process, time.monotonic())
+
+    def spared(self, fingerprint: bytes) -> None:
+        """See Shared."""
+        self.poison.spared(fingerprint)
 
     def reloads(self, config: RouterConfig, take_over: TakesOver) -> None:
         """See Shared."""

@@ -15,6 +15,7 @@ KvrelayError 500
 |   +-- Draining 503            this node takes nothing new
 |   +-- Overloaded 429          a queue is full
 |   +-- RateLimited 429         a limit of the API key
++-- PoisonRequest 503           nodes died while they had this request
 +-- NodeFailed 502              a node broke after it had been chosen
 +-- KvNotLoaded 502             a decode node could not get the KV, and its operator wants no recomputation
 +-- DeadlineExceeded 504
@@ -52,6 +53,7 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PeerLost",
+    "PoisonRequest",
     "RateLimited",
     "RequestError",
     "RequestTimeout",
@@ -189,6 +191,14 @@ class RateLimited(Unavailable):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+
+class PoisonRequest(KvrelayError):
+    """Nodes died while they had this request unanswered: it goes to no other, and is refused for a while."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "poison_request"
 
 
 class NodeFailed(KvrelayError):

@@ -43,12 +43,15 @@ class LegFailed(NodeFailed):
         *,
         draining: bool = False,
         lost: bool = False,
+        reached: bool = True,
         paid: bool = False,
     ) -> None:
         super().__init__(message)
         self.lost = lost
         """Its process or engine seems to be gone: it says so, refused or cut the connection, or is silent to health
         checks too."""
+        self.reached = reached
+        """The process may have had the leg when it was lost: that was not what refused it."""
         self.paid = paid
         """It was cut at the cost of the retry budget: another try costs it no more."""
         self.status = status
@@ -84,4 +87,4 @@ def refusal(status: int, error: ErrorBody | None, retry_after_s: int | None) -> 
     if 400 <= status < 500:
         return Refused(status, error, retry_after_s)
     drains, lost = error.code == Draining.code, error.code == EngineDead.code
-    return LegFailed(error.message, max(status, 500), retry_after_s, draining=drains, lost=lost)
+    return LegFailed(error.message, max(status, 500), retry_after_s, draining=drains, lost=lost, reached=False)

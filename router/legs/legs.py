@@ -83,9 +83,9 @@ class Legs:
                 lease.cut = lambda: scope.reschedule(0)
                 return await self._exchange(lease.node, path, body, headers, take)
         except aiohttp.ClientError as why:
-            raise LegFailed(
-                f"the connection failed ({type(why).__name__})", detail=f"{type(why).__name__}: {why}", lost=True
-            ) from why
+            name, reached = type(why).__name__, not isinstance(why, aiohttp.ClientConnectorError)
+            detail = f"{name}: {why}"
+            raise LegFailed(f"the connection failed ({name})", detail=detail, lost=True, reached=reached) from why
         except TimeoutError as why:
             raise LegFailed(LOST, lost=True) from why
         except OSError as why:

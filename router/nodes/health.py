@@ -88,8 +88,7 @@ async def _check(node: Node, pool: Pool, legs: Legs, events: KvEvents) -> None:
         pool.miss(node, "it did not answer its health check in time", started, time.monotonic())
     except aiohttp.ClientConnectorError as why:
         if isinstance(why.os_error, ConnectionRefusedError):
-            # The machine is there, nobody listens: a draining node goes on with its legs, a dead one has lost them.
-            pool.unready(node, "it refuses connections", time.monotonic())
+            pool.refuses(node, time.monotonic())  # the machine is there
         else:
             pool.miss(node, f"its health check failed: {why}", started, time.monotonic())
     except (aiohttp.ClientError, OSError) as why:

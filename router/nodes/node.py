@@ -126,9 +126,11 @@ class Lease:
     """The node's when the leg began; it may have another one before the leg ends."""
     rates: NodeRates = field(init=False)
     """The node's in that role."""
+    generation: str = field(init=False)
+    """Of the node's process when the leg began."""
 
     def __post_init__(self) -> None:
-        self.role, self.rates = self.node.role, self.node.rates
+        self.role, self.rates, self.generation = self.node.role, self.node.rates, self.node.generation
 
     @property
     def running(self) -> float:

@@ -22,6 +22,7 @@ import msgspec
 from planning.rate_card import RateCard
 from router.membership.members import Change, Members, NodeSpec, Source
 from router.nodes.credit import likely_kv_tokens
+from router.nodes.fates import Fates
 from router.nodes.node import NEW, HealthReport, Lease, Node, NodeKind
 from router.nodes.pairing import Kinds
 from router.nodes.rates import NodeRates
@@ -70,6 +71,7 @@ class Pool(Roster):
         """How often nodes of a role were chosen that have nothing of the prompt, or some of it."""
         self._turns = 0
         self.kinds = Kinds()
+        self.fates = Fates()
         self._fleets: dict[tuple[Role, str], NodeRates] = {}
         self._cards = cards
         lists = ((Role.PREFILL, prefill), (Role.DECODE, decode))
@@ -159,13 +161,13 @@ class Pool(Roster):
     def _process_ended(self, url: str, now: float) -> None:
         for node in (*self.nodes, *self.leaving):
             if node.url == url.rstrip("/"):
-                self.blame(node, "its process has ended", now)
-                self._cut(node)
+                self.dead(node, "its process has ended", now)
 
     def _end_if_idle(self, node: Node) -> None:
         if node in self.leaving and not node.leases:
             self.leaving = [each for each in self.leaving if each is not node]
             self.prefixes.forget(node.url)
+            self.fates.forget(node.url)
             for _, left in self._followers:
                 left(node)
 
@@ -256,6 +258,7 @@ class Pool(Roster):
         known = (node.kind, node.model, node.adapters, node.up)
         node.generation, node.engine_id, node.kind = generation, report.engine_id, report.kind
         self._foreign = self._foreign or node.kind is not NodeKind.KVRELAY
+        self.fates.answered(node.url, generation, started, drains=report.draining or node.drain_asked)
         node.held_blocks, node.release, node.leg_version = report.held_blocks, report.release, report.leg_version or 1
         node.note_load(report.load)
         if started >= node.blamed_at:
@@ -321,6 +324,7 @@ class Pool(Roster):
 
     def drains(self, node: Node, now: float) -> None:
         """The node has said that it takes no new legs: a health check that was started later may say otherwise."""
+        self.fates.drains(node.url, node.generation)
         node.blamed_at = now
         self._take_down(node, DRAINS, now)
 
@@ -343,9 +347,16 @@ class Pool(Roster):
         node.misses, node.flips_to = 0, None
         self._take_down(node, why, now)
 
+    def refuses(self, node: Node, now: float) -> None:
+        """Nobody listens at the node's address. A draining process goes on with its legs, a dead one has lost them."""
+        self.fates.died(node.url, node.generation)
+        self.unready(node, "it refuses connections", now)
+
     def dead(self, node: Node, why: str, now: float) -> None:
-        """The node says that its engine has ended, hangs or is not there yet: none of its legs will be answered."""
-        self.unready(node, why, now)
+        """The process has ended, or says that its engine has, hangs, or is not there yet: no leg will be answered."""
+        self.fates.died(node.url, node.generation)
+        self.blame(node, why, now)
+        node.misses, node.flips_to = 0, None
         self._cut(node)
 
     def miss(self, node: Node, why: str, started: float, now: float) -> None:

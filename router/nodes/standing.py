@@ -51,6 +51,11 @@ class Passage:
         self._answered = self._closed = False
         self._gap_since: float | None = None
 
+    @property
+    def answered(self) -> bool:
+        """Whether the node has told of tokens."""
+        return self._answered
+
     def heard(self, now: float, *, tokens: bool) -> bool:
         """Frames came, with tokens or without; whether they are the leg's first tokens."""
         self.heard_at = now

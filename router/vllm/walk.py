@@ -45,6 +45,7 @@ from router.vllm.bodies import (
 )
 from router.vllm.legs import NotReached, VllmLegs
 from router.vllm.measured import DecodeTimes, prefilled
+from router.walk.deaths import Deaths
 from router.walk.job import CHAT_PATH, Job, prefix_of
 from wire.config import Role
 from wire.errors import DeadlineExceeded, NodeFailed
@@ -66,6 +67,7 @@ class VllmWalk:
         pool: Pool,
         legs: VllmLegs,
         metrics: Metrics,
+        deaths: Deaths,
         attempts: int,
         deadline_s: float,
     ) -> None:
@@ -85,7 +87,7 @@ class VllmWalk:
         self._pool = pool
         self._index = pool.prefixes
         self._legs = legs
-        self._metrics = metrics
+        self._metrics, self._deaths = metrics, deaths
         self._attempts = attempts
         self._deadline_s = deadline_s
         self._tried: dict[Role, list[Node]] = {Role.PREFILL: [], Role.DECODE: []}
@@ -108,6 +110,7 @@ class VllmWalk:
         """Answer the request into `reply`. Raises KvrelayError when it cannot."""
         try:
             async with asyncio.timeout(self._deadline_s - (time.monotonic() - self.timeline.arrived)):
+                self._deaths.check()
                 while not await self._hand_over():
                     self._round += 1
         except TimeoutError as why:
@@ -137,13 +140,13 @@ class VllmWalk:
                     await self._decode(decode, decode_body(self.job, params), headers)
                     return True
                 except NotReached as why:
-                    self._blame(decode.node, Role.DECODE, why)
+                    await self._blame(decode, Role.DECODE, why)
                     if by_id:
                         return False  # the KV went to the node that cannot be reached
                     held.pop_all().close()
                     decode = None
                 except LegFailed as why:
-                    self._blame(decode.node, Role.DECODE, why)
+                    await self._blame(decode, Role.DECODE, why)
                     return False
 
     async def _prefill(self, decode: Lease | None) -> tuple[dict[str, str], msgspec.Raw | None, str | None]:
@@ -182,7 +185,7 @@ class VllmWalk:
                 _log.warning("prefill node %s fails on forced tool calls, so decode nodes do those alone", node.url)
                 self._legs.note_without_forced_tools(node)
                 return headers, None, "forced_tools"
-            self._blame(node, Role.PREFILL, failure)
+            await self._blame(lease, Role.PREFILL, failure)
 
     def _handed_over(self, lease: Lease, handover: Handover, took_s: float) -> None:
         """A prefill leg has ended well."""
@@ -298,10 +301,15 @@ class VllmWalk:
             unique = p2p_request_id(prefill.node.p2p_address, decode.node.p2p_address, uuid.uuid4().hex)
         return {**self._headers, "x-request-id": unique}
 
-    def _blame(self, node: Node, role: Role, why: LegFailed) -> None:
-        """The leg broke on this node, and on no other. Raises what the client is told when there is nowhere to go."""
+    async def _blame(self, lease: Lease, role: Role, why: LegFailed) -> None:
+        """The leg broke on this node, before any token, and on no other. Raises what the client is told when there is
+        nowhere to go."""
+        node, now = lease.node, time.monotonic()
         _log.warning("id=%s: the %s leg broke on %s: %s", self.job.id, role, node.url, why.detail)
-        self._pool.blame(node, f"a leg broke on it: {why.detail}", time.monotonic())
+        self._pool.blame(node, f"a leg broke on it: {why.detail}", now)
+        if why.lost:
+            self._deaths.lost(lease, now)
+            await self._deaths.may_go_on()
         tried = self._tried[role]
         tried.append(node)
         if len(tried) < self._attempts and self._pool.up(role, tried, self.job.model, self._kind):

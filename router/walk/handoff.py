@@ -31,13 +31,14 @@ from router.timeline import Timeline
 from router.walk.asks import decode_ask, prefill_ask, prompt_tokens
 from router.walk.binding import ROOM_DEADLINE_S, Wish
 from router.walk.blame import broke, is_full, kv_did_not_come
+from router.walk.deaths import Deaths
 from router.walk.job import Job, decode_body, prefill_body, prefix_of
 from router.walk.locality import Source
 from router.walk.means import Means
 from router.walk.progress import Diverged, Place, Progress
 from router.walk.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, KvrelayError, NodeFailed, Unavailable
+from wire.errors import DeadlineExceeded, KvrelayError, NodeFailed, PoisonRequest, Unavailable
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
@@ -54,8 +55,15 @@ class Walk:
     """One request on its way through two nodes. `run` once."""
 
     def __init__(
-        self, job: Job, headers: Mapping[str, str], timeline: Timeline, means: Means, reply: Reply | None = None
+        self,
+        job: Job,
+        headers: Mapping[str, str],
+        timeline: Timeline,
+        means: Means,
+        deaths: Deaths,
+        reply: Reply | None = None,
     ) -> None:
+        """`deaths`: of the whole request, of which this may be one prompt."""
         self.job = job
         self.reply = reply or Reply()
         self.progress = Progress(job)
@@ -66,7 +74,7 @@ class Walk:
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
         self._headers = headers
-        self._means = means
+        self._means, self._deaths = means, deaths
         self._pool, self._doors, self._metrics = means.pool, means.doors, means.metrics
         self.counts: tuple[int, int, int] = (0, 0, 0)
         """Of the ended answer: tokens of the prompt, generated ones, cached ones of the prompt."""
@@ -118,6 +126,7 @@ class Walk:
         means = self._means
         try:
             async with asyncio.timeout(means.deadline_s - (time.monotonic() - self.timeline.arrived)):
+                self._deaths.check()
                 means.retries.asked(time.monotonic())
                 await self._walk()
         except TimeoutError as why:
@@ -164,7 +173,7 @@ class Walk:
         assert self._prefilling is not None
         try:
             await self._decode()
-        except Refused:
+        except (Refused, PoisonRequest):
             self._prefilling.cancel()
             raise
         self._prefilling.cancel()
@@ -262,6 +271,7 @@ class Walk:
         self._prefilling = asyncio.create_task(self._prefill_again(source))
         self._prefilling.add_done_callback(lambda _: claimed.set())
         await claimed.wait()
+        await self._deaths.may_go_on()
 
     def _may_rebuild(self) -> bool:
         """Whether the next decode leg would have to compute the prompt, of which nothing but its KV is wanted."""
@@ -320,7 +330,7 @@ class Walk:
         self, lease: Lease, body: bytes, place: Place, params: KvTransferParams | None, wish: Wish | None = None
     ) -> FrameKind:
         """One leg on one node, its frames passed on; of a decode leg `params` and `wish`. Raises LegFailed, Refused,
-        Diverged, _Moves."""
+        Diverged, _Moves, PoisonRequest."""
         decoding, node = place.decoding, lease.node
         peer = self.prefill_node if params is not None and params.remote_engine_id is not None else None
         role = Role.DECODE if decoding else Role.PREFILL
@@ -391,6 +401,9 @@ class Walk:
                 if watch.silent:
                     failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
                 broke(self._means, self.job.id, lease, role, passage, failure)
+                if failure.lost and failure.reached and not passage.answered:
+                    self._deaths.lost(lease, time.monotonic())
+                    await self._deaths.may_go_on()
                 raise failure from why.__cause__
             except Refused as why:
                 if why.kv_error and peer is not None:

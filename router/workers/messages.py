@@ -30,6 +30,7 @@ __all__ = [
     "AskWork",
     "Begin",
     "Begun",
+    "Died",
     "Done",
     "Drained",
     "Exposition",
@@ -58,6 +59,7 @@ __all__ = [
     "Sampled",
     "Scrape",
     "Seen",
+    "Spared",
     "Sync",
     "Take",
     "TakeOver",
@@ -250,6 +252,19 @@ class Met(_Message, frozen=True):
     failed: bool
 
 
+class Died(_Message, frozen=True):
+    """A process died while a request was unanswered there. Also from the parent."""
+
+    fingerprint: bytes
+    process: str
+
+
+class Spared(_Message, frozen=True):
+    """A request of which that was said was answered to its end. Also from the parent."""
+
+    fingerprint: bytes
+
+
 class Legs(_Message, frozen=True):
     """The legs on each node are wanted. Also from the parent."""
 
@@ -282,6 +297,8 @@ FromWorker = (
     | Forget
     | Scrape
     | Met
+    | Died
+    | Spared
     | Legs
     | Reload
     | Look
@@ -360,6 +377,8 @@ FromParent = (
     | Samples
     | Sync
     | Met
+    | Died
+    | Spared
     | Legs
     | Look
     | AskWork

@@ -34,6 +34,7 @@ from router.workers.messages import (
     AskWork,
     Begin,
     Begun,
+    Died,
     Done,
     Drained,
     Exposition,
@@ -60,6 +61,7 @@ from router.workers.messages import (
     Samples,
     Scrape,
     Seen,
+    Spared,
     Sync,
     Take,
     TakeOver,
@@ -242,7 +244,7 @@ class Parent:
                 return self._work(peer, message)
             case Added() | Removed() | Drained() | Adapter():
                 return self._change(message)
-            case Met():
+            case Met() | Died() | Spared():
                 self._say(message)
             case Reload():
                 return self._reloaded()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from openai_api.response_store import Responses, Stored, missing
+from router.admission.poison import Poison
 from router.admission.rate_limits import NO_LIMIT, Exceeded, Limits, Quota, Taken
 from router.balance.work import Work
 from router.console.picture import WorkerSeen
@@ -36,6 +37,7 @@ from router.workers.messages import (
     AskWork,
     Begin,
     Begun,
+    Died,
     Done,
     Drained,
     Exposition,
@@ -59,6 +61,7 @@ from router.workers.messages import (
     Samples,
     Scrape,
     Seen,
+    Spared,
     Sync,
     Take,
     TakeOver,
@@ -143,6 +146,7 @@ class Worker:
         self._pool, self._doors, self._metrics = pool, doors, metrics
         self.limits: Limits = _LimitsOfParent(link)
         self.responses: Responses = _ResponsesOfParent(link)
+        self.poison = Poison()
         self.leads = begin.index == 0
         self._take_over: TakesOver = nobody
         self._look: Callable[[float], WorkerSeen] | None = None
@@ -187,6 +191,14 @@ class Worker:
     def met(self, prefill: Node, decode: Node, *, failed: bool) -> None:
         """See Shared."""
         self._link.tell(Met(prefill.url, decode.url, failed))
+
+    def died(self, fingerprint: bytes, process: str) -> None:
+        """See Shared."""
+        self._link.tell(Died(fingerprint, process))
+
+    def spared(self, fingerprint: bytes) -> None:
+        """See Shared."""
+        self._link.tell(Spared(fingerprint))
 
     def reloads(self, config: RouterConfig, take_over: TakesOver) -> None:
         """See Shared."""
@@ -256,6 +268,10 @@ class Worker:
                 prefill, decode = pool.find(message.prefill), pool.find(message.decode)
                 if prefill is not None and decode is not None:
                     self._doors.met(prefill, decode, failed=message.failed, now=now)
+            case Died():
+                self.poison.died(message.fingerprint, message.process, now)
+            case Spared():
+                self.poison.spared(message.fingerprint)
             case Sync():
                 pass
         return Done()

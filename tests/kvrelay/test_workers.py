@@ -157,6 +157,26 @@ async def nodes(*each: FakeNode) -> AsyncIterator[None]:
         yield
 
 
+async def test_what_one_worker_has_seen_nodes_die_of_the_others_refuse(tmp_path: Path) -> None:
+    async def dies(call: Call) -> None:
+        node = next(each for each in dead if call in each.calls)
+        node.generation += "+"
+        call.cut()
+
+    dead, poison = [prefill(dies), prefill(dies), prefill(dies)], BODY | {"user": "poison"}
+    async with nodes(*dead, d := decode()), router(tmp_path, *dead, d) as r:
+        said = await r.json(0, PATH, poison)
+        assert said["error"]["code"] == "poison_request", said
+        died = sum(len(node.calls) for node in dead)
+        refused = 'kvrelay_router_poison_requests_total{outcome="refused"}'
+
+        async def refuses() -> bool:  # it is told by way of the parent
+            return await r.ask(1, poison) == 503 and await r.metric(1, refused) >= 1
+
+        await until(refuses)
+        assert (died, await r.ask(0, poison)) == (2, 503)
+
+
 async def test_two_workers_are_one_router(tmp_path: Path) -> None:
     permits = asyncio.Semaphore(0)
 

@@ -114,6 +114,16 @@ class Pair:
         return worker[0], link
 
 
+async def test_what_nodes_died_of_reaches_all_workers_and_so_does_what_they_did_not() -> None:
+    pair = Pair()
+    workers = [(await pair.worker(index))[0] for index in (0, 1)]
+    for fingerprint, process in ((b"a", "p1"), (b"b", "p1"), (b"b", "p2")):
+        workers[0].died(fingerprint, process)
+    workers[1].spared(b"a")
+    await until(lambda: all(worker.poison.processes(b"b", 0.0) == {"p1", "p2"} for worker in workers))
+    await until(lambda: not any(worker.poison.processes(b"a", 0.0) for worker in workers))
+
+
 async def test_what_is_said_of_nodes_reaches_all_workers_and_those_that_begin_later() -> None:
     pair, beat = Pair(), NodeSpec("http://h:1", Role.DECODE, generation="g")
     (one, link), (_, other) = await pair.worker(0), await pair.worker(1)

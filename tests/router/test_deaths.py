@@ -1,0 +1,273 @@
+"""A request on which nodes die, over fake nodes: how far it comes, and what that costs the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from router_doubles import (
+    DONE,
+    Call,
+    Cluster,
+    FakeNode,
+    cluster,
+    decode,
+    decode_ok,
+    event,
+    prefill,
+    prefill_ok,
+    refuse,
+    until,
+)
+
+from router.walk.deaths import _FATE_S
+from wire.frames import Frame, FrameKind
+from wire.router_config import RouterConfig
+from wire.transfer import KvTransferParams
+
+POISON = {"messages": [{"role": "user", "content": "poison"}]}
+STREAMED = (event("a") + event("b") + event("c") + event("", "stop") + DONE).decode()
+
+
+def die(node: FakeNode, call: Call) -> None:
+    """As a process that crashes and is started again."""
+    node.generation = f"{node.generation}+"
+    call.cut()
+
+
+def fragile(node: FakeNode) -> FakeNode:
+    """A node that dies of poison, before it answers anything."""
+    well = node.script
+
+    async def script(call: Call) -> Any:
+        if "poison" in str(call.body):
+            die(node, call)
+            return None
+        return await well(call)
+
+    node.script = script
+    return node
+
+
+async def asked(c: Cluster, body: Any = None) -> tuple[int, Any, Any]:
+    async with c.post(body) as answer:
+        return answer.status, await answer.json(), answer.headers
+
+
+def refused(c: Cluster) -> float:
+    return c.metric("kvrelay_router_poison_requests_total", outcome="refused")
+
+
+def calls(*nodes: FakeNode) -> int:
+    return sum(len(node.calls) for node in nodes)
+
+
+@pytest.mark.usefixtures("either_way")
+async def test_what_kills_every_node_that_it_reaches_reaches_two_and_is_refused_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.admission.poison.REFUSED_S", 2.0)
+    nodes = [fragile(prefill()) for _ in range(3)] + [fragile(decode()) for _ in range(3)]
+    async with cluster(*nodes) as c:
+        status, body, headers = await asked(c, POISON)
+        assert (status, body["error"]["code"]) == (503, "poison_request")
+        assert "2 nodes were lost while they had this request" in body["error"]["message"]
+        assert (headers["x-should-retry"], int(headers["retry-after"]) > 0) == ("false", True)
+        assert calls(*nodes) == 2
+        status, body, headers = await asked(c, POISON)
+        assert (status, body["error"]["code"]) == (503, "poison_request")
+        assert "2 nodes died while they had this request" in body["error"]["message"]
+        assert 1 <= int(headers["retry-after"]) <= 2
+        assert (calls(*nodes), refused(c)) == (2, 1)
+        assert (await asked(c))[0] == 200  # another body of the same key
+        at = calls(*nodes)
+        poison = c.router.shared.poison
+        await until(lambda: not poison.processes(b"", time.monotonic()) and not poison)
+        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        assert (await asked(c, POISON))[0] == 503
+        assert (calls(*nodes), refused(c)) == (at + 2, 1)
+
+
+async def test_a_client_that_sends_it_again_gets_one_more_node_not_two() -> None:
+    async def hang(call: Call) -> None:
+        await asyncio.sleep(30)
+
+    first, others = fragile(prefill()), [prefill(hang), prefill(hang)]
+    async with cluster(first, *others, decode(), prefill_policy="round_robin") as c:
+        asking = asyncio.create_task(c.text(POISON))
+        await until(lambda: bool(first.calls) and calls(*others) == 1)
+        asking.cancel()  # its client gave up
+        for node in others:
+            node.script = prefill_ok
+            fragile(node)
+        before = calls(first, *others)
+        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
+        assert calls(first, *others) == before + 1
+
+
+async def test_it_does_not_go_on_in_the_other_role_nor_with_its_first_prompt_computed_there() -> None:
+    """The decode leg that has begun with the ticket computes the prompt when the prefill node has died."""
+
+    async def dies_behind_its_ticket(call: Call) -> None:
+        ticket = KvTransferParams(
+            do_remote_prefill=True, remote_engine_id="e", remote_request_id="held-1", num_tokens=3, growing=True
+        )
+        await call.send(Frame(FrameKind.TICKET, params=ticket))
+        await until(lambda: calls(*decodes) == 1)
+        die(p, call)
+
+    async def dies_later(call: Call) -> None:
+        await until(lambda: p.generation != "g1")
+        die(next(node for node in decodes if call in node.calls), call)
+
+    p, decodes = prefill(dies_behind_its_ticket), [decode(dies_later), decode(dies_later)]
+    async with cluster(p, prefill(), *decodes) as c:
+        c.router.pool.unready(c.router.pool.nodes[1], "for this test", time.monotonic())
+        assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
+        assert calls(p, *decodes) == 2
+
+
+async def test_a_decode_node_that_dies_before_it_has_told_anything_counts_though_the_first_token_is_out() -> None:
+    async def dies(call: Call) -> None:
+        die(next(each for each in nodes if call in each.calls), call)
+
+    nodes = [decode(dies) for _ in range(3)]
+    async with cluster(prefill(), *nodes) as c:
+        text = await c.text({"stream": True})
+        assert text.startswith(event("a").decode())
+        assert "poison_request" in text
+        assert calls(*nodes) == 2
+
+
+async def test_nor_through_a_prefill_node_that_is_to_make_its_kv_again() -> None:
+    async def prefills(call: Call) -> None:
+        if calls(p) == 1:
+            await prefill_ok(call)
+        else:
+            die(p, call)
+
+    async def dies(call: Call) -> None:
+        await call.send(load=None)  # it has the KV
+        die(d, call)
+
+    async def mid_answer(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        die(d, call)
+        d.script = dies
+
+    p, d = prefill(prefills), decode(mid_answer)
+    async with cluster(p, d) as c:
+        text = await c.text({"stream": True})
+        assert "poison_request" in text
+        assert (calls(p), calls(d)) == (2, 2)
+
+
+async def test_an_answer_whose_nodes_die_in_its_middle_goes_on_as_always() -> None:
+    async def one_letter(call: Call) -> None:
+        at = len(call.params["generated"])
+        await call.tokens(11 + at, "abcdef"[at], 1 + at)
+        if at == 5:
+            await call.end()
+        else:
+            die(d, call)
+
+    d = decode(one_letter)
+    async with cluster(prefill(), d) as c:
+        text = await c.text({"stream": True})
+        assert text == (b"".join(map(event, "abcdef")) + event("", "stop") + DONE).decode()
+        assert calls(d) == 5
+
+
+async def test_connections_that_break_while_the_processes_live_count_nothing() -> None:
+    async def breaks(call: Call) -> None:
+        call.cut()
+
+    broken = [prefill(breaks), prefill(breaks)]
+    async with cluster(*broken, prefill(), decode(), prefill_policy="round_robin") as c:
+        for _ in range(3):
+            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            await c.text(POISON)
+        assert calls(*broken) > 2
+        assert not c.router.shared.poison
+
+
+async def test_processes_that_were_told_to_end_count_nothing() -> None:
+    async def ends(call: Call) -> None:
+        node = next(each for each in ending if call in each.calls)
+        node.draining = True
+        await until(lambda: c.node(node).reason == "it is draining")
+        node.draining = False
+        die(node, call)
+
+    ending = [prefill(ends), prefill(ends)]
+    async with cluster(*ending, prefill(), decode(), prefill_policy="round_robin") as c:
+        for _ in range(3):
+            await until(lambda: all(node.up for node in c.router.pool.nodes))
+            await c.text(POISON)
+        assert calls(*ending) > 2
+        assert not c.router.shared.poison
+
+
+async def test_full_nodes_are_passed_over_after_a_death_too() -> None:
+    dead, full = fragile(prefill()), prefill(refuse(429, "full"))
+    async with cluster(dead, full, prefill(), decode(), prefill_policy="round_robin") as c:
+        await c.text(POISON)
+        assert calls(dead, full) == 2
+
+
+async def test_those_that_were_there_too_go_on_and_are_forgotten() -> None:
+    async def dies_with_all(call: Call) -> None:
+        await until(lambda: calls(p) == 5)
+        if "poison" in str(call.body):
+            p.script = prefill_ok
+            die(p, call)
+        await asyncio.sleep(30)
+
+    async def alone(call: Call) -> None:
+        if not call.params.get("generated"):
+            await call.tokens(11, "a", 1)
+        await decode_ok(call)
+
+    p, d = prefill(dies_with_all), decode(alone)
+    async with cluster(p, d) as c:
+        asking = [asyncio.create_task(c.text({"stream": True, "seed": seed})) for seed in range(4)]
+        await until(lambda: calls(p) == 4)
+        assert await c.text({**POISON, "stream": True}) == STREAMED
+        assert await asyncio.gather(*asking) == [STREAMED] * 4
+        assert not c.router.shared.poison
+
+
+async def test_a_node_that_stays_silent_is_no_way_to_a_third_one_and_not_held_against_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.walk.deaths._FATE_S", 0.2)
+
+    async def hang(call: Call) -> None:
+        next(each for each in silent if call in each.calls).health_hangs = True
+        await asyncio.sleep(30)
+
+    silent = [prefill(hang), prefill(hang)]
+    async with cluster(*silent, decode(), health_deadline_s=0.05) as c:
+        assert (await asked(c, POISON))[1]["error"]["code"] == "poison_request"
+        assert not c.router.shared.poison
+        for node in silent:
+            node.health_hangs, node.script = False, prefill_ok
+        await until(lambda: all(node.up for node in c.router.pool.nodes))
+        await c.text(POISON)
+        assert not c.router.shared.poison
+
+
+async def test_prompts_of_one_request_are_one_request() -> None:
+    nodes = [fragile(prefill()) for _ in range(6)]
+    async with cluster(*nodes, decode(), prefill_policy="round_robin") as c:
+        body = {"model": "tiny", "prompt": ["poison", "poison too"]}
+        async with c.post(body, path="/v1/completions") as answer:
+            assert (await answer.json())["error"]["code"] == "poison_request"
+        assert calls(*nodes) <= 3  # two at once, and the other one that whoever was first goes to
+
+
+def test_health_checks_have_told_by_then() -> None:
+    assert RouterConfig().health_interval_s + RouterConfig().health_deadline_s < _FATE_S
