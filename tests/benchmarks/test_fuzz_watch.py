@@ -1,0 +1,82 @@
+"""The watching process of fuzz: what counts as a stall, as too much memory, and who is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fuzz import watch
+from benchmarks.fuzz.stand import Process
+from benchmarks.fuzz.watch import FLOOR_BYTES, Live, Memory, Seen, still_busy
+
+DEADLINE_S = 60.0
+
+
+def test_what_the_machine_has_taken_is_no_stall() -> None:
+    assert Live(3.0, lag_s=0.2, waited_s=2.5).stall_s == 0.5
+    assert Seen({"router": Live(3.0, 0.2, 2.5)}).wrong() == []
+    (wrong,) = Seen({"router": Live(3.0, 0.2, 0.1)}).wrong()
+    assert wrong == "router /live took 3.00 s, of which the machine took 0.20 s"
+    assert Seen({"router": Live(status=503)}).wrong() == ["router /live answered 503"]
+
+
+def test_memory_beyond_twice_what_was_there_is_wrong_also_of_a_new_process() -> None:
+    assert Seen(memory={"a 1": Memory(2 * FLOOR_BYTES, 0), "b 2": Memory(1 << 30, 1 << 29)}).wrong() == []
+    for had in (Memory(2 * FLOOR_BYTES + 1, 0), Memory((1 << 30) + 1, 1 << 29)):
+        assert len(Seen(memory={"a 1": had}).wrong()) == 1
+
+
+def test_a_stand_beyond_its_limit_is_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    told = f"node:{child.pid}:9:{child.pid}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.fuzz.watch", str(1 << 20), told],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as watching:
+        assert child.wait(DEADLINE_S) == -9
+        said, _ = watching.communicate(b"look\n", DEADLINE_S)
+    assert "the stand was ended" in said.decode() or b'"over":0' not in said
+
+
+async def test_a_server_that_answers_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        began.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        family = watch._Family(f"node:1:{server.sockets[0].getsockname()[1]}:1")
+        watcher = watch._Watcher(1 << 40, [family])
+        asking = asyncio.create_task(watcher._ask(family))
+        await asyncio.wait_for(began.wait(), DEADLINE_S)
+        ((when, waited_s),) = family.asked.items()
+        family.asked = {when - 5: waited_s}  # it is five seconds later
+        assert watcher._seen().live["node"].took_s > 5
+        family.asked = {when: waited_s}
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
+async def test_who_computes_for_nobody_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(watch, "SETTLE_S", 0.3)
+    idle, busy = (
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        for code in ("input()", "while True: pass")
+    )
+    try:
+        (said,) = await still_busy([Process("node", 0, busy, tmp_path)])
+        assert said.startswith(f"node {busy.pid} computes for nobody")
+        assert await still_busy([Process("node", 0, idle, tmp_path)]) == []
+    finally:
+        for child in (idle, busy):
+            child.kill()
+            child.communicate()
