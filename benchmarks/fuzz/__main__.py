@@ -1,91 +1,154 @@
-"""Wrong messages on every port of every process of a cluster, which must go on as if nothing had been.
+"""Wrong and excessive messages on every port of every process of a cluster, which must go on as if nothing had been.
 
     python -m benchmarks.fuzz --seconds 600 --seed 1
+    python -m benchmarks.fuzz --seconds 3600 --seed 2 --memory-gib 10               # the hour that a release wants
+    python -m benchmarks.fuzz --seconds 3600 --target languages --trust-templates   # templates of requests, too
 
 Starts a prefill node, a decode node and a router with two workers on this machine, with all keys and secrets set. Then
 rounds: each is some messages for one target, a function of (seed, number, target). After each one: no process has ended
-or logged a traceback, nothing that wants a key has changed, and a request through both nodes is answered as before.
-In the end memory, files and threads are as they were. Exits with 1 if not; `--target T --round N` plays a round again.
+or logged a traceback, `/live` has not stalled for a second, no process has had twice its memory or computes for nobody,
+nothing that wants a key has changed, and a request through both nodes is answered as before. In the end memory, files
+and threads are as they were. Exits with 1 if not.
+
+`--target T --round N` plays a round again (with the same seed). What is large is found by "sizes" (every field of
+every request) and "languages" (schemas, expressions, grammars, templates). `--only TEXT` plays their cases that have
+the text in their name: a route, a field, a generator.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
+import re
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
-from benchmarks.fuzz import over_http, over_sockets
-from benchmarks.fuzz.stand import Stand, Usage
+from benchmarks.fuzz import over_http, over_sizes, over_sockets
+from benchmarks.fuzz.sizes import MAX_BODY
+from benchmarks.fuzz.stand import Process, Stand, Usage
+from benchmarks.fuzz.watch import Watch, still_busy
 from kv_transfer.leases import LeaseId
 
-__all__ = ["TARGETS", "fuzzed"]
+__all__ = ["TARGETS", "Options", "fuzzed"]
 
 TARGETS = (
     "router fields", "prefill fields", "decode fields", "router framing", "prefill framing", "decode framing",
-    "prefill legs", "decode legs", "heartbeats", "pings", "events", "control", "pairs", "every port",
+    "prefill legs", "decode legs", "heartbeats", "pings", "events", "control", "pairs", "every port", "sizes",
+    "languages",
 )  # fmt: skip
 HEAD_S, BODY_S, MARGIN_S = 20.0, 60.0, 15.0
 """The servers' deadlines for a head and a body, and how late they may be here."""
 SETTLE_S = 30.0
 _GROWTH = Usage(64 << 20, 12, 8)
 """More of these per family of processes, after the first pass over all targets, is a leak."""
+_SMALL_BODIES = 1 << 20
+"""Larger ones leave memory with the allocator; then only twice of it is wrong (benchmarks/fuzz/watch.py)."""
 
 
-async def fuzzed(folder: Path, seconds: float, seed: int, options: argparse.Namespace | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is played, for how long, and on what."""
+
+    seconds: float = 60.0
+    seed: int = 0
+    target: str | None = None
+    round: int = 0
+    only: str = ""
+    most_bytes: int = MAX_BODY
+    memory_gib: float = 8.0
+    tensor_parallel: int = 1
+    trust_templates: bool = False
+
+
+async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
     """The report of a run: what was sent, and what was `broken`. Raises RuntimeError if the cluster does not start."""
-    targets = [options.target] if options is not None and options.target else TARGETS
-    first = 0 if options is None else options.round
-    report: dict[str, Any] = {"seed": seed, "rounds": Counter(), "broken": []}
+    report: dict[str, Any] = {"seed": options.seed, "rounds": Counter(), "broken": []}
     broken: list[str] = report["broken"]
-    async with Stand(folder, 1 if options is None else options.tensor_parallel) as stand:
+    flags = ["--trust-request-chat-template"] if options.trust_templates else []
+    async with AsyncExitStack() as stack:
+        stand = await stack.enter_async_context(Stand(folder, options.tensor_parallel, flags))
+        await over_http.warmed(stand)
+        watch = await stack.enter_async_context(Watch(stand, int(options.memory_gib * 2**30)))
         halves = [
             half
             for process in stand.processes
             for half in await over_http.half_open(process, stand.keys["node"], HEAD_S, BODY_S)
         ]
-        began, number, usage = time.monotonic(), first, {}
-        state = await stand.state()
+        began, state = time.monotonic(), await stand.state()
         report["ports"] = len(stand.ports())
-        while not broken and (number == first or time.monotonic() - began < seconds):
-            for target in targets:
-                if number > first and time.monotonic() - began > seconds:
-                    break
-                at, rng = time.monotonic(), random.Random(f"{seed} {number} {target}")
-                wrong = []
-                try:
-                    async with stand.held() as held:
-                        wrong += await _round(stand, target, rng, held)
-                        if not await over_sockets.holds(stand, held):
-                            wrong.append("KV that was held for somebody is held no more")
-                    wrong += await _gone_on(stand, state)
-                except (aiohttp.ClientError, TimeoutError) as why:
-                    wrong.append(f"the cluster does not answer: {why!r}; {stand.ended()}")
-                report["rounds"][target] += 1
-                print(f"{target}, round {number}: {time.monotonic() - at:.1f} s", file=sys.stderr, flush=True)
-                broken += [f"{target}, round {number}: {one}" for one in wrong]
-            number += 1
-            if number == first + 1:
-                usage = {process: process.usage() for process in stand.processes}
+        report["generators"], wrong = await over_sizes.small(stand, random.Random(options.seed))
+        broken += wrong + (await watch.look()).wrong()
+        usage = await _rounds(stand, watch, options, state, report)
         due = [half for half in halves if half.until <= time.monotonic() + MARGIN_S]
         broken += await over_http.still_open(due, MARGIN_S)
         for half in halves:
             half.ended.cancel()
             half.writer.close()
-        broken += await _grown(stand, usage)
+        if not broken:
+            broken += await _grown(stand, usage, memory=options.most_bytes <= _SMALL_BODIES)
         report |= {"seconds": time.monotonic() - began, "closed in time": len(due)}
+        report["worst"] = msgspec.to_builtins(watch.worst)
         report["usage"] = {process.role: (usage[process], process.usage()) for process in stand.processes}
     return report
+
+
+async def _rounds(
+    stand: Stand, watch: Watch, options: Options, state: dict[str, Any], report: dict[str, Any]
+) -> dict[Process, Usage]:
+    """Play until the time is over or something is broken. Returns what processes had after the first pass."""
+    targets = [options.target] if options.target else TARGETS
+    usage = {process: process.usage() for process in stand.processes}
+    until = time.monotonic() + options.seconds
+    for number in itertools.count(options.round):
+        for target in targets:
+            if report["broken"] or (number > options.round and time.monotonic() > until):
+                return usage
+            began = time.monotonic()
+            wrong = await _played(stand, watch, options, target, number, state)
+            report["rounds"][target] += 1
+            report["broken"] += [f"{target}, round {number}: {one}" for one in wrong]
+            print(f"{target}, round {number}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        if number == options.round:
+            usage = {process: process.usage() for process in stand.processes}
+    raise AssertionError
+
+
+async def _played(
+    stand: Stand, watch: Watch, options: Options, target: str, number: int, state: dict[str, Any]
+) -> list[str]:
+    """Play a round. Returns what is wrong."""
+    rng, wrong = random.Random(f"{options.seed} {number} {target}"), []
+    try:
+        async with stand.held() as held:
+            if target in over_sizes.TARGETS:
+                cases = over_sizes.round_of(target, options.seed, number, options.only)
+                wrong += await over_sizes.sizes(stand, watch, rng, cases, options.most_bytes)
+                if wrong:
+                    return wrong  # who stands still would not answer what follows, either
+            else:
+                wrong += await _round(stand, target, rng, held)
+            if not await over_sockets.holds(stand, held):
+                wrong.append("KV that was held for somebody is held no more")
+        wrong += await _gone_on(stand, state)
+        wrong += await still_busy(stand.processes)
+    except (aiohttp.ClientError, TimeoutError) as why:
+        wrong.append(f"the cluster does not answer: {why!r}; {stand.ended()}")
+    return wrong + (await watch.look()).wrong()
 
 
 async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -> list[str]:
@@ -140,14 +203,14 @@ async def _failed_fetches(stand: Stand) -> float:
     return await stand.metric(stand.nodes[1], "kvrelay_fetches_failed_total")
 
 
-async def _grown(stand: Stand, usage: dict[Any, Usage]) -> list[str]:
-    """Who has more than after the first pass, and goes on having it."""
+async def _grown(stand: Stand, usage: dict[Process, Usage], *, memory: bool) -> list[str]:
+    """Who has more than after the first pass, and goes on having it; `memory`: bytes of it, too."""
     until = time.monotonic() + SETTLE_S
     while True:
         wrong = []
         for process, was in usage.items():
             now = process.usage()
-            if now.rss - was.rss > _GROWTH.rss:
+            if memory and now.rss - was.rss > _GROWTH.rss:
                 wrong.append(f"{process.role} has grown by {(now.rss - was.rss) >> 20} MiB")
             # gloo (torch 2.13) never closes what a stranger has opened at the ranks' own ports.
             files = 0 if stand.tensor_parallel > 1 and process is stand.nodes[0] else now.files - was.files
@@ -158,6 +221,18 @@ async def _grown(stand: Stand, usage: dict[Any, Usage]) -> list[str]:
         await asyncio.sleep(0.5)
 
 
+def _command(given: dict[str, Any], broken: str) -> str:
+    """What plays the round of a broken thing again."""
+    flags = {name: value for name, value in given.items() if value != getattr(Options(), name)}
+    if found := re.match(r"(.+?), round (\d+): ", broken):
+        flags |= {"target": found[1], "round": found[2], "seconds": 0}
+    words = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(f'{value}')}")
+        for name, value in flags.items()
+    ]
+    return " ".join(["python -m benchmarks.fuzz", *words])
+
+
 def main() -> int:
     """Command line. Exit code 1 if something is broken; then the logs stay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,18 +240,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=TARGETS, help="this one alone")
     parser.add_argument("--round", type=int, default=0, help="begin with this round")
+    parser.add_argument("--only", default="", help="cases of sizes and languages with this in their name")
+    parser.add_argument("--most-bytes", type=int, default=MAX_BODY, help="of a body of sizes and languages")
+    parser.add_argument("--memory-gib", type=float, default=8.0, help="the cluster is ended if it has more")
+    parser.add_argument("--trust-templates", action="store_true", help="nodes take the chat templates of requests")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of the prefill node: their ports, too")
     parser.add_argument("--json", type=Path, help="write the report there")
-    options = parser.parse_args()
+    given = vars(parser.parse_args())
+    written = given.pop("json")
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    report = asyncio.run(fuzzed(folder, options.seconds, options.seed, options))
+    report = asyncio.run(fuzzed(folder, Options(**given)))
     print(json.dumps({name: value for name, value in report.items() if name != "broken"}, indent=2, default=str))
     for one in report["broken"]:
         print(f"BROKEN: {one}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
+    if written is not None:
+        written.write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
     if report["broken"]:
-        print(f"logs: {folder}")
+        print(f"again: {_command(given, report['broken'][0])}; logs: {folder}")
         return 1
     shutil.rmtree(folder)
     return 0

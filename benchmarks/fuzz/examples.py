@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LEADS_AWAY", "ROUTER", "Example", "of_node"]
+__all__ = ["LEADS_AWAY", "ROUTER", "Example", "asks", "of_node"]
 
 LEADS_AWAY = frozenset({"url", "remote_host", "remote_port", "http_address", "zmq_address"})
 """Fields by which a member of the cluster may have a process dial somewhere: they are left as they are."""
@@ -50,7 +50,7 @@ class Example:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-def _asks(key: str) -> list[Example]:
+def asks(key: str) -> list[Example]:
     """What the router and a node asked directly have in common."""
     chats = [
         _CHAT,
@@ -95,7 +95,7 @@ def _asks(key: str) -> list[Example]:
 
 
 ROUTER: list[Example] = [
-    *_asks("user"),
+    *asks("user"),
     Example("GET", "/admin/nodes", "admin"),
     Example("POST", "/admin/nodes", "admin", {"url": "http://127.0.0.1:9", "role": "decode", "model": "tiny"}),
     Example("DELETE", "/admin/nodes?url=http://127.0.0.1:9", "admin"),
@@ -114,7 +114,7 @@ def of_node(held: str) -> list[Example]:
     leg = {"headers": (("accept", "application/vnd.kvrelay.frames"),), "key": "node", "method": "POST"}
     path = "/v1/completions"
     return [
-        *_asks("node"),
+        *asks("node"),
         Example(path=path, body=_COMPLETION | {"kv_transfer_params": {"do_remote_decode": True}}, **leg),  # type: ignore[arg-type]
         Example(path=path, body=_COMPLETION | {"kv_transfer_params": _TICKET}, **leg),  # type: ignore[arg-type]
         Example(

@@ -18,13 +18,25 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.fuzz.examples import LEADS_AWAY, ROUTER, Example, of_node
+from benchmarks.fuzz.examples import LEADS_AWAY, ROUTER, Example, asks, of_node
 from benchmarks.fuzz.mutations import as_json, as_msgpack, garbled, mutated, noise
 from benchmarks.fuzz.stand import Process, Stand
 from wire.frames import FrameKind
 from wire.leg_stream import Kind, MessageReader, frame_of, message
 
-__all__ = ["AT_ONCE", "Half", "exchange", "fields", "framing", "half_open", "leg_streams", "still_open"]
+__all__ = [
+    "AT_ONCE",
+    "Half",
+    "exchange",
+    "fields",
+    "framing",
+    "half_open",
+    "judged",
+    "leg_streams",
+    "still_open",
+    "warmed",
+    "written",
+]
 
 AT_ONCE = 8
 ANSWER_S = 60.0
@@ -46,10 +58,13 @@ class Half:
     """The monotonic second in which it was closed."""
 
 
-async def exchange(port: int, pieces: Sequence[bytes], *, half_close: bool = False) -> bytes | None:
+async def exchange(
+    port: int, pieces: Sequence[bytes], *, half_close: bool = False, leaves_s: float | None = None
+) -> bytes | None:
     """Send the pieces, one after the other, and read to the end; None if that does not come in time.
 
-    `half_close`: nothing more can come from us, which a server sees behind what it can answer."""
+    `half_close`: nothing more can come from us, which a server sees behind what it can answer. `leaves_s`: the
+    connection is closed so long after the last piece, whatever has come."""
     said = b""
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -60,6 +75,9 @@ async def exchange(port: int, pieces: Sequence[bytes], *, half_close: bool = Fal
                     await writer.drain()
                     if len(pieces) > 1 and not half_close:
                         await asyncio.sleep(_SLOW_S / len(pieces))
+                if leaves_s is not None:
+                    await asyncio.sleep(leaves_s)
+                    return said
                 if half_close:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_SLOW_S):
@@ -77,6 +95,15 @@ async def exchange(port: int, pieces: Sequence[bytes], *, half_close: bool = Fal
     except OSError:
         return said
     return said
+
+
+async def warmed(stand: Stand) -> None:
+    """Ask every process for one of everything, so that it has what it will always have."""
+    for process in stand.processes:
+        key = "user" if process is stand.router else "node"
+        for example in asks(key):
+            body = b"" if example.body is None else as_json(example.body)
+            await exchange(process.port, [written(example.method, example.path, stand.keys[key], body)])
 
 
 async def fields(stand: Stand, rng: random.Random, process: Process, held: str, cases: int) -> list[str]:
@@ -99,7 +126,7 @@ async def fields(stand: Stand, rng: random.Random, process: Process, held: str, 
         answers = await asyncio.gather(*(exchange(process.port, [data]) for _, _, data in some))
         for (example, key, data), answer in zip(some, answers, strict=True):
             what = f"{process.role} {example.method} {example.path} (key: {key or 'none'})"
-            wrong = _judged(answer, strange=bool(example.key) and not _opens(stand, example, key))
+            wrong = judged(answer, strange=bool(example.key) and not _opens(stand, example, key))
             if wrong:
                 found.append(f"{what}: {wrong}; sent {_shown(data)}")
     return found
@@ -114,7 +141,7 @@ async def framing(rng: random.Random, process: Process, cases: int, key: str) ->
         # An ended half shows that nothing follows: what is incomplete is closed without an answer.
         answers = await asyncio.gather(*(exchange(process.port, pieces, half_close=True) for pieces in some))
         for pieces, answer in zip(some, answers, strict=True):
-            wrong = _judged(answer, may_be_silent=True)
+            wrong = judged(answer, may_be_silent=True)
             if wrong:
                 found.append(f"{process.role} raw bytes: {wrong}; sent {_shown(b''.join(pieces))}")
     return found
@@ -175,7 +202,7 @@ async def leg_streams(stand: Stand, rng: random.Random, process: Process, held: 
         pieces = [head.encode(), *_chunks(rng, body), _chunk(message(Kind.PING)), b"0\r\n\r\n"]
         answer = await exchange(process.port, pieces)
         # What refuses the whole stream closes while more comes, and the answer may be lost with the connection.
-        wrong = _judged(answer, strange=key != "node", may_be_silent=True) or (
+        wrong = judged(answer, strange=key != "node", may_be_silent=True) or (
             "" if answer is None else _wrong_in_legs(answer)
         )
         if wrong:
@@ -276,11 +303,17 @@ def _chunks(rng: random.Random, data: bytes) -> list[bytes]:
     return [_chunk(data[a:b]) for a, b in itertools.pairwise(cuts) if a < b]
 
 
+def written(method: str, path: str, key: str, body: bytes) -> bytes:
+    """A request, as its bytes."""
+    lines = (f"{method} {path} HTTP/1.1", "host: 127.0.0.1", "connection: close", f"content-length: {len(body)}")
+    return "\r\n".join((*lines, f"authorization: Bearer {key}", "", "")).encode() + body
+
+
 def _opens(stand: Stand, example: Example, key: str) -> bool:
     return key == example.key or (bool(key) and stand.keys.get(key) == stand.keys[example.key])
 
 
-def _judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool = False) -> str:
+def judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool = False) -> str:
     """What is wrong with an answer, if anything is. `strange`: who asked had no business there."""
     if answer is None:
         return f"neither an answer nor an end within {ANSWER_S:g} s"

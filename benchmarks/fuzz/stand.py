@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 
@@ -103,8 +104,9 @@ class Process:
 class Stand:
     """Start with `async with`; everything ends with it."""
 
-    def __init__(self, folder: Path, tensor_parallel: int = 1) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, tensor_parallel: int = 1, flags: Sequence[str] = ()) -> None:
+        """`flags`: of both nodes, beside those that they have."""
+        self.folder, self.flags = folder, flags
         self.tensor_parallel = tensor_parallel
         self.secret = secrets.token_urlsafe()
         self.keys = {name: secrets.token_hex() for name in ("user", "admin", "node")} | {"": ""}
@@ -215,14 +217,14 @@ class Stand:
         for node in self.nodes:
             await self.ask(node, "/undrain", "node", {})
         for url in set(await self.state()) - set(before):
-            await self.ask(self.router, f"/admin/nodes?url={url}", "admin", method="DELETE")
+            await self.ask(self.router, f"/admin/nodes?{urlencode({'url': url})}", "admin", method="DELETE")
 
     def ended(self) -> list[str]:
-        """Whose processes are not those of the beginning, with the end of its log."""
+        """Who has lost processes of those at the beginning, with the end of its log."""
         return [
-            f"{process.role}: processes {process.born} are {process.ages()}: {process.news()[-3000:]}"
+            f"{process.role}: processes {gone} have ended (code {process.popen.poll()}): {process.news()[-1500:]}"
             for process in self.processes
-            if process.ages() != process.born
+            if (gone := sorted(pid for pid, _ in process.born.items() - process.ages().items()))
         ]
 
     def ports(self) -> list[Port]:
@@ -234,7 +236,7 @@ class Stand:
         model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory", str(16 << 20)]
         node = [*model, "--router", f"tcp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
         ranks = ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
-        node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50"]
+        node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50", *self.flags]
         node += ["--kv-events-port", "0"]
         ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
         router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--no-conditional-disaggregation"]
@@ -275,4 +277,6 @@ class Stand:
         log = self.folder / f"{role}.log"
         with log.open("ab") as out:
             popen = subprocess.Popen(argv, stdout=out, stderr=out, env=env, cwd=self.folder)
+        # If the machine runs out of memory in spite of all, it is one of these that its kernel ends.
+        Path(f"/proc/{popen.pid}/oom_score_adj").write_text("1000")
         self.processes.append(Process(role, port, popen, log, kv_port))

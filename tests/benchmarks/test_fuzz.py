@@ -14,12 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fuzz import over_http
-from benchmarks.fuzz.__main__ import fuzzed
+from benchmarks.fuzz.__main__ import TARGETS, Options, _command, fuzzed
 from benchmarks.fuzz.examples import LEADS_AWAY, ROUTER, of_node
 from benchmarks.fuzz.mutations import as_json, as_msgpack, garbled, mutated
+from benchmarks.fuzz.over_sizes import cases
 
 EXAMPLES = [*ROUTER, *of_node("held")]
 SECONDS = 10
+MOST_BYTES = 4096
+"""Of a body: the whole range takes an hour."""
 
 
 @given(st.integers(0, 2**32))
@@ -68,10 +71,21 @@ async def test_a_half_that_was_closed_late_is_told_however_much_later_one_looks(
         assert await over_http.still_open([half], 15.0) == ([said] if said else [])
 
 
+def test_a_broken_round_comes_with_the_command_that_plays_it_again() -> None:
+    given = {"seconds": 3600.0, "seed": 5, "target": None, "round": 0, "only": "", "trust_templates": True}
+    again = _command(given, "router fields, round 12: what is wrong, round 7: more")
+    assert again == (
+        "python -m benchmarks.fuzz --seconds 0 --seed 5 --trust-templates --target 'router fields' --round 12"
+    )
+
+
 @pytest.mark.cluster
 def test_wrong_messages_on_every_port_change_nothing(tmp_path: Path) -> None:
-    report = asyncio.run(fuzzed(tmp_path, SECONDS, 7))
+    report = asyncio.run(fuzzed(tmp_path, Options(SECONDS, 7, most_bytes=MOST_BYTES)))
     assert report["broken"] == []
-    assert len(report["rounds"]) == 14
+    assert set(report["rounds"]) == set(TARGETS)
+    assert report["generators"] == len(
+        {case.generator.name for target in ("sizes", "languages") for case in cases(target)}
+    )
     assert report["ports"] >= 16
     assert report["closed in time"] >= 9  # connections of three processes that never said a whole head

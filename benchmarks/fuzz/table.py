@@ -1,0 +1,313 @@
+"""Every structured field of every request: derived from the types that bodies are decoded with. Pure; owns no values.
+
+A field that is added to a type is in the table by itself. What a type leaves open (`dict[str, Any]`) is described in
+INSIDE, or named in OPEN; a test wants one of the two of each, and every route that takes a body.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import msgspec
+from msgspec import inspect
+
+from node.app import _HeldBody
+from node.orders import _Wanted
+from node.probe_calls import _Fetch, _Offer
+from openai_api.anthropic_request import MessagesRequest
+from openai_api.chat_fields import PASSED_ON
+from openai_api.openapi import _OPERATIONS
+from openai_api.responses_request import ResponsesRequest
+from openai_api.structured import _KINDS, _Tag, _Tags
+from openai_api.types import CalledFunction, ChatRequest
+from router.admin import _Add, _Flip, _Name
+
+__all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "places"]
+
+Step = str | int
+
+
+class _Function(msgspec.Struct):
+    name: str
+    parameters: Any = None
+    description: str | None = None
+
+
+class _Tool(msgspec.Struct):
+    """A tool as chat completions and, without `function`, the other dialects have it."""
+
+    type: Literal["function"]
+    function: _Function
+    name: str
+    parameters: Any = None
+    input_schema: Any = None
+
+
+class _Call(msgspec.Struct):
+    function: CalledFunction
+    id: str
+
+
+class _Choice(msgspec.Struct):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class _Item(msgspec.Struct):
+    """An item of a response's input: a message, or (by its type) a call or its output."""
+
+    role: Literal["user"]
+    content: str | list[_Part]
+    type: str | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class _Format(msgspec.Struct):
+    type: Literal["json_schema"]
+    schema: Any
+    name: str
+
+
+class _User(msgspec.Struct):
+    user_id: str | None = None
+
+
+_StructuredOutputs = msgspec.defstruct(
+    "_StructuredOutputs",
+    [
+        (name, {"choice": list[str], "structural_tag": _Tags, "json": Any}.get(name, str) | None, None)
+        for name in (*_KINDS, "whitespace_pattern")
+    ],
+)
+
+INSIDE: Mapping[str, Any] = {
+    "tools": list[_Tool], "tool_calls": list[_Call], "tool_choice": str | _Choice, "structures": list[_Tag],
+    "structured_outputs": _StructuredOutputs, "input": str | list[_Item], "format": _Format, "metadata": _User,
+    "system": str | list[_Part], "messages.content": str | list[_Part],
+}  # fmt: skip
+"""What fields hold whose types do not say it, by the end of their path without numbers."""
+OPEN = frozenset(
+    {
+        "documents", "chat_template_kwargs", "conversation", "prompt", "container", "mcp_servers", "schema", "json",
+        "guided_json", "parameters", "input_schema", "messages",
+    }
+)  # fmt: skip
+"""Fields that may hold any JSON: there is nothing more to say of them. (Raw `messages` are another type's.)"""
+
+_SAID = {"model": '"tiny"', "role": '"user"', "type": '"text"', "url": '"http://127.0.0.1:9"', "lora_path": '"/no"'}
+_SHORT = {"model": b'"tiny"', "max_tokens": b"3", "max_output_tokens": b"3"}
+_TOOLS = b'[{"type":"function","name":"f","input_schema":{},"function":{"name":"f","parameters":{}}}]'
+_BESIDE: Mapping[str, dict[str, bytes]] = {
+    "tool_choice": {"tools": _TOOLS}, "parallel_tool_calls": {"tools": _TOOLS}, "top_logprobs": {"logprobs": b"true"},
+    "guided_whitespace_pattern": {"guided_json": b"{}"}, "stream_options": {"stream": b"true"},
+}  # fmt: skip
+"""Fields that are refused at once where these are not beside them."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A route that takes a body of this type, and whose key it wants: "user", "admin" or "node"."""
+
+    path: str
+    key: str
+    asks: type[msgspec.Struct]
+
+    @property
+    def fields(self) -> Mapping[str, inspect.Field]:
+        """By the name in JSON."""
+        return _fields(self.asks)
+
+    def body(self, given: Mapping[str, bytes]) -> bytes:
+        """A valid body with these fields, written as JSON; the answer to it is short."""
+        known = self.fields
+        beside = {name: value for field in given for name, value in _BESIDE.get(field, {}).items() if name in known}
+        short = {name: value for name, value in _SHORT.items() if name in known}
+        needed = {name: _least(field.type, name) for name, field in known.items() if field.required}
+        return _object({**needed, **short, **beside, **given})
+
+
+@cache
+def _fields(asks: type[msgspec.Struct]) -> Mapping[str, inspect.Field]:
+    info = inspect.type_info(asks)
+    assert isinstance(info, inspect.StructType)
+    return {field.encode_name: field for field in info.fields}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field of a route's body, at the end of these names and (of lists) numbers; its types without null."""
+
+    route: Route
+    steps: tuple[Step, ...]
+    types: tuple[inspect.Type, ...]
+
+    @property
+    def name(self) -> str:
+        """As errors name it."""
+        return ".".join(str(step) for step in self.steps)
+
+    def body(self, value: bytes) -> bytes:
+        """A body that has this value there."""
+        first, *rest = self.steps
+        field = self.route.fields[str(first)]
+        return self.route.body({str(first): _written(_types(field.type, (first,)), (first,), rest, value)})
+
+
+def places(route: Route) -> list[Place]:
+    """Every field of its body, those within others too."""
+    return [
+        Place(route, steps, types)
+        for name, field in route.fields.items()
+        for steps, types in _walked((name,), _types(field.type, (name,)))
+    ]
+
+
+def _walked(steps: tuple[Step, ...], types: tuple[inspect.Type, ...]) -> Iterator[tuple[tuple[Step, ...], Any]]:
+    yield steps, types
+    for kind in types:
+        for step, inner in _below(kind):
+            yield from _walked((*steps, step), _types(inner, (*steps, step)))
+
+
+def _below(kind: inspect.Type) -> Iterator[tuple[Step, inspect.Type]]:
+    match kind:
+        case inspect.StructType(array_like=True):
+            yield from enumerate(field.type for field in kind.fields)
+        case inspect.StructType():
+            yield from ((field.encode_name, field.type) for field in kind.fields)
+        case inspect.ListType() | inspect.VarTupleType():
+            yield 0, kind.item_type
+        case inspect.TupleType():
+            yield from enumerate(kind.item_types)
+
+
+def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, ...]:
+    """Those that a value there may have, as INSIDE says it where the type says nothing."""
+    names = [step for step in steps if isinstance(step, str)]
+    every = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if any(open_type(each) for each in every):
+        said = INSIDE.get(".".join(names[-2:]), INSIDE.get(names[-1]) if isinstance(steps[-1], str) else None)
+        if said is not None:
+            inside = inspect.type_info(said)
+            every = inside.types if isinstance(inside, inspect.UnionType) else (inside,)
+    return tuple(each for each in every if not isinstance(each, inspect.NoneType))
+
+
+def open_type(kind: inspect.Type) -> bool:
+    """Whether it says nothing of what is inside."""
+    match kind:
+        case inspect.AnyType() | inspect.RawType():
+            return True
+        case inspect.DictType():
+            return open_type(kind.value_type)
+        case inspect.ListType():
+            return open_type(kind.item_type)
+    return False
+
+
+def _written(types: tuple[inspect.Type, ...], before: tuple[Step, ...], rest: list[Step], value: bytes) -> bytes:
+    """JSON of these types with the value at the end of the `rest` of its steps."""
+    if not rest:
+        return value
+    step, *further = rest
+    kind, inner = next((kind, dict(_below(kind))[step]) for kind in types if step in dict(_below(kind)))
+    steps = (*before, step)
+    there = _written(_types(inner, steps), steps, further, value)
+    if not isinstance(kind, inspect.StructType):
+        others = kind.item_types if isinstance(kind, inspect.TupleType) else ()
+        return _array([there if at == step else _least(each, "") for at, each in enumerate(others)] or [there])
+    if kind.array_like:
+        return _array([there if at == step else _least(each.type, "") for at, each in enumerate(kind.fields)])
+    needed = {
+        field.encode_name: _least(field.type, field.encode_name)
+        for field in kind.fields
+        if field.required and field.encode_name != step
+    }
+    if step in ("json_schema", "structures", "triggers"):  # of a response_format, which is read by its type
+        needed["type"] = b'"json_schema"' if step == "json_schema" else b'"structural_tag"'
+    return _object({**needed, str(step): there})
+
+
+def _least(kind: inspect.Type, name: str) -> bytes:
+    """The smallest value of a type."""
+    types = _types(kind, (name,)) or (kind,)
+    match types[0]:
+        case inspect.StrType():
+            return _SAID.get(name, '"a"').encode()
+        case inspect.LiteralType(values=values):
+            return json.dumps(values[0]).encode()
+        case inspect.EnumType(cls=cls):
+            return json.dumps(next(iter(cls)).value).encode()
+        case inspect.IntType() | inspect.FloatType():
+            return b"1"
+        case inspect.BoolType():
+            return b"true"
+        case inspect.BytesType():
+            return b'""'
+        case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
+            return _array([_least(item, name)])
+        case inspect.TupleType(item_types=items):
+            return _array([_least(item, "") for item in items])
+        case inspect.DictType() | inspect.AnyType() | inspect.RawType():
+            return b"{}"
+        case inspect.NoneType():
+            return b"null"
+        case inspect.StructType(array_like=True, fields=fields):
+            return _array([_least(field.type, "") for field in fields])
+        case inspect.StructType(fields=fields):
+            needed = {field.encode_name: _least(field.type, field.encode_name) for field in fields if field.required}
+            return _object(needed)
+    raise TypeError(f"the table knows no values of {types[0]}")
+
+
+def _object(fields: Mapping[str, bytes]) -> bytes:
+    return b"{" + b",".join(b"%b:%b" % (json.dumps(name).encode(), value) for name, value in fields.items()) + b"}"
+
+
+def _array(items: list[bytes]) -> bytes:
+    return b"[" + b",".join(items) + b"]"
+
+
+def _passing_on(asks: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The same with the fields of a chat that another dialect passes on."""
+    hints = typing.get_type_hints(ChatRequest)
+    return msgspec.defstruct(
+        asks.__name__, [(name, hints[name], None) for name in PASSED_ON], bases=(asks,), frozen=True, kw_only=True
+    )
+
+
+ROUTES = (
+    *(
+        Route(each.path, "user", _passing_on(asks) if asks in (ResponsesRequest, MessagesRequest) else asks)
+        for each in _OPERATIONS
+        for asks in each.asks
+    ),
+    *(
+        Route(path, "admin", asks)
+        for path, asks in (
+            ("/admin/nodes", _Add), ("/admin/nodes/role", _Flip), ("/admin/drain", _Name), ("/admin/undrain", _Name),
+        )
+    ),
+    *(
+        Route(path, "node", asks)
+        for path, asks in (
+            ("/kv/release", _HeldBody), ("/kv/renew", _HeldBody), ("/kv/probe/offer", _Offer),
+            ("/kv/probe/fetch", _Fetch), ("/admin/role", _Wanted),
+        )
+    ),
+)  # fmt: skip
+"""Every route that takes a body: those of the OpenAPI document, operators' and members'."""
