@@ -210,7 +210,7 @@ class Router:
         walk: Walk | JoinedWalk | VllmWalk | None = None
         try:
             body = await self._body(request)
-            fingerprint = partial(fingerprint_of, caller.name, body)
+            fingerprint = partial(fingerprint_of, caller.key_hash, body)
             deaths = Deaths(self.pool.fates, self.shared, self.metrics, fingerprint)
             deaths.check()
             if learn is not None:

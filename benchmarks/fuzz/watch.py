@@ -103,12 +103,11 @@ class Watch:
         """Of the whole run."""
 
     async def __aenter__(self) -> Watch:
-        listening: dict[str, set[str]] = {}
+        listening: dict[int, set[str]] = {}
         for port in self._stand.ports():
-            listening.setdefault(f"{port.owner} {port.number}", set()).add(str(port.pid))
+            listening.setdefault(port.number, set()).add(str(port.pid))
         told = [
-            f"{one.role}:{one.popen.pid}:{one.port}:{','.join(listening[f'{one.role} {one.port}'])}"
-            for one in self._stand.processes
+            f"{one.role}:{one.popen.pid}:{one.port}:{','.join(listening[one.port])}" for one in self._stand.processes
         ]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", __name__, str(self._limit), *told, stdin=-1, stdout=-1, limit=1 << 20

@@ -70,5 +70,5 @@ class Poison:
 
 
 def fingerprint_of(key: str, body: bytes) -> bytes:
-    """What a request is known by; `key` is the name of its API key."""
+    """What a request is known by; `key` is the hash of its API key, empty without one."""
     return hashlib.blake2b(body, digest_size=16, key=hashlib.sha256(key.encode()).digest()).digest()
