@@ -19,6 +19,7 @@ from wire.errors import ConfigError
 __all__ = ["ProcessFolder", "open_log", "private_folder"]
 
 _FOLDER, _FILE = 0o700, 0o600
+_PREFIX = "process-"
 _TRIES = 8
 """Somebody else who starts at the same time may take a folder for a dead one's before it is locked."""
 
@@ -55,7 +56,7 @@ def _make_private(folder: Path) -> None:
 
 def _made(parent: Path) -> tuple[Path, int]:
     for _ in range(_TRIES):
-        path = Path(tempfile.mkdtemp(dir=parent, prefix=""))
+        path = Path(tempfile.mkdtemp(dir=parent, prefix=_PREFIX))
         with contextlib.suppress(OSError):
             lock = _locked(path)
             with contextlib.suppress(OSError):
@@ -77,7 +78,7 @@ def _locked(folder: Path) -> int:
 
 
 def _remove_dead(parent: Path) -> None:
-    for folder in parent.iterdir():
+    for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # a living one's, or removed by somebody else
             lock = _locked(folder)
             shutil.rmtree(folder, ignore_errors=True)

@@ -80,12 +80,15 @@ def test_what_is_no_folder_of_ours_stays(temporary: Path, tmp_path: Path) -> Non
     elsewhere.mkdir()
     (elsewhere / "file").touch()
     temporary.mkdir()
-    (temporary / "link").symlink_to(elsewhere)
+    (temporary / "process-link").symlink_to(elsewhere)
+    (temporary / "admin-8000.key").touch()
+    (temporary / "others").mkdir()
     assert mode(temporary) == 0o777
     folder = ProcessFolder()
     assert mode(temporary) == 0o700
     folder.close()
     assert (elsewhere / "file").exists()
+    assert sorted(each.name for each in temporary.iterdir()) == ["admin-8000.key", "others", "process-link"]
 
 
 def test_a_place_that_somebody_else_has_made_is_refused(temporary: Path, tmp_path: Path) -> None:
