@@ -97,7 +97,7 @@ class KvEvents:
     async def _answer(self) -> None:
         while True:
             began = time.monotonic()
-            asking = self._replays.recv_multipart()
+            asking = asyncio.ensure_future(self._replays.recv_multipart())
             if not asking.done():  # zmq gives what is there already without a turn of the event loop
                 await asking
                 began = time.monotonic()
