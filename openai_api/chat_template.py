@@ -27,7 +27,7 @@ def check_template(template: str) -> None:
     """Raise ConfigError if a template is not valid Jinja; for the start of a node."""
     try:
         _compiled(template)
-    except TemplateError as why:
+    except (TemplateError, SyntaxError, RecursionError) as why:  # Python's own, of what nests too deeply
         raise ConfigError(f"the chat template is not valid Jinja: {why}") from why
 
 
@@ -66,7 +66,16 @@ def render(
     try:
         text = _compiled(template).render(variables)
     # What template code can raise on messages of an unexpected shape, beside Jinja's own errors.
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as why:
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        SyntaxError,
+    ) as why:
         raise RequestError(f"the chat template refuses these messages: {why}", param="messages") from why
     return _up_to(content_text(messages[-1]), text) if continue_final_message else text
 

@@ -163,6 +163,7 @@ def test_what_templates_expect_is_there() -> None:
 @pytest.mark.parametrize(
     "template",
     [
+        "{% if 1 %}" * 200 + "{% endif %}" * 200,
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages[5].content + 'x' }}",
         "{{ 'a' + messages }}",

@@ -62,8 +62,8 @@ def test_what_is_no_json_passes_and_costs_little(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("unit", "most", "words"),
     [
-        ("[]", MAX_CONTAINERS - 1, f"{MAX_CONTAINERS + 1} objects and lists; the limit is {MAX_CONTAINERS}"),
-        ("{}", MAX_CONTAINERS - 1, f"{MAX_CONTAINERS + 1} objects and lists"),
+        ("[]", MAX_CONTAINERS - 1, f"more than {MAX_CONTAINERS} objects and lists"),
+        ("{}", MAX_CONTAINERS - 1, f"more than {MAX_CONTAINERS} objects and lists"),
         ('"[{"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
     ],
 )
@@ -71,6 +71,14 @@ def test_objects_lists_and_texts_are_counted(unit: str, most: int, words: str) -
     check_shape(f"[{','.join([unit] * most)}]".encode())
     with pytest.raises(RequestError, match=words):
         check_shape(f"[{','.join([unit] * (most + 1))}]".encode())
+
+
+def test_depth_is_counted_from_piece_to_piece() -> None:
+    level, many = b'{"a":["[[",', b'"x",' * 5000
+    check_shape(level * (MAX_DEPTH // 2) + many)
+    with pytest.raises(RequestError, match="nests deeper"):
+        check_shape(level * (MAX_DEPTH // 2) + many + b"[")
+    check_shape((level + many + b"1]},") * 50 + b"[]" * 100)
 
 
 @pytest.mark.parametrize("unit", ['{"a":', '{"a":"b"},', "[", '"\\"[",', '"[]",'])
