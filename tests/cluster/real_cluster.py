@@ -74,6 +74,15 @@ def counted(nodes: Iterable[Process], name: str, expected: float) -> None:
     wait_until(lambda: sum(node.metric(name) for node in nodes) == expected, 5, f"{name} is {expected:g}")
 
 
+def children(pid: int, what: bytes) -> list[int]:
+    """Processes of that module that this one has started."""
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [int(child) for child in listed if what in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 @dataclass(eq=False)
 class Process:
     """One `kvrelay` command."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, counted, tiny_model, wait_until
+from real_cluster import Cluster, Process, children, counted, tiny_model, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
@@ -123,12 +123,3 @@ def kill_a_rank(node: Process) -> None:
     (engine,) = children(node.popen.pid, b"node.engine_process")
     os.kill(children(engine, b"node.ranks")[0], signal.SIGKILL)
     wait_until(lambda: node.popen.poll() is not None, 20, "the node ends")
-
-
-def children(pid: int, what: bytes) -> list[int]:
-    """Processes of that module that this one has started."""
-    try:
-        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return [int(child) for child in listed if what in Path(f"/proc/{child}/cmdline").read_bytes()]

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 from fault_schedules import KINDS, Asked, Faults, cluster_of_faults, prompt_of
-from gates import family
-from real_cluster import Process, wait_until
+from real_cluster import Process, children, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
@@ -34,7 +33,7 @@ def test_a_decode_node_that_slept_past_its_lease_computes_instead_of_decoding_fo
     asked = Asked(faults.router.port, 0, LONG)
     decode = wait_until(lambda: with_blocks(faults, "decode"), 30, "a decode node takes blocks", 0.002)
     # Its engine alone: to the router the node is there.
-    (engine,) = family(decode.popen.pid)[1:]
+    (engine,) = children(decode.popen.pid, b"node.engine_process")
     os.kill(engine, signal.SIGSTOP)
     try:
         prefill = wait_until(lambda: with_more(faults, before), 20, "the lease runs out")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from real_cluster import Cluster, Process, running, tiny_model, wait_until
+from real_cluster import Cluster, Process, children, running, tiny_model, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
@@ -89,7 +89,8 @@ def test_nodes_that_end_in_order_count_nothing(cluster: Cluster) -> None:
     answers: list[int] = []
     prefill = cluster.of("prefill")
     for node in prefill:
-        os.kill(int(node.engines()[0].name), signal.SIGSTOP)  # it answers nothing
+        (engine,) = children(node.popen.pid, b"node.engine_process")
+        os.kill(engine, signal.SIGSTOP)  # it answers nothing
     asking = threading.Thread(target=lambda: answers.append(ask(cluster, "in order").status_code), daemon=True)
     asking.start()
     for _ in prefill:
