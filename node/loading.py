@@ -24,7 +24,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
     info = await engine.ready(config.start_deadline_s)
     template = await asyncio.to_thread(_template, config.chat_template)
-    await sandbox.open(
+    sandbox.open(
         Setup(
             config.engine.model,
             template,

@@ -66,10 +66,9 @@ class Sandbox:
         self._turns = {Tokenize: asyncio.Semaphore(_CHILDREN), Compile: asyncio.Semaphore(_CHILDREN)}
         self._grammars: OrderedDict[Constraint, Constraint | RequestError] = OrderedDict()
 
-    async def open(self, setup: Setup) -> None:
-        """Start the process; work that is given before it has loaded the tokenizer waits."""
+    def open(self, setup: Setup) -> None:
+        """Set what the process begins with. It is started with the first work, which waits until it has loaded."""
         self._setup = _framed(msgspec.msgpack.encode(setup))
-        await self._ready()
 
     async def close(self) -> None:
         """End the process."""
