@@ -42,7 +42,7 @@ log = logging.getLogger("kvrelay.node")
 _CHILDREN = 2
 _TURN_DEADLINE_S = 10.0
 """Nobody waits longer for a child to begin."""
-_WORK_DEADLINE_S = 30.0
+_WORK_DEADLINE_S = 60.0
 """Only on a machine that has no time left: limits of CPU time come first."""
 _KEPT = 256
 """Outcomes of grammars, so that each is compiled here once."""

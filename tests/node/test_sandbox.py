@@ -130,7 +130,7 @@ async def test_time_is_limited(sandbox: Sandbox) -> None:
     while not task.done():
         with contextlib.suppress(OSError, ValueError):
             spent = max(spent, cpu_s(child))
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 90
         await asyncio.sleep(0.05)
     with pytest.raises(RequestError, match="10 s of CPU time"):
         await task
