@@ -284,11 +284,12 @@ def test_strangers_cannot_keep_the_event_loop_busy(
             )
             try:
                 await until(lambda: counted["malformed"] > 10, "the flood has begun")
-                longest, busy_s, now = 0.0, 0.0, time.monotonic()
-                end = now + 1.0
-                while now < end:
+                # CPU time of this thread, which other processes of a busy machine take nothing of.
+                longest, busy_s, now = 0.0, 0.0, time.thread_time()
+                end = time.monotonic() + 1.0
+                while time.monotonic() < end:
                     await asyncio.sleep(0)
-                    before, now = now, time.monotonic()
+                    before, now = now, time.thread_time()
                     longest = max(longest, now - before)
                     busy_s += max(0.0, now - before - 0.001)
                 assert longest < 0.25
