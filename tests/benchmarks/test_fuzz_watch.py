@@ -73,7 +73,11 @@ async def test_who_computes_for_nobody_is_named(monkeypatch: pytest.MonkeyPatch,
         for code in ("input()", "while True: pass")
     )
     try:
-        (said,) = await still_busy([Process("node", 0, busy, tmp_path)])
+        began = Process("node", 0, busy, tmp_path)
+        async with asyncio.timeout(DEADLINE_S):
+            while sum(watch._cpu_s([began]).values()) < 0.1:  # on a busy machine it takes a while to compute at all
+                await asyncio.sleep(0.01)
+        (said,) = await still_busy([began])
         assert said.startswith(f"node {busy.pid} computes for nobody")
         assert await still_busy([Process("node", 0, idle, tmp_path)]) == []
     finally:
