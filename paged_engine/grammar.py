@@ -38,6 +38,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _OPTION_LINE = re.compile(r"^[^\S\n]*+%llguidance.*+$", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
 _EXCERPT = re.compile(r"\n *+\d++ \| .*+", re.DOTALL)
+_LIMITS_HINT = re.compile(r"; either increase limits\..*+", re.DOTALL)
 _PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
 
 
@@ -238,7 +239,7 @@ def _user_grammar(text: str) -> str:
 
 
 def _refused(constraint: Constraint, why: str) -> RequestError:
-    reason = _EXCERPT.sub("", why.strip())
+    reason = _LIMITS_HINT.sub("; make it simpler", _EXCERPT.sub("", why.strip()))
     if constraint.kind != "grammar":  # whose lines are the client's own
         reason = _PLACE.sub("", reason)
     reason = " ".join(line.strip() for line in reason.splitlines() if line.strip(" ^"))

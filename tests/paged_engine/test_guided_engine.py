@@ -14,7 +14,7 @@ from test_engine import GPU_SIZES, ON_GPU, drain, make, output, prompt
 from tiny_models import make_tiny
 
 from paged_engine.engine import Engine
-from paged_engine.grammar import Grammars
+from paged_engine.grammar import Grammars, _refused
 from paged_engine.request import Request
 from wire.engine_messages import Submit
 from wire.errors import RequestError
@@ -448,6 +448,12 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(constraint, reason, gr
     assert refused.value.param == "response_format"
     assert "\n" not in refused.value.message
     assert len(refused.value.message) < 800
+
+
+def test_what_a_client_cannot_do_is_not_told():
+    hint = "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.x"
+    refused = _refused(Constraint("regex", "a?"), hint)
+    assert refused.message.endswith("cannot be followed: lexer precomputation failed; make it simpler")
 
 
 def test_compiled_grammars_are_kept_and_forgotten(monkeypatch):
