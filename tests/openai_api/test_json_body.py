@@ -64,6 +64,7 @@ def test_what_is_no_json_passes_and_costs_little(body: bytes) -> None:
     [
         ("[]", MAX_CONTAINERS - 1, f"more than {MAX_CONTAINERS} objects and lists"),
         ("{}", MAX_CONTAINERS - 1, f"more than {MAX_CONTAINERS} objects and lists"),
+        ('"a"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
         ('"[{"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
     ],
 )
