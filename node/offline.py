@@ -16,6 +16,7 @@ from node.app import Node, frames_of
 from node.engine_client import EngineClient
 from node.loading import serving_of
 from node.preprocess import legs_of
+from node.sandbox import Sandbox
 from node.serving import Call, Serving
 from openai_api.leg import Leg
 from wire.config import NodeConfig
@@ -63,7 +64,8 @@ class Offline:
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
     config = replace(config, kv_events_port=None)
-    node = Node(config, EngineClient(config), int(time.time()))
+    # Nobody is there to try again later: all that is asked at once is done in turn.
+    node = Node(config, EngineClient(config), int(time.time()), sandbox=Sandbox(turn_deadline_s=None))
     await node.engine.start()
     try:
         node.serving = await serving_of(config, node.engine, node.sandbox)

@@ -7,10 +7,13 @@ reaches a limit means that its request asks for too much: a 400. A child for whi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -44,27 +47,42 @@ _TURN_DEADLINE_S = 10.0
 """Nobody waits longer for a child to begin."""
 _WORK_DEADLINE_S = 60.0
 """Only on a machine that has no time left: limits of CPU time come first."""
+_END_S = 0.2
 _KEPT = 256
 """Outcomes of grammars, so that each is compiled here once."""
 _MAX_ANSWER_BYTES = 1 << 27
 _ROOT = Path(__file__).resolve().parent.parent
 _answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
+# Not an error itself: each time that one is raised it holds on to the frames, and so to the request's body.
+Outcome = Constraint | Refused
+
 
 class _Killed(Exception):
     """A child ended without an answer."""
 
 
+@dataclass(slots=True)
+class _Compiling:
+    """A grammar that a child compiles, and how many requests wait for it."""
+
+    outcome: asyncio.Task[Outcome]
+    waiting: int = 0
+
+
 class Sandbox:
     """The children of one node, and the process that forks them. `open` it before anything else, `close` it last."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn_deadline_s: float | None = _TURN_DEADLINE_S) -> None:
+        """`turn_deadline_s`: how long work may wait for a child to begin; None is for ever."""
+        self._turn_deadline_s = turn_deadline_s
         self._setup = b""
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._turns = {Tokenize: asyncio.Semaphore(_CHILDREN), Compile: asyncio.Semaphore(_CHILDREN)}
-        self._grammars: OrderedDict[Constraint, Constraint | RequestError] = OrderedDict()
+        self._grammars: OrderedDict[Constraint, Outcome] = OrderedDict()
+        self._compiling: dict[Constraint, _Compiling] = {}
 
     def open(self, setup: Setup) -> None:
         """Set what the process begins with. It is started with the first work, which waits until it has loaded."""
@@ -93,22 +111,42 @@ class Sandbox:
         """The same constraint as a Lark grammar that compiles. Raises RequestError with the reason, Unavailable."""
         known = self._grammars.get(constraint)
         if known is None:
-            known = self._grammars[constraint] = await self._compiled(constraint)
+            known = self._grammars[constraint] = await self._shared(constraint)
             while len(self._grammars) > _KEPT:
                 self._grammars.popitem(last=False)
         else:
             self._grammars.move_to_end(constraint)
-        if isinstance(known, RequestError):
-            raise known
+        if isinstance(known, Refused):
+            raise RequestError(known.message, param=known.param, code=known.code)
         return known
 
-    async def _compiled(self, constraint: Constraint) -> Constraint | RequestError:
+    async def _shared(self, constraint: Constraint) -> Outcome:
+        """One child for all requests that wait for the same grammar; it ends when the last of them leaves."""
+        compiling = self._compiling.get(constraint)
+        if compiling is None:
+            compiling = self._compiling[constraint] = _Compiling(asyncio.create_task(self._compiled(constraint)))
+            compiling.outcome.add_done_callback(partial(self._ended, constraint))
+        compiling.waiting += 1
+        try:
+            return await asyncio.shield(compiling.outcome)
+        finally:
+            compiling.waiting -= 1
+            if not compiling.waiting and not compiling.outcome.done():
+                del self._compiling[constraint]  # who comes next begins anew
+                compiling.outcome.cancel()
+
+    def _ended(self, constraint: Constraint, outcome: asyncio.Task[Outcome]) -> None:
+        if (compiling := self._compiling.get(constraint)) is not None and compiling.outcome is outcome:
+            del self._compiling[constraint]
+
+    async def _compiled(self, constraint: Constraint) -> Outcome:
         try:
             answer = await self._done(Compile(constraint))
         except _Killed:
-            return _too_much(constraint.field, "be compiled", GRAMMAR, "invalid_grammar")
+            why = _too_much(constraint.field, "be compiled", GRAMMAR, "invalid_grammar")
+            return Refused(why.message, why.param, why.code)
         except RequestError as why:
-            return why
+            return Refused(why.message, why.param, why.code)
         assert isinstance(answer, Compiled)
         return answer.constraint
 
@@ -116,7 +154,7 @@ class Sandbox:
         """Have a child do it. Raises RequestError, Unavailable, NodeFailed, _Killed."""
         turn = self._turns[type(work)]
         try:
-            await asyncio.wait_for(turn.acquire(), _TURN_DEADLINE_S)
+            await asyncio.wait_for(turn.acquire(), self._turn_deadline_s)
         except TimeoutError as why:
             raise Overloaded("this node has too many long prompts or new grammars to read; try again later") from why
         try:
@@ -148,8 +186,12 @@ class Sandbox:
                 if length > _MAX_ANSWER_BYTES:
                     raise ConnectionError(f"an answer of {length} bytes")
                 return _answer.decode(await _exactly(ours, length))
-            except (ConnectionError, BlockingIOError) as why:
-                if process.returncode is not None:
+            except BlockingIOError as why:
+                raise Overloaded("this node has too many requests to read; try again later") from why
+            except ConnectionError as why:
+                # Its end is known a moment after that of its sockets.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), _END_S)
                     raise Unavailable("the process that reads requests on this node has ended; try again") from why
                 log.warning("a child that read a request was ended at its limits")
                 raise _Killed from why
@@ -158,8 +200,9 @@ class Sandbox:
         """The process that forks; another one if the last has ended."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
-                if self._control is not None:
+                if self._process is not None:
                     log.error("the process that reads requests has ended; another one is started")
+                if self._control is not None:
                     self._control.close()
                 self._control, theirs = socket.socketpair()
                 with theirs:

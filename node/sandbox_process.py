@@ -53,7 +53,8 @@ _work: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
 
 def main() -> None:
     """Fork a child for each socket that comes, until the caller hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, and a node that drains needs us
+    for each in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group or service, and a draining node needs us
+        signal.signal(each, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     control = socket.socket(fileno=os.dup(0))
     setup = msgspec.msgpack.decode(_received(control), type=Setup)

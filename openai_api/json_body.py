@@ -38,15 +38,15 @@ def check_shape(body: bytes) -> None:
     # Nearly all bodies have fewer brackets and quotes than that: three scans at memory speed, and nothing more.
     if body.count(b"{") + body.count(b"[") <= MAX_DEPTH and body.count(b'"') <= 2 * MAX_STRINGS:
         return
-    strings = containers = depth = 0
+    strings = opened = closed = depth = 0
     for piece in _pieces(body.replace(rb"\\", b"").replace(rb"\"", b"")):
         bare, found = _STRINGS.subn(b"", piece)
         strings += found
         if strings > MAX_STRINGS:
             raise RequestError(f"the body holds more than {MAX_STRINGS} keys and texts; send fewer", code=_CODE)
         steps = bare.translate(_STEPS, _NOT_BRACKETS)
-        containers += steps.count(1)
-        if containers > MAX_CONTAINERS:
+        opened, closed = opened + steps.count(1), closed + steps.count(255)
+        if max(opened, closed) > MAX_CONTAINERS:
             raise RequestError(f"the body holds more than {MAX_CONTAINERS} objects and lists; send fewer", code=_CODE)
         depths = list(accumulate(array("b", steps), initial=depth))
         if max(depths) > MAX_DEPTH:

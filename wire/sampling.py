@@ -34,7 +34,11 @@ _MAX_WHITESPACE_CHARS = 128
 # Parsers recurse into brackets, and into rules and references that stand for each other.
 _MAX_BRACKETS_DEEP = 64
 _MAX_RULES = 400
-_RULE = {"json": '"$ref"', "tags": '"$ref"', "grammar": ":"}
+_RULE = {
+    "json": re.compile('"\\$ref"'),
+    "tags": re.compile('"\\$ref"'),
+    "grammar": re.compile("^[^\n:]*+:", re.MULTILINE),
+}
 # What has no depth: quoted text, and escapes and classes of a regular expression.
 _QUOTED = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _CLASS = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?", re.DOTALL)
@@ -66,7 +70,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
         self._at_most("characters", len(self.text), _MAX_CONSTRAINT_CHARS[self.kind])
         self._at_most("characters in its whitespace pattern", len(self.whitespace or ""), _MAX_WHITESPACE_CHARS)
         if self.kind in _RULE:
-            self._at_most("rules or references", self.text.count(_RULE[self.kind]), _MAX_RULES)
+            self._at_most("rules or references", len(_RULE[self.kind].findall(self.text)), _MAX_RULES)
         if self.kind != "choice":
             text = (_CLASS if self.kind == "regex" else _QUOTED).sub("", self.text)
             self._at_most("levels of brackets", _brackets_deep(text), _MAX_BRACKETS_DEEP)

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from node import sandbox as sandbox_module
 from node.sandbox import Sandbox
 from node.sandbox_messages import Setup
-from wire.errors import Overloaded, RequestError
+from wire.errors import Overloaded, RequestError, Unavailable
 from wire.sampling import Constraint
 
 VOCAB, EOS = 300, 2
@@ -147,8 +146,8 @@ async def test_who_leaves_takes_the_child_along(sandbox: Sandbox) -> None:
     assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
 
 
-async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module, "_TURN_DEADLINE_S", 0.2)
+async def test_children_beyond_two_wait_for_a_turn(sandbox: Sandbox) -> None:
+    sandbox._turn_deadline_s = 0.2
     tasks = [asyncio.create_task(sandbox.token_ids(True, chat("x", chat_template=ENDLESS))) for _ in range(2)]
     await until(lambda: len(children(sandbox)) == 2)
     with pytest.raises(Overloaded) as refused:
@@ -168,6 +167,55 @@ async def test_a_process_that_was_killed_is_started_again(sandbox: Sandbox) -> N
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+
+
+async def test_requests_for_one_grammar_share_a_child(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    done = sandbox._done
+
+    async def counted(work: object) -> object:
+        asked.append(work)
+        return await done(work)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sandbox, "_done", counted)
+    grammar = Constraint("regex", "ab")
+    leaves, *others = [asyncio.create_task(sandbox.as_lark(grammar)) for _ in range(9)]
+    await asyncio.sleep(0)
+    leaves.cancel()
+    assert len({lark.text for lark in await asyncio.gather(*others)}) == 1
+    assert len(asked) == 1
+    only = asyncio.create_task(sandbox.as_lark(Constraint("regex", "cd")))
+    await asyncio.sleep(0)
+    only.cancel()
+    await asyncio.gather(only, return_exceptions=True)
+    assert sandbox._compiling == {}
+    assert await sandbox.as_lark(Constraint("regex", "cd"))
+
+
+async def test_a_killed_process_is_no_fault_of_the_grammar(sandbox: Sandbox) -> None:
+    assert await sandbox.token_ids(True, chat("ab")) == [[97, 98]]
+    grammar = Constraint("json", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(900)}}))
+    task = asyncio.create_task(sandbox.as_lark(grammar))
+    await until(lambda: children(sandbox))
+    assert sandbox._process is not None
+    pids = [*children(sandbox), sandbox._process.pid]
+    os.kill(pids[-1], signal.SIGTERM)  # is ignored
+    for pid in reversed(pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        await task
+    assert (await sandbox.as_lark(grammar)).kind == "lark"
+
+
+async def test_a_refusal_holds_on_to_no_request(sandbox: Sandbox) -> None:
+    wrong = Constraint("regex", "(")
+    raised = []
+    for _ in range(2):
+        with pytest.raises(RequestError) as refused:
+            await sandbox.as_lark(wrong)
+        raised.append(refused.value)
+    assert raised[0] is not raised[1]
 
 
 async def test_nothing_is_left_behind(sandbox: Sandbox) -> None:

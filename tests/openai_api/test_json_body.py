@@ -82,9 +82,9 @@ def test_depth_is_counted_from_piece_to_piece() -> None:
     check_shape((level + many + b"1]},") * 50 + b"[]" * 100)
 
 
-@pytest.mark.parametrize("unit", ['{"a":', '{"a":"b"},', "[", '"\\"[",', '"[]",'])
+@pytest.mark.parametrize("unit", ["]", '{"a":', '{"a":"b"},', "[", '"\\"[",', '"[]",'])
 def test_the_largest_bodies_are_looked_at_in_no_time(unit: str) -> None:
-    body = (unit * ((16 << 20) // len(unit))).encode()
+    body = ("[" * 129 + unit * ((16 << 20) // len(unit))).encode()
     began = time.process_time()
     with pytest.raises(RequestError):
         check_shape(body)

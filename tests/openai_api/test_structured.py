@@ -145,6 +145,7 @@ def test_white_space_goes_with_json() -> None:
         ({"guided_json": "[" * 65 + "]" * 65}, "guided_json", "65 levels of brackets"),
         ({"guided_json": {"anyOf": [{"$ref": "#"}] * 401}}, "guided_json", "401 rules or references; the limit is 400"),
         ({"guided_grammar": "a: b\n" * 401}, "guided_grammar", "401 rules or references"),
+        ({"guided_grammar": 'a ::= ":" b\n' * 401}, "guided_grammar", "401 rules or references"),
         (
             {"structured_outputs": {"structural_tag": {"structures": [], "triggers": ["<"] * 129}}},
             "structured_outputs.structural_tag",
