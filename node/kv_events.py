@@ -2,7 +2,8 @@
 
 There are none unless kv_events_port is given. They ask nobody who he is, because a router has no secret: who reaches
 them can see whether KV of a text that he knows is here, and no text. What he can make the node do is bounded: replays
-take a tenth of the event loop's time at most, and who does not read what he has asked for is cut off.
+take a tenth of the event loop's time at most, and who does not read what he has asked for is cut off. A message whose
+frames never end is not: libzmq collects them before we see any, until memory runs out.
 """
 
 from __future__ import annotations

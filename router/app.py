@@ -30,7 +30,7 @@ from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
 from router.admission.gate import Gate
 from router.admission.keys import Keyring
-from router.admission.poison import fingerprint_of
+from router.admission.poison import DEATHS, fingerprint_of
 from router.balance.balancer import balancing
 from router.balance.work import Counted
 from router.chores import Chores
@@ -286,7 +286,9 @@ class Router:
         body = await self._body(request)
         body = await beside(len(body), translate, body)
         async with self.gate.question(caller_of(request)):
-            return await ask_any(self.pool, self.models, self._legs, path, body, self.config.attempts)
+            # What ends one node ends the next: no more of them than a request may have that is answered by tokens.
+            attempts = min(self.config.attempts, DEATHS)
+            return await ask_any(self.pool, self.models, self._legs, path, body, attempts)
 
     def legs(self) -> Legs:
         """The connections to the nodes."""
