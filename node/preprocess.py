@@ -1,6 +1,6 @@
 """From a call to checked legs: here if it is quick, on a thread if it is long, in the sandbox if it could be endless.
 
-What a client has left is not finished: cancelled, these functions end the child that works for them.
+A function here that is cancelled, because its client has left, ends the child that works for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ that takes 30 ms."""
 
 
 async def legs_of(serving: Serving, sandbox: Sandbox, call: Call) -> tuple[list[Leg], ChatRequest | CompletionRequest]:
-    """What a call asks for, a leg for each prompt, checked. Raises RequestError, Draining, Unavailable."""
+    """Make a checked leg for each prompt of a call, and return its request, too.
+
+    Raises RequestError, Draining, Unavailable."""
     size = len(call.body)
     request = await beside(size, serving.read, call)
     prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)

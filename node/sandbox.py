@@ -33,6 +33,7 @@ from node.sandbox_messages import (
     Tokenize,
     Tokenized,
     Work,
+    framed,
 )
 from wire.errors import NodeFailed, Overloaded, RequestError, Unavailable
 from wire.sampling import Constraint
@@ -86,7 +87,7 @@ class Sandbox:
 
     def open(self, setup: Setup) -> None:
         """Set what the process begins with. It is started with the first work, which waits until it has loaded."""
-        self._setup = _framed(msgspec.msgpack.encode(setup))
+        self._setup = framed(msgspec.msgpack.encode(setup))
 
     async def close(self) -> None:
         """End the process."""
@@ -181,7 +182,7 @@ class Sandbox:
             try:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
                 theirs.close()
-                await loop.sock_sendall(ours, _framed(work))
+                await loop.sock_sendall(ours, framed(work))
                 length = int.from_bytes(await _exactly(ours, LENGTH_BYTES), "big")
                 if length > _MAX_ANSWER_BYTES:
                     raise ConnectionError(f"an answer of {length} bytes")
@@ -217,10 +218,6 @@ class Sandbox:
                 self._control.setblocking(False)
                 await asyncio.get_running_loop().sock_sendall(self._control, self._setup)
             return self._process
-
-
-def _framed(message: bytes) -> bytes:
-    return len(message).to_bytes(LENGTH_BYTES, "big") + message
 
 
 async def _exactly(sock: socket.socket, count: int) -> bytes:

@@ -22,6 +22,7 @@ __all__ = [
     "Tokenize",
     "Tokenized",
     "Work",
+    "framed",
 ]
 
 LENGTH_BYTES = 8
@@ -102,3 +103,8 @@ class Broke(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = Tokenized | Compiled | Refused | Broke
+
+
+def framed(message: bytes) -> bytes:
+    """Put its length before a message."""
+    return len(message).to_bytes(LENGTH_BYTES, "big") + message

@@ -37,6 +37,7 @@ from node.sandbox_messages import (
     Tokenize,
     Tokenized,
     Work,
+    framed,
 )
 from openai_api.body import decode_chat, decode_completion
 from openai_api.prompt import Prompts
@@ -96,8 +97,7 @@ def _serve(caller: socket.socket, prompts: Prompts, grammars: Grammars) -> None:
             os._exit(1)
         except Exception:  # noqa: BLE001 - the edge of this process: the node logs it
             answer = Broke(traceback.format_exc())
-    message = msgspec.msgpack.encode(answer)
-    caller.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+    caller.sendall(framed(msgspec.msgpack.encode(answer)))
 
 
 def _tokenized(work: Tokenize, prompts: Prompts) -> Tokenized:

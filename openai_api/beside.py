@@ -1,4 +1,4 @@
-"""Work on a request's body, beside the event loop if the body is long, and one by one if it is very long."""
+"""Work on a request's body: beside the event loop if it is long, one by one if it is very long."""
 
 from __future__ import annotations
 

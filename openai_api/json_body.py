@@ -1,4 +1,4 @@
-"""JSON bodies: what is wrong with one, said as a RequestError that names the field, and answers of routes."""
+"""JSON bodies: their depth and size, what is wrong with one as an error of its field, and answers of routes."""
 
 from __future__ import annotations
 
