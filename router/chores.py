@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Collection, Coroutine
 from typing import Any
 
+from wire.errors import without_frames
+
 __all__ = ["Chores", "ended"]
 
 
@@ -17,7 +19,10 @@ async def ended(tasks: Collection[asyncio.Task[Any]]) -> None:
     if late:
         await asyncio.wait(late)
     for task in tasks:
-        _ = task.cancelled() or task.exception()  # seen: else the event loop complains
+        try:
+            task.result()  # seen: else the event loop complains, and the task keeps the traceback
+        except (Exception, asyncio.CancelledError) as why:  # noqa: BLE001 - whatever it was
+            without_frames(why)
 
 
 class Chores:

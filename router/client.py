@@ -185,7 +185,7 @@ def arrived(scope: Scope) -> bytes | None:
 
 
 def client_of(scope: Scope) -> Client:
-    """Of a request that came in through a ClientConnection."""
-    client = scope[_KEY]
+    """Take the client of a request out of its scope, which it has itself. Once."""
+    client = scope.pop(_KEY)
     assert isinstance(client, Client)
     return client

@@ -19,7 +19,7 @@ from router.client import client_of
 from router.vllm.walk import VllmWalk
 from router.walk.handoff import Walk
 from router.walk.joined_walk import JoinedWalk
-from wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed
+from wire.errors import Draining, ErrorBody, KvrelayError, NodeFailed, without_frames
 
 __all__ = ["CLIENT_GONE", "HOLD_S", "Finished", "Relay", "error_response", "id_headers"]
 
@@ -99,6 +99,10 @@ class Relay(Response):
                 self._holding.cancel()
             status = CLIENT_GONE if not self._complete else 200 if failure is None else failure.status
             self._finished(status, failure)
+            # A long body is given back now, and not when the collector comes to it.
+            self._walk.reply.pass_on_no_more()
+            if failure is not None:
+                without_frames(failure)
 
     def _leave(self) -> None:
         """The client went away."""

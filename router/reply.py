@@ -40,6 +40,11 @@ class Reply:
         """From now on each payload goes to `put`, the last one to `put_last`; who asks for room is told of `flow`."""
         self.put, self.put_last, self.flow = put, put_last or put, flow
 
+    def pass_on_no_more(self) -> None:
+        """The client has all that it gets."""
+        self.put = self.put_last = self._kept.append
+        self.flow = None
+
     def kept(self) -> bytes:
         """All that was put and not passed on."""
         return b"".join(self._kept)

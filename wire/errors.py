@@ -30,6 +30,7 @@ KvrelayError 500
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -61,7 +62,10 @@ __all__ = [
     "TransferTimeout",
     "Unauthorized",
     "Unavailable",
+    "without_frames",
 ]
+
+_E = TypeVar("_E", bound=BaseException)
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -268,3 +272,17 @@ class TransferTimeout(TransferError):
 
 class KvCorrupted(TransferError):
     """What arrived is not what the source has: a checksum of `kv_checksums` differs."""
+
+
+def without_frames(why: _E) -> _E:
+    """Drop the tracebacks of an error and of its causes, and return it.
+
+    An error that is kept keeps the frames it came through: a request's body, and often, through a local variable,
+    itself. Such a circle is freed when the collector comes to it, some hundred requests later."""
+    behind: list[BaseException | None] = [why]
+    while behind:
+        each = behind.pop()
+        if each is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            behind += each.__cause__, each.__context__
+    return why

@@ -38,7 +38,7 @@ from router.walk.means import Means
 from router.walk.progress import Diverged, Place, Progress
 from router.walk.tries import Tries
 from wire.config import Role
-from wire.errors import DeadlineExceeded, KvrelayError, NodeFailed, PoisonRequest, Unavailable
+from wire.errors import DeadlineExceeded, KvrelayError, NodeFailed, PoisonRequest, Unavailable, without_frames
 from wire.frames import Frame, FrameKind
 from wire.transfer import KvTransferParams
 
@@ -49,6 +49,10 @@ _log = logging.getLogger("kvrelay.router")
 
 class _Moves(Exception):
     """A decode leg was cut because it waits for room that another node has."""
+
+
+def _nobody(_: Role) -> None:
+    """Is told."""
 
 
 class Walk:
@@ -69,7 +73,7 @@ class Walk:
         self.progress = Progress(job)
         self._prefix = prefix_of(job)
         self.timeline = timeline
-        self.on_placed: Callable[[Role], None] = lambda _: None
+        self.on_placed: Callable[[Role], None] = _nobody
         """Told when a node has a leg of it."""
         self.prefill_node: Node | None = None
         self.decode_node: Node | None = None
@@ -138,6 +142,7 @@ class Walk:
             try:
                 await ended([task for task in (self._prefilling, self._decoding) if task is not None])
             finally:
+                self.on_placed = _nobody
                 self._give_back()
 
     async def _walk(self) -> None:
@@ -199,11 +204,11 @@ class Walk:
                     # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
                     return ended is FrameKind.HANDOVER or not self.progress.ended
                 except LegFailed as why:
-                    failure = why
+                    failure = without_frames(why)
                 except Refused as why:
                     if not is_full(self._means, lease, why):
                         raise
-                    failure = why
+                    failure = without_frames(why)
             nodes = []
             tries.failed(lease.node, failure, told=False)
             if self._decoding is not None or not self.progress.start_over():
@@ -244,7 +249,7 @@ class Walk:
                 continue
             except LegFailed as why:
                 tries.failed(lease.node, why, told=self.progress.output_tokens > known)
-                failure, self._bound_by = why, time.monotonic() + ROOM_DEADLINE_S
+                failure, self._bound_by = without_frames(why), time.monotonic() + ROOM_DEADLINE_S
             except Refused as why:
                 late = time.monotonic() > self._bound_by and not self.progress.output_tokens
                 if not is_full(self._means, lease, why) or late:
@@ -394,17 +399,16 @@ class Walk:
                 passage.ended(time.monotonic())
                 return ended
             except LegFailed as why:
-                failure = why
                 if watch.moves:
                     _log.info("id=%s: its decode leg goes from %s to where there is room", self.job.id, node.url)
                     raise _Moves from why
                 if watch.silent:
-                    failure = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
-                broke(self._means, self.job.id, lease, role, passage, failure)
-                if failure.lost and failure.reached and not passage.answered:
+                    why = LegFailed(f"the node has said nothing for {watch.patience_s:g} s", paid=True)
+                broke(self._means, self.job.id, lease, role, passage, why)
+                if why.lost and why.reached and not passage.answered:
                     self._deaths.lost(lease, time.monotonic())
                     await self._deaths.may_go_on()
-                raise failure from why.__cause__
+                raise why  # kept in no local variable, which its traceback would keep
             except Refused as why:
                 if why.kv_error and peer is not None:
                     kv_did_not_come(self._means, peer, node, why.kv_error)

@@ -1,0 +1,99 @@
+"""Requests free what they took by their counts, however they end: a process may have hundreds of large bodies."""
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from router_doubles import Call, Cluster, Script, cluster, decode, decode_ok, prefill, prefill_ok, refuse, until
+from starlette.requests import Request
+
+from router.relay import Relay
+from router.walk.handoff import Walk
+from router.walk.job import Job
+from wire.errors import KvrelayError
+
+pytestmark = pytest.mark.usefixtures("either_way")
+
+
+def kept() -> Counter[str]:
+    """Objects of requests, by their types."""
+    kinds = (Request, Relay, Walk, Job, KvrelayError)
+    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
+
+
+async def hold(call: Call) -> None:
+    await asyncio.sleep(30)
+
+
+async def cut_at_once(call: Call) -> None:
+    call.cut()
+
+
+async def cut_after_token(call: Call) -> None:
+    await call.tokens(12, "b", 2)
+    call.cut()
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        pytest.param(prefill_ok, decode_ok, id="answered"),
+        pytest.param(refuse(400), decode_ok, id="refused by a prefill node"),
+        pytest.param(prefill_ok, refuse(400), id="refused by a decode node"),
+        pytest.param(refuse(429), refuse(429), id="no room"),
+        pytest.param(cut_at_once, decode_ok, id="prefill nodes lost"),
+        pytest.param(prefill_ok, cut_after_token, id="decode nodes lost"),
+        pytest.param(prefill_ok, cut_at_once, id="decode nodes lost at once"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_request_leaves_nothing_for_the_collector(p: Script, d: Script, stream: bool) -> None:
+    async with cluster(prefill(p), prefill(p), decode(d), decode(d), request_deadline_s=0.5) as c:
+        assert await _left_by(lambda: _ask(c, stream)) == Counter()
+
+
+async def test_a_request_of_several_prompts_leaves_nothing_for_the_collector() -> None:
+    async with cluster(prefill(), decode(refuse(400))) as c:
+        body = {"prompt": ["a", "b"], "messages": None}
+        assert await _left_by(lambda: _ask(c, stream=True, path="/v1/completions", body=body)) == Counter()
+
+
+async def test_what_the_router_refuses_itself_leaves_nothing_for_the_collector() -> None:
+    async with cluster(prefill(), decode()) as c:
+        for body in ({"model": "unknown"}, {"n": "two"}, {"max_tokens": -1}):
+            assert await _left_by(lambda body=body: _ask(c, stream=False, body=body)) == Counter()
+
+
+async def test_a_client_that_goes_leaves_nothing_for_the_collector() -> None:
+    async with cluster(prefill(), decode(hold)) as c:
+
+        async def goes() -> None:
+            with pytest.raises(asyncio.TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await _ask(c, stream=True)
+            await until(lambda: not c.router._live)
+
+        assert await _left_by(goes) == Counter()
+
+
+async def _left_by(ask: Callable[[], Awaitable[None]]) -> Counter[str]:
+    """Objects that are there after some requests, and were not before."""
+    await ask()  # what is made once
+    gc.collect()
+    gc.disable()
+    try:
+        before = kept()
+        for _ in range(3):
+            await ask()
+        await asyncio.sleep(0.1)
+        return kept() - before
+    finally:
+        gc.enable()
+
+
+async def _ask(c: Cluster, stream: bool, body: Any = None, **kwargs: Any) -> None:
+    async with c.post({"stream": stream, "max_tokens": 9, **(body or {})}, **kwargs) as answer:
+        await answer.read()
