@@ -306,6 +306,7 @@ class Desk:
     def beat(self, now: float) -> float:
         """Leases that end, fetches that are late, peers to hear from. Returns seconds until something is due."""
         self._beat_at = now
+        self._planes.expire(now)
         with self._turn():
             self._leases.expire(now)
             self._fetches.tick(now)

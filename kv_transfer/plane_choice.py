@@ -72,6 +72,7 @@ class Planes:
         self._pools = [(heads, region)]  # of each rank
         self._cards: dict[str, list[bytes]] = {}  # of planes that are open, by rank
         self._opening: dict[str, dict[int, bytes | Exception]] = {}  # what ranks have told of planes that are not yet
+        self._open_by: dict[str, float] = {}  # the monotonic second at which these are given up
         self._lock = threading.Lock()  # of all of these; nothing of others is called under it
         first: queue.Queue[str] = queue.Queue()
         self._opened: Callable[[str], None] = first.put
@@ -125,7 +126,7 @@ class Planes:
         with self._lock:
             if kind in self._cards or kind in self.missing or kind in self._opening:
                 return
-            self._opening[kind] = {}
+            self._opening[kind], self._open_by[kind] = {}, time.monotonic() + OPEN_S
         self._threads[kind].open(partial(self._told, kind, 0))
         for rank in range(1, len(self._pools)):
             assert self._link is not None
@@ -134,24 +135,35 @@ class Planes:
     def _told(self, kind: str, rank: int, card: bytes | Exception) -> None:
         """A rank has opened a plane, or cannot."""
         with self._lock:
-            told = self._opening[kind]
+            told = self._opening.get(kind)
+            if told is None:
+                return  # it was given up
             told[rank] = card
             if len(told) < len(self._pools):
                 return
             cards = [card for _, card in sorted(told.items()) if isinstance(card, bytes)]
             if len(cards) == len(told):
                 self._cards[kind] = cards
-                del self._opening[kind]
+                del self._opening[kind], self._open_by[kind]
         if len(cards) < len(told):
             rank, error = next((rank, card) for rank, card in sorted(told.items()) if isinstance(card, Exception))
             self._leave_out(kind, f"rank {rank}: {why_not(error)}" if rank else why_not(error))
         self._opened(kind)
+
+    def expire(self, now: float) -> None:
+        """Give planes up whose opening hangs; `opened` is told."""
+        with self._lock:
+            late = [kind for kind, by in self._open_by.items() if now >= by]
+        for kind in late:
+            self._leave_out(kind, f"it was not opened on all ranks within {OPEN_S:g} s")
+            self._opened(kind)
 
     def _leave_out(self, kind: str, why: str) -> None:
         log.info("no KV by %s on this node: %s", kind, why)
         with self._lock:
             self.missing[kind] = why
             self._opening.pop(kind, None)
+            self._open_by.pop(kind, None)
             thread = self._threads.pop(kind)
         thread.stop()
         for rank in range(1, len(self._pools)):

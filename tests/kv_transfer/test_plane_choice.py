@@ -12,6 +12,7 @@ import zmq
 from peer_process import CONFIG, FINGERPRINT
 from shared_plane import BLOCKS, REGION, SharedPlane, pattern
 
+from kv_transfer import plane_choice
 from kv_transfer.connector import Event, Fetched, FetchFailed
 from kv_transfer.desk import Desk
 from kv_transfer.messages import Hello, Welcome, decode, encode
@@ -190,6 +191,22 @@ def test_the_next_plane_is_taken_if_one_end_cannot_open_it(make, mine, theirs, w
     assert way.missed["a"] == "another host"
     assert why in way.missed["b"]
     assert "b" not in (here if mine is Missing else there).desk.planes
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(Slow, SharedPlane), (SharedPlane, Slow)])
+def test_a_plane_whose_opening_hangs_is_given_up_and_may_end_later(make, monkeypatch, mine, theirs) -> None:
+    may = threading.Event()
+    monkeypatch.setattr(Slow, "may", may)
+    monkeypatch.setattr(plane_choice, "OPEN_S", 0.5)
+    here, there = make(a=Refusing, b=mine, c=SharedPlane), make(a=SharedPlane, b=theirs, c=SharedPlane)
+    slow = here if mine is Slow else there
+    assert isinstance(here.fetch_from(there), Fetched)
+    assert here.read_through() == ["c"]
+    assert "not opened on all ranks within 0.5 s" in slow.desk._planes.missing["b"]
+    may.set()
+    slow.desk._planes.close(1.0)  # waits for the end of the opening
+    slow.desk.events()  # no thread has broken
+    assert "b" not in slow.desk.planes
 
 
 def test_without_a_plane_that_can_be_opened_the_fetch_says_which_end_could_not(make) -> None:
