@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import stat
@@ -23,25 +24,32 @@ _PREFIX = "process-"
 _TRIES = 8
 """Somebody else who starts at the same time may take a folder for a dead one's before it is locked."""
 
+_log = logging.getLogger("kvrelay.node")
+
 
 class ProcessFolder:
     """A folder of this process at `path`, from now on until `close`. Removes those of processes that were killed."""
 
     def __init__(self) -> None:
         """Raises ConfigError if there can be none."""
-        parent = Path(tempfile.gettempdir()) / f"kvrelay-{os.geteuid()}"
+        usual = parent = Path(tempfile.gettempdir()) / f"kvrelay-{os.geteuid()}"
         try:
             with contextlib.suppress(FileExistsError):
                 parent.mkdir(mode=_FOLDER)
-            _make_private(parent)
+            try:
+                _make_private(parent)
+            except PermissionError as why:  # whoever was first must not keep nodes from starting
+                parent = Path(tempfile.mkdtemp(prefix=f"{usual.name}-"))
+                _log.warning("%s; this process uses %s, which the next one does not look for", why, parent)
             _remove_dead(parent)
             self.path, self._lock = _made(parent)
+            self._ours = self.path if parent == usual else parent
         except OSError as why:
             raise ConfigError(f"cannot make a folder in {parent}: {why}; name another place with TMPDIR") from why
 
     def close(self) -> None:
         """Remove it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(self._ours, ignore_errors=True)
         os.close(self._lock)
 
 

@@ -91,8 +91,24 @@ def test_what_is_no_folder_of_ours_stays(temporary: Path, tmp_path: Path) -> Non
     assert sorted(each.name for each in temporary.iterdir()) == ["admin-8000.key", "others", "process-link"]
 
 
-def test_a_place_that_somebody_else_has_made_is_refused(temporary: Path, tmp_path: Path) -> None:
-    temporary.symlink_to(tmp_path)
+def test_a_place_that_somebody_else_has_made_is_left_alone(
+    temporary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    temporary.symlink_to(elsewhere)
+    folder = ProcessFolder()
+    assert folder.path.parent.parent == tmp_path
+    assert folder.path.parent not in (temporary, elsewhere)
+    assert mode(folder.path.parent) == mode(folder.path) == 0o700
+    assert "is somebody else's" in caplog.text
+    folder.close()
+    assert set(tmp_path.iterdir()) == {temporary, elsewhere}
+    assert not list(elsewhere.iterdir())
+
+
+def test_without_any_place_it_is_said_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "removed"))
     with pytest.raises(ConfigError, match="TMPDIR"):
         ProcessFolder()
 
