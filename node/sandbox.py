@@ -221,7 +221,7 @@ class Sandbox:
 
 
 async def _exactly(sock: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises ConnectionError if there are no more."""
+    """Read so many bytes. Raises ConnectionError if there are no more."""
     received = bytearray()
     while len(received) < count:
         chunk = await asyncio.get_running_loop().sock_recv(sock, min(count - len(received), 1 << 20))

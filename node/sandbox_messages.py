@@ -1,4 +1,4 @@
-"""What a node and its sandbox process say to each other, as msgpack behind a length of eight bytes; and its limits."""
+"""Messages between a node and its sandbox process, as msgpack behind a length of eight bytes; and its limits."""
 
 from __future__ import annotations
 

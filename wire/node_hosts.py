@@ -1,4 +1,4 @@
-"""Whether the host of a node's address is one that is allowed, as text: nothing is resolved, nothing is asked. Pure.
+"""Decides by text alone if the host of a node's address is allowed: nothing is resolved, nothing is asked. Pure.
 
 What clients read in an address is never wider than what is read here: a host that is neither a plain name nor an
 address in its usual form is allowed by nothing.
@@ -33,7 +33,7 @@ def check_node_allow(entries: Iterable[str]) -> None:
 
 
 def is_node_allowed(url: str, entries: Sequence[str], nodes: Iterable[str]) -> bool:
-    """Whether the host of `url` is in the entries, or is the host of one of the URLs of `nodes`.
+    """Tell whether the host of `url` is in the entries, or is the host of one of the URLs of `nodes`.
 
     A name equals a name, whatever its case and with or without the dot at its end; an address is in a network, or
     equals an address, however it is written. A name is never looked up, so it is in no network.

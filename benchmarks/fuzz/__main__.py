@@ -62,7 +62,7 @@ _SMALL_BODIES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is played, for how long, and on what."""
+    """A choice of what is played, for how long, and on what."""
 
     seconds: float = 60.0
     seed: int = 0
@@ -175,7 +175,7 @@ async def _round(stand: Stand, target: str, rng: random.Random, held: LeaseId) -
 
 
 async def _gone_on(stand: Stand, state: dict[str, Any]) -> list[str]:
-    """What is not as it was before the round."""
+    """Find what is not as it was before the round."""
     wrong = stand.ended()
     if wrong:
         return wrong
@@ -204,7 +204,7 @@ async def _failed_fetches(stand: Stand) -> float:
 
 
 async def _grown(stand: Stand, usage: dict[Process, Usage], *, memory: bool) -> list[str]:
-    """Who has more than after the first pass, and goes on having it; `memory`: bytes of it, too."""
+    """Find who has more than after the first pass, and goes on having it; `memory`: bytes of it, too."""
     until = time.monotonic() + SETTLE_S
     while True:
         wrong = []
@@ -222,7 +222,7 @@ async def _grown(stand: Stand, usage: dict[Process, Usage], *, memory: bool) -> 
 
 
 def _command(given: dict[str, Any], broken: str) -> str:
-    """What plays the round of a broken thing again."""
+    """Name the command that plays the round of a broken thing again."""
     flags = {name: value for name, value in given.items() if value != getattr(Options(), name)}
     if found := re.match(r"(.+?), round (\d+): ", broken):
         flags |= {"target": found[1], "round": found[2], "seconds": 0}

@@ -1,4 +1,4 @@
-"""What is valid: requests and messages of every kind, from which fuzz begins. Pure; owns no socket."""
+"""Valid messages: requests and messages of every kind, from which fuzz begins. Pure; owns no socket."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Example:
 
 
 def asks(key: str) -> list[Example]:
-    """What the router and a node asked directly have in common."""
+    """List what the router and a node asked directly have in common."""
     chats = [
         _CHAT,
         _CHAT | {"stream": True, "stream_options": {"include_usage": True}},

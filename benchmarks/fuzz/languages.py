@@ -38,7 +38,7 @@ class Site:
 
 
 def sites(route: Route) -> list[Site]:
-    """Those that the route's body has the fields for."""
+    """Find the sites that the route's body has the fields for."""
     known = set(route.fields)
     return [site for site in _SITES if set(site.fields) <= known]
 

@@ -314,7 +314,7 @@ def _opens(stand: Stand, example: Example, key: str) -> bool:
 
 
 def judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool = False) -> str:
-    """What is wrong with an answer, if anything is. `strange`: who asked had no business there."""
+    """Say what is wrong with an answer, if anything is. `strange`: who asked had no business there."""
     if answer is None:
         return f"neither an answer nor an end within {ANSWER_S:g} s"
     if not answer:
@@ -332,7 +332,7 @@ def judged(answer: bytes | None, *, strange: bool = False, may_be_silent: bool =
 
 
 def _wrong_in_legs(answer: bytes) -> str:
-    """What the node says in a leg stream that it must not say."""
+    """Find what the node says in a leg stream that it must not say."""
     _, _, body = answer.partition(b"\r\n\r\n")
     if not answer.startswith(b"HTTP/1.1 200"):
         return ""

@@ -28,11 +28,13 @@ __all__ = ["TARGETS", "Case", "cases", "round_of", "sizes", "small"]
 
 TARGETS = ("sizes", "languages")
 _PER_ROUND = 12
+_AGAIN = 6
+"""Times that the largest size of some cases is played in a row: what each leaves behind shows."""
 _MOST_NUMBER = 2**63
 _SMALL = 4
 _LEAVES_S = 0.1
 _MOST_HEARD = 1 << 16
-"""What is refused by its length is closed while more comes, and its answer may be lost: some routes take no more."""
+"""Beyond so many bytes no answer need be heard: a connection may be closed while more of a refused body comes."""
 _SLOW_S = 1.0
 """Behind an answer that took longer it is asked whether somebody goes on computing."""
 
@@ -47,7 +49,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--only` looks in."""
+        """The text that `--only` looks in."""
         return f"{self.route.path} {self.place}: {self.generator.name}"
 
 
@@ -89,10 +91,11 @@ async def sizes(
     """Play the cases. Returns what is wrong: the first thing, with the field, the generator and the size."""
     for case in played:
         process = _server(stand, rng, case.route)
-        at_once, leaves = rng.choice((1, 1, 1, 4)), rng.random() < 0.25
+        at_once, leaves, again = rng.choice((1, 1, 1, 4)), rng.random() < 0.25, rng.random() < 0.25
         held = 0
         # Large values take seconds to make on a busy machine, and leases are renewed meanwhile.
-        for size in await asyncio.to_thread(ladder, rng, case.generator, most_bytes):
+        steps = await asyncio.to_thread(ladder, rng, case.generator, most_bytes)
+        for size in [*steps, *steps[-1:] * (_AGAIN * again)]:
             wrong = await _played(stand, watch, process, case, size, at_once, leaves)
             if wrong:
                 while size // 2 > held and await _quiet(stand, watch):
@@ -129,7 +132,7 @@ async def _played(
 
 
 async def _quiet(stand: Stand, watch: Watch) -> bool:
-    """Whether all is as it was: then a smaller size can be tried. Waits for who still computes."""
+    """Wait for who still computes, and tell whether all is as it was: then a smaller size can be tried."""
     if stand.ended():
         return False
     for _ in range(10):
@@ -150,6 +153,7 @@ def _of_fields() -> Iterator[Case]:
 
     anything = generators([inspect.AnyType()])
     for route in ROUTES:
+        yield made(route, "(the body)", Generator("closing brackets", lambda n: b"]" * n), bytes)
         yield from (made(route, "(the body)", value, bytes) for value in anything)
         yield from (made(route, "(unknown)", value, partial(_with_unknown, route)) for value in anything)
         for place in places(route):
@@ -177,7 +181,7 @@ def _program(route: Route, site: Site, program: Program, size: int) -> bytes:
 
 
 def _server(stand: Stand, rng: random.Random, route: Route) -> Process:
-    """Who has the route; of those that all have, mostly the router, which asks the nodes."""
+    """Choose a process that has the route; of those that all have, mostly the router, which asks the nodes."""
     if route.key == "node":
         return stand.nodes[1] if route.path == "/kv/probe/fetch" else stand.nodes[0]
     return stand.router if route.key == "admin" else rng.choice((stand.router, stand.router, *stand.nodes))

@@ -190,7 +190,7 @@ async def control(stand: Stand, rng: random.Random, cases: int, held: LeaseId) -
 
 
 async def holds(stand: Stand, lease: LeaseId) -> bool:
-    """Whether the prefill node still holds KV under this lease, as it says on its control channel."""
+    """Ask whether the prefill node still holds KV under this lease, as it says on its control channel."""
     facts = await _kv_of(stand, stand.nodes[0].url)
     async with _Peer(zmq.DEALER, facts.address, stand.nodes[0].kv_port, stand.secret) as peer:
         await peer.send(encode(Renew(1.0, [lease])))
@@ -267,7 +267,7 @@ class _Peer:
         return await self.socket.recv_multipart() if await self.socket.poll(within_s * 1000) else None
 
     async def heard_of(self, mark: bytes) -> bool:
-        """Whether a message with these bytes comes."""
+        """Wait for a message with these bytes, and tell if it came."""
         until = time.monotonic() + _ANSWER_S
         while (left_s := until - time.monotonic()) > 0:
             heard = await self.hear(left_s)

@@ -27,10 +27,10 @@ __all__ = ["MAX_BODY", "UNITS", "Generator", "generators", "ladder", "limits", "
 
 MAX_BODY: int = RouterConfig().max_body_bytes
 UNITS = (
-    "a", "\n", " ", "a?", "(", "[", "{", "<", "\\", "7", '"', "\x00", "é", "\U0001f600", "\u200b", "e\u0301",
-    "<|end|>", "{{", "</think>", "<tool_call>", "word ", "\r\n",
+    "a", "\n", " ", "a?", "(", ")", "[", "]", "{", "}", "<", "\\", "7", '"', "\x00", "é", "\U0001f600", "\u200b",
+    "e\u0301", "<|end|>", "{{", "</think>", "<tool_call>", "word ", "\r\n",
 )  # fmt: skip
-"""What is repeated in texts: quadratic in somebody's pattern, many tokens each, or special to a parser."""
+"""Repeated in texts: quadratic in somebody's pattern, many tokens each, or special to a parser."""
 _STEPS = 10
 _HOME = "http://127.0.0.1:9/"
 
@@ -85,7 +85,7 @@ def text(unit: str, count: int, before: str = "", behind: str = "") -> bytes:
 
 
 def generators(types: Iterable[inspect.Type], *, at_home: bool = False) -> list[Generator]:
-    """Those for values of these types; `at_home`: texts are addresses of nobody on this machine.
+    """Find the generators for values of these types; `at_home`: texts are addresses of nobody on this machine.
 
     Raises TypeError for a type that has none."""
     found = [

@@ -41,7 +41,7 @@ _PROMPT = "the tide comes in twice a day, and " * 8
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a family of processes has: bytes of memory, open files (sockets among them), threads."""
+    """A family's use of its machine: bytes of memory, open files (sockets among them), threads."""
 
     rss: int
     files: int
@@ -59,7 +59,7 @@ class Process:
     popen: subprocess.Popen[bytes]
     log: Path
     kv_port: int = 0
-    """Of the control channel of its hand-overs; 0 for a router, which has none."""
+    """The control channel's of its hand-overs; 0 for a router, which has none."""
     read: int = 0
     """Bytes of the log that were looked at."""
     born: dict[int, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Process:
         return Usage(rss, files, threads, kinds)
 
     def news(self) -> str:
-        """What was logged since the last call."""
+        """Read what was logged since the last call."""
         with self.log.open("rb") as log:
             log.seek(self.read)
             told = log.read()
@@ -154,7 +154,7 @@ class Stand:
             return answer.status, await answer.json(content_type=None)
 
     async def canary(self, salt: str) -> str:
-        """What the cluster answers to the request whose answer is known. With a salt that was not used before no node
+        """Ask the request whose answer is known. With a salt that was not used before no node
         has its KV: all of it is computed, and handed over."""
         body = {"model": "tiny", "prompt": _PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body["cache_salt"] = salt
@@ -220,7 +220,7 @@ class Stand:
             await self.ask(self.router, f"/admin/nodes?{urlencode({'url': url})}", "admin", method="DELETE")
 
     def ended(self) -> list[str]:
-        """Who has lost processes of those at the beginning, with the end of its log."""
+        """Find who has lost processes of those at the beginning, with the end of its log."""
         return [
             f"{process.role}: processes {gone} have ended (code {process.popen.poll()}): {process.news()[-1500:]}"
             for process in self.processes

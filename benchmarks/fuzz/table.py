@@ -99,7 +99,7 @@ INSIDE: Mapping[str, Any] = {
     "structured_outputs": _StructuredOutputs, "input": str | list[_Item], "format": _Format, "metadata": _User,
     "system": str | list[_Part], "messages.content": str | list[_Part],
 }  # fmt: skip
-"""What fields hold whose types do not say it, by the end of their path without numbers."""
+"""Contents of fields whose types do not say it, by the end of their path without numbers."""
 OPEN = frozenset(
     {
         "documents", "chat_template_kwargs", "conversation", "prompt", "container", "mcp_servers", "schema", "json",
@@ -157,7 +157,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As errors name it."""
+        """The name that errors have for it."""
         return ".".join(str(step) for step in self.steps)
 
     def body(self, value: bytes) -> bytes:
@@ -196,7 +196,7 @@ def _below(kind: inspect.Type) -> Iterator[tuple[Step, inspect.Type]]:
 
 
 def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, ...]:
-    """Those that a value there may have, as INSIDE says it where the type says nothing."""
+    """Find the types that a value there may have, as INSIDE says it where the type says nothing."""
     names = [step for step in steps if isinstance(step, str)]
     every = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     if any(open_type(each) for each in every):
@@ -208,7 +208,7 @@ def _types(kind: inspect.Type, steps: tuple[Step, ...]) -> tuple[inspect.Type, .
 
 
 def open_type(kind: inspect.Type) -> bool:
-    """Whether it says nothing of what is inside."""
+    """Tell whether it says nothing of what is inside."""
     match kind:
         case inspect.AnyType() | inspect.RawType():
             return True

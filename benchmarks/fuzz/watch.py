@@ -34,7 +34,7 @@ FLOOR_BYTES = 256 << 20
 SETTLE_S = 2.0
 """CPU time that a process may use behind the last answer, or when its clients have gone."""
 MAX_IDLE_SHARE = 0.3
-"""Of a core: what a process may use when nobody asks for anything."""
+"""Share of a core: what a process may use when nobody asks for anything."""
 _ASK_EVERY_S, _LOOK_EVERY_S, _CONTROL_S, _SHARE_S = 0.1, 0.2, 0.02, 0.3
 _ASK_DEADLINE_S, _SAY_DEADLINE_S = 60.0, 30.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -51,7 +51,7 @@ class Live(msgspec.Struct):
 
     @property
     def stall_s(self) -> float:
-        """What is left, which is the process' own."""
+        """The rest, which is the process' own."""
         return max(0.0, self.took_s - max(self.lag_s, self.waited_s))
 
 
@@ -79,7 +79,7 @@ class Seen(msgspec.Struct):
     over: int = 0
 
     def wrong(self) -> list[str]:
-        """What must not be."""
+        """Find what must not be."""
         found = [f"the stand was ended: its processes had {self.over >> 20} MiB together"] if self.over else []
         for role, live in self.live.items():
             if live.stall_s > MAX_STALL_S:
@@ -100,7 +100,7 @@ class Watch:
         self._stand, self._limit = stand, limit_bytes
         self._process: asyncio.subprocess.Process | None = None
         self.worst = Seen()
-        """Of the whole run."""
+        """The worst of the whole run."""
 
     async def __aenter__(self) -> Watch:
         listening: dict[int, set[str]] = {}
@@ -122,7 +122,7 @@ class Watch:
         await self._process.wait()
 
     async def look(self) -> Seen:
-        """What was seen since the last time."""
+        """Fetch what was seen since the last time."""
         seen = await self._say("look")
         for role, live in seen.live.items():
             if live.stall_s > self.worst.live.get(role, Live()).stall_s:
@@ -144,7 +144,7 @@ class Watch:
 
 
 async def still_busy(processes: list[Process]) -> list[str]:
-    """Who goes on computing though nobody waits for anything. Waits until all are idle, or one has had its time.
+    """Find who goes on computing though nobody waits for anything. Waits until all are idle, or one has had its time.
 
     That is CPU time, not the clock's: on a busy machine the end of an honest piece of work comes later."""
     first = before = _cpu_s(processes)
@@ -196,7 +196,7 @@ class _Family:
 
 
 class _Watcher:
-    """What runs in the watching process."""
+    """The part that runs in the watching process."""
 
     def __init__(self, limit: int, families: list[_Family]) -> None:
         self._limit, self._families = limit, families

@@ -31,7 +31,7 @@ class _Suspect:
 
 
 class Poison:
-    """Of one router process. False while nothing is known of any request."""
+    """A record of one router process. False while nothing is known of any request."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -56,7 +56,7 @@ class Poison:
             del self._suspects[fingerprint]
 
     def processes(self, fingerprint: bytes, now: float) -> Set[str]:
-        """Those that have died of late while the request was unanswered there."""
+        """Name the processes that have died of late while the request was unanswered there."""
         while self._suspects and next(iter(self._suspects.values())).until <= now:
             self._suspects.popitem(last=False)
         suspect = self._suspects.get(fingerprint)
@@ -70,5 +70,5 @@ class Poison:
 
 
 def fingerprint_of(key: str, body: bytes) -> bytes:
-    """What a request is known by; `key` is the hash of its API key, empty without one."""
+    """Hash what a request is known by; `key` is the hash of its API key, empty without one."""
     return hashlib.blake2b(body, digest_size=16, key=hashlib.sha256(key.encode()).digest()).digest()

@@ -1,4 +1,4 @@
-"""Whether a process has died since a leg was lost on it, by what is heard of its node later. Pure: times are given.
+"""Learns if a process has died since a leg was lost on it, by what is heard of its node later. Pure: times are given.
 
 A connection that breaks proves nothing. A process has died if its address refuses connections, another generation
 answers there, its node says that its engine is dead, or Kubernetes says that it has ended. It lives if it answers a
@@ -18,7 +18,7 @@ _Question = tuple[str, float, Callable[[bool], None]]
 
 @dataclass(slots=True)
 class _Heard:
-    """What is known of the processes at one address."""
+    """The known processes at one address."""
 
     generation: str | None = None
     """The newest that has answered."""
@@ -30,7 +30,7 @@ class _Heard:
 
 
 class Fates:
-    """Of the processes of all nodes, by address and generation."""
+    """A record of the processes of all nodes, by address and generation."""
 
     def __init__(self) -> None:
         self._heard: dict[str, _Heard] = {}

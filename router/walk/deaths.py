@@ -37,7 +37,7 @@ class Learns(Protocol):
 
 
 class Deaths:
-    """Of one request, over all legs of all its prompts."""
+    """A record of one request, over all legs of all its prompts."""
 
     def __init__(self, fates: Fates, shared: Learns, metrics: Metrics, fingerprint: Callable[[], bytes]) -> None:
         """`fingerprint` is asked for when it matters, once: it takes 1 ms for each MB of the body."""
