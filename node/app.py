@@ -44,7 +44,7 @@ from openai_api.leg import Leg
 from openai_api.routes import add_routes, shown
 from openai_api.tracing import Tracing, sane_trace
 from openai_api.types import ChatRequest, CompletionRequest, ModelList
-from wire.config import NodeConfig, Role
+from wire.config import NodeConfig
 from wire.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -259,7 +259,7 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     wants_frames = body is None and FRAMES_MEDIA_TYPE in request.headers.get("accept", "")
     if body is None:
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
-        if node.role.now is Role.AGGREGATED:  # else a router has looked, and what it hands over may hold more
+        if not wants_frames:  # else a router has looked, and what it hands over may hold more
             await beside(len(body), check_shape, body)
     call = Call(chat, body, request_id(request.headers.get("x-request-id")), sane_trace(request.headers.get))
     begun = await unless_gone(request, _begun(node, call))

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from wire.errors import RequestError
 from wire.frames import MALFORMED
 
-__all__ = ["MAX_CONTAINERS", "MAX_DEPTH", "MAX_STRINGS", "check_shape", "json_response", "reading"]
+__all__ = ["MAX_CONTAINERS", "MAX_DEPTH", "MAX_STRINGS", "MAX_VALUES", "check_shape", "json_response", "reading"]
 
 MAX_DEPTH = 128
 """Levels of objects and lists in a body."""
@@ -22,6 +22,8 @@ MAX_CONTAINERS = 1 << 16
 """Objects and lists in a body: four times the messages that a chat may have. A million take seconds to read."""
 MAX_STRINGS = 1 << 18
 """Keys and texts in a body."""
+MAX_VALUES = 1 << 20
+"""Values of lists and objects in a body: token ids of the longest contexts. Each takes up to 36 bytes of memory."""
 _CODE = "invalid_json"
 # A string without escaped quotes; one that does not end is one, too.
 _STRINGS = re.compile(rb'"[^"]*+"?')
@@ -32,18 +34,22 @@ _STEPS = bytes.maketrans(b"{[}]", b"\x01\x01\xff\xff")  # up and down, as signed
 
 
 def check_shape(body: bytes) -> None:
-    """Raise RequestError if a JSON body nests too deep or holds too many objects and lists.
+    """Raise RequestError if a JSON body nests too deep or holds too much in number.
 
     What is no JSON passes: its reader says so."""
-    # Nearly all bodies have fewer brackets and quotes than that: three scans at memory speed, and nothing more.
-    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH and body.count(b'"') <= 2 * MAX_STRINGS:
+    # Nearly all bodies have fewer brackets, quotes and commas than that: four scans at memory speed, and nothing more.
+    opened, quotes, commas = body.count(b"{") + body.count(b"["), body.count(b'"'), body.count(b",")
+    if opened <= MAX_DEPTH and quotes <= 2 * MAX_STRINGS and commas < MAX_VALUES:
         return
-    strings = opened = closed = depth = 0
+    strings = values = opened = closed = depth = 0
     for piece in _pieces(body.replace(rb"\\", b"").replace(rb"\"", b"")):
         bare, found = _STRINGS.subn(b"", piece)
         strings += found
         if strings > MAX_STRINGS:
             raise RequestError(f"the body holds more than {MAX_STRINGS} keys and texts; send fewer", code=_CODE)
+        values += bare.count(b",")
+        if values >= MAX_VALUES:
+            raise RequestError(f"the body holds more than {MAX_VALUES} values; send fewer", code=_CODE)
         steps = bare.translate(_STEPS, _NOT_BRACKETS)
         opened, closed = opened + steps.count(1), closed + steps.count(255)
         if max(opened, closed) > MAX_CONTAINERS:

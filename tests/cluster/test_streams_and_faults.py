@@ -284,6 +284,17 @@ def test_a_body_of_100_mb_is_413_and_is_not_read_whole(cluster):
     assert answer.json()["error"]["code"] == "body_too_large"
 
 
+def test_a_body_of_300_000_keys_is_refused_by_the_router_and_by_every_node_before_it_is_read(cluster):
+    schema = dict.fromkeys(map(str, range(300_000)), 1)
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    crowded = body(response_format=wanted)
+    answers = [post(cluster, crowded)]
+    answers += [httpx2.post(f"{node.url}/v1/completions", json=crowded, timeout=30) for node in cluster.nodes]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "keys and texts" in answer.json()["error"]["message"]
+
+
 async def _stream(session: aiohttp.ClientSession, url: str, fields: dict, leave_after: float | None) -> str:
     """Read one stream; 'left', 'complete', or what went wrong."""
     began, finished = time.monotonic(), False

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openai_api.json_body import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, check_shape
+from openai_api.json_body import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS, MAX_VALUES, check_shape
 from wire.errors import RequestError
 
 values = st.recursive(
@@ -66,12 +66,17 @@ def test_what_is_no_json_passes_and_costs_little(body: bytes) -> None:
         ("{}", MAX_CONTAINERS - 1, f"more than {MAX_CONTAINERS} objects and lists"),
         ('"a"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
         ('"[{"', MAX_STRINGS, f"more than {MAX_STRINGS} keys and texts"),
+        ("7", MAX_VALUES, f"more than {MAX_VALUES} values"),
     ],
 )
 def test_objects_lists_and_texts_are_counted(unit: str, most: int, words: str) -> None:
     check_shape(f"[{','.join([unit] * most)}]".encode())
     with pytest.raises(RequestError, match=words):
         check_shape(f"[{','.join([unit] * (most + 1))}]".encode())
+
+
+def test_commas_of_texts_are_no_values() -> None:
+    check_shape(b'["' + b"," * 2 * MAX_VALUES + b'"]')
 
 
 def test_depth_is_counted_from_piece_to_piece() -> None:
