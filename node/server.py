@@ -21,6 +21,7 @@ from node.kv_events import KvEvents
 from node.loading import serving_of
 from node.metrics import NodeMetrics
 from node.process_log import log_as
+from openai_api.beside import give_large_blocks_back
 from openai_api.connections import connections
 from openai_api.tracing import tracing_to
 from wire.config import NodeConfig
@@ -42,6 +43,7 @@ def run(config: NodeConfig) -> int:
 
     Exit code 0 after an orderly end, 1 when the engine failed.
     """
+    give_large_blocks_back()
     tracing = tracing_to(config.otlp_traces_endpoint, f"kvrelay-{config.role}")
     node = Node(config, EngineClient(config), created=int(time.time()), tracing=tracing)
     server = _Server(

@@ -15,6 +15,7 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from openai_api.beside import give_large_blocks_back
 from openai_api.connections import connections
 from router.app import Router, create_app
 from router.client import ClientConnection
@@ -38,6 +39,7 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    give_large_blocks_back()
     # Facts that no line of the log names, and that each record would ask the system for.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     setattr(logging, "_srcfile", None)  # noqa: B010 - as the logging module's own page on speed has it
