@@ -11,6 +11,10 @@ A request of two nodes goes through them in this order; one that is served whole
     first_step    the first decode step, from its launch to its token
     decode        from token 1, or from the last byte of its KV, to the end
     total         from arrival to end
+
+Of a leg that was cut, broke or is vLLM's, no node tells: the router counts what it saw. Until its first token that is
+`prefill` if the leg computes the prompt, `announce` if it fetches KV, and from there on `decode`; the wait for another
+node behind it is `queue`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from router.nodes.pool import Pool
 from router.policies.policy import Ask
 from router.prefix.contents import keys_of_prompt
 from router.reply import Reply
-from router.timeline import Timeline
+from router.timeline import LegSeen, Timeline
 from router.vllm.bodies import (
     Handover,
     check_fields,
@@ -162,8 +162,8 @@ class VllmWalk:
                     return headers, None, "forced_tools"
                 with_ids = self._wants_ids(node)
                 body = prefill_body(self.job, named_by_id=decode is not None, with_ids=with_ids)
-                sent = time.monotonic()
-                self.timeline.sent = self.timeline.sent or sent
+                self.timeline.prefilled = None
+                leg = self.timeline.begins(time.monotonic(), decoding=False)
                 try:
                     answer = await self._legs.whole(lease, self.job.path, body, headers)
                     handover = handover_of(answer, with_ids=with_ids)
@@ -172,8 +172,8 @@ class VllmWalk:
                 except NodeFailed as why:
                     failure = LegFailed(why.message)
                 else:
-                    self.timeline.handed_over = time.monotonic()
-                    self._handed_over(lease, handover, self.timeline.handed_over - sent)
+                    self.timeline.told(leg, 1, time.monotonic())
+                    self._handed_over(lease, handover, time.monotonic() - leg.began)
                     if with_ids:
                         self._learn(node, handover.token_ids)
                     if decode is not None or handover.params is not None:
@@ -181,6 +181,8 @@ class VllmWalk:
                         return headers, handover.params, None
                     _log.warning("prefill node %s hands no KV over; start it with a NixlConnector", node.url)
                     return headers, None, "no_kv"
+                finally:
+                    self.timeline.ends(leg, time.monotonic(), more=True)
             if failure.status == 500 and forces_tools(self.job) and decode is None:
                 _log.warning("prefill node %s fails on forced tool calls, so decode nodes do those alone", node.url)
                 self._legs.note_without_forced_tools(node)
@@ -221,34 +223,45 @@ class VllmWalk:
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else NodeFailed."""
+        leg = self.timeline.begins(time.monotonic(), decoding=True, fetches=self._source is not None)
+        complete = False
+        try:
+            await self._decoded(lease, leg, body, headers)
+            complete = True
+        finally:
+            self.timeline.ends(leg, time.monotonic(), more=not complete)
+
+    async def _decoded(self, lease: Lease, leg: LegSeen, body: bytes, headers: Mapping[str, str]) -> None:
         job = self.job
-        times = DecodeTimes(lease, self._source, self.prompt_tokens or 0, time.monotonic())
+        times = DecodeTimes(lease, self._source, self.prompt_tokens or 0, leg.began)
         one = max(job.choices, job.best_of) == 1
         if not job.stream:
+            leg.tokens = leg.began  # nobody sees when its first token is there: most of an answer are its steps
             answer = await self._legs.whole(lease, self.job.path, body, headers)
             try:
                 ending = plain_answer(answer)
             except NodeFailed as why:
                 raise LegFailed(why.message) from why
             now = time.monotonic()
-            if self.timeline.handed_over is not None:
+            if self.timeline.prefilled is not None:
                 # By then the first token was computed; without a prefill leg nobody knows when that was.
-                self.timeline.tokens(self.timeline.handed_over)
+                self.timeline.tokens(self.timeline.prefilled)
                 self.timeline.tokens(now)
             self.prompt_tokens, self.output_tokens = ending.prompt_tokens, ending.output_tokens
             if one:
                 times.whole(ending.prompt_tokens, ending.output_tokens, now)
-            self.reply.put(self._timed(ending.body))
+            self.reply.put(self._timed(ending.body, leg))
             return
 
         async def put(events: bytes) -> None:
             if not self.output_tokens:
                 lease.node.answered(lease, 0)
             self.timeline.tokens(now := time.monotonic())
+            leg.tokens = leg.tokens or now
             count = events.count(b"data: {")
             self.output_tokens += count
             times.come(count, now)
-            self.reply.put(self._timed(events))
+            self.reply.put(self._timed(events, leg))
             if (room := self.reply.room()) is not None:
                 times.held_up()
                 await room
@@ -266,11 +279,13 @@ class VllmWalk:
         if one:
             times.streamed((job.path == CHAT_PATH) + job.include_usage)
 
-    def _timed(self, end: bytes) -> bytes:
+    def _timed(self, end: bytes, leg: LegSeen) -> bytes:
         """With the stages at the end of the answer, if the client asked for them."""
         if not self.job.wants_stages or (self.job.stream and not end.endswith(b"data: [DONE]\n\n")):
             return end
-        return self.timeline.stamped(end, time.monotonic())
+        now = time.monotonic()
+        self.timeline.seen(leg, now)
+        return self.timeline.stamped(end, now)
 
     @contextmanager
     def _lease(self, role: Role, tokens: int = 0) -> Iterator[Lease]:

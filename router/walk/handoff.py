@@ -27,7 +27,7 @@ from router.nodes.node import Lease, Node
 from router.nodes.standing import GAP_EVERY
 from router.policies.policy import Ask
 from router.reply import Reply
-from router.timeline import Timeline
+from router.timeline import LegSeen, Timeline
 from router.walk.asks import decode_ask, prefill_ask, prompt_tokens
 from router.walk.binding import ROOM_DEADLINE_S, Wish
 from router.walk.blame import broke, is_full, kv_did_not_come
@@ -196,11 +196,8 @@ class Walk:
             with self._pool.lease(ask, among=nodes) as lease:
                 self.prefill_node, self.timeline.prefilled = lease.node, None
                 self.on_placed(Role.PREFILL)
-                self.timeline.sent = self.timeline.sent or time.monotonic()
                 try:
                     ended = await self._leg(lease, prefill_body(self.job, lease.node.leg_version), Place(), None)
-                    if ended is FrameKind.HANDOVER:
-                        self.timeline.handed_over = time.monotonic()
                     # An end behind a first token that the decode leg has told is none: that leg tells the answer's.
                     return ended is FrameKind.HANDOVER or not self.progress.ended
                 except LegFailed as why:
@@ -230,7 +227,6 @@ class Walk:
             try:
                 self.decode_node = lease.node
                 if self.timeline.sent is None:
-                    self.timeline.sent = time.monotonic()
                     self.on_placed(Role.PREFILL)  # what would have been computed there
                 self.on_placed(Role.DECODE)
                 params = self._bound(params, fetches)
@@ -352,7 +348,7 @@ class Walk:
             nonlocal kv_failed, held, grows_at
             now, ids, payload = time.monotonic(), frame.token_ids, frame.payload
             if frame.kind is not FrameKind.TOKENS:
-                payload = self._take_end(frame, place, begin, lease, peer, now)
+                payload = self._take_end(frame, place, seen, begin, lease, peer, now)
             if frame.kv_error and peer is not None:
                 kv_failed = True
                 kv_did_not_come(self._means, peer, node, frame.kv_error)
@@ -363,8 +359,8 @@ class Walk:
                         timeline.first_token = now
                 if payload:
                     (reply.put if not progress.ended or part else reply.put_last)(payload)
-            if ids and not frame.choice and (timeline.stepped if decoding else timeline.prefilled) is None:
-                timeline.told(at[0], now, decoding)
+            if ids and seen.tokens is None and not frame.choice:
+                timeline.told(seen, at[0], now)
             if ids and passage.plain and passage.gap_frames < GAP_EVERY:
                 passage.heard_at = now
                 passage.gap_frames += 1
@@ -391,6 +387,7 @@ class Walk:
         if peer is not None and wish is not None:
             waits_s = self._doors.waits_s(kv_tokens) * 2**self._moves
             watch.moves_after(waits_s, lambda: self._may_move(wish, node))
+        seen = timeline.begins(time.monotonic(), decoding=decoding, fetches=peer is not None)
         with watch:
             try:
                 ended = await self._means.legs.run(lease, self.job.path, body, self._headers, take)
@@ -414,13 +411,17 @@ class Walk:
                     kv_did_not_come(self._means, peer, node, why.kv_error)
                 raise
             finally:
+                now = time.monotonic()
+                timeline.ends(seen, now, more=not progress.ended)
                 passage.close()
-                self._doors.look(time.monotonic())
+                self._doors.look(now)
 
-    def _take_end(self, frame: Frame, place: Place, begin: int, lease: Lease, peer: Node | None, now: float) -> bytes:
+    def _take_end(
+        self, frame: Frame, place: Place, seen: LegSeen, begin: int, lease: Lease, peer: Node | None, now: float
+    ) -> bytes:
         """What a frame tells that ends a leg, beside its tokens; its bytes for the client."""
         if frame.timing is not None:
-            self.timeline.inside(frame.timing, place.decoding)
+            self.timeline.inside(frame.timing, seen)
             generated = place.at.get(0, 0) + (0 if frame.choice else len(frame.token_ids)) - begin
             learn(lease, frame, 0 if len(place.at) > 1 else generated, peer)
         self.counts = frame.usage or self.counts

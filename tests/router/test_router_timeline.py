@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
-from router_doubles import Call, cluster, decode, event, handover, prefill
+from router_doubles import Call, cluster, decode, event, handover, prefill, until
 
 from router.timeline import Timeline
 from wire.frames import Frame, FrameKind
@@ -13,12 +15,23 @@ PREFILL = {"queue": 2.0, "prefill": 30.0}
 DECODE = {"transfer": 25.0, "exposed": 1.0, "decode_queue": 0.5, "first_step": 4.0, "decode": 200.0, "told": 6.0}
 
 
+def rounded(stages_s: dict[str, float]) -> dict[str, float]:
+    """Milliseconds."""
+    return {name: round(took * 1e3, 6) for name, took in stages_s.items()}
+
+
 def test_all_stages_of_a_hand_over() -> None:
-    timeline = Timeline(10.0, sent=10.001, prefilled=10.034, handed_over=10.035, stepped=10.0405, ended=10.25)
-    timeline.inside(PREFILL, decoding=False)
-    timeline.inside(DECODE, decoding=True)
-    stages = timeline.stages_s(10.25)
-    assert {name: round(took * 1e3, 6) for name, took in stages.items()} == {
+    timeline = Timeline(10.0)
+    first = timeline.begins(10.001, decoding=False)
+    second = timeline.begins(10.002, decoding=True, fetches=True)
+    timeline.told(first, 1, 10.034)
+    timeline.inside(PREFILL, first)
+    timeline.ends(first, 10.035, more=True)
+    for place, now in ((1, 10.0395), (2, 10.0405)):
+        timeline.told(second, place, now)
+    timeline.inside(DECODE, second)
+    timeline.ends(second, 10.249, more=False)
+    assert rounded(timeline.stages_s(10.25)) == {
         "queue": 3.0,
         "prefill": 30.0,
         "announce": 0.5,
@@ -38,15 +51,99 @@ def test_a_decode_node_that_is_faster_than_the_answer_of_the_prefill_node_was_no
 
 def test_a_prompt_that_a_decode_node_has_computed_counts_as_prefill() -> None:
     timeline = Timeline(10.0, sent=10.0, prefill_ms=PREFILL)
-    timeline.inside({"queue": 3.0, "prefill": 40.0, "first_step": 4.0, "decode": 9.0}, decoding=True)
+    told = {"queue": 3.0, "prefill": 40.0, "first_step": 4.0, "decode": 9.0}
+    timeline.inside(told, timeline.begins(10.1, decoding=True))
     stages = timeline.stages_s(10.2)
     assert (stages["prefill"], stages["decode_queue"]) == (pytest.approx(0.07), pytest.approx(0.003))
 
 
-def test_of_a_broken_leg_the_time_seen_from_here_is_told() -> None:
+def test_a_request_that_was_never_sent_has_waited() -> None:
     assert Timeline(10.0).stages_s(10.5) == {"queue": 0.5, "total": 0.5}
-    assert Timeline(10.0, sent=10.1).stages_s(10.5)["prefill"] == pytest.approx(0.4)
-    assert Timeline(10.0, sent=10.1, handed_over=10.2).stages_s(10.5)["decode"] == pytest.approx(0.3)
+
+
+def test_a_prefill_leg_that_was_cut_is_prefill() -> None:
+    timeline = Timeline(10.0)
+    timeline.ends(timeline.begins(10.1, decoding=False), 10.5, more=True)
+    assert rounded(timeline.stages_s(10.5)) == {"queue": 100.0, "prefill": 400.0, "total": 500.0}
+
+
+def test_a_decode_leg_that_was_cut_is_decode_from_its_first_token_on() -> None:
+    timeline = Timeline(10.0, local=True)
+    leg = timeline.begins(10.0, decoding=True)
+    timeline.told(leg, 1, 11.0)
+    timeline.ends(leg, 610.0, more=True)
+    assert rounded(timeline.stages_s(610.0)) == {
+        "queue": 0.0,
+        "prefill": 1000.0,
+        "decode": 599_000.0,
+        "total": 600_000.0,
+    }
+
+
+@pytest.mark.parametrize("stepped", [None, 13.0])
+def test_a_decode_leg_that_was_cut_is_hand_over_until_it_steps(stepped: float | None) -> None:
+    timeline = Timeline(10.0)
+    first = timeline.begins(10.0, decoding=False)
+    second = timeline.begins(10.5, decoding=True, fetches=True)
+    timeline.told(first, 1, 12.0)
+    timeline.inside(PREFILL, first)
+    timeline.ends(first, 12.0, more=True)
+    timeline.told(second, 1, 12.5)  # the prefill node's
+    if stepped is not None:
+        timeline.told(second, 2, stepped)
+    timeline.ends(second, 20.0, more=True)
+    stages = rounded(timeline.stages_s(20.0))
+    spent = {"announce": 1000.0, "decode": 7000.0} if stepped else {"announce": 8000.0}
+    assert {name: stages.get(name) for name in ("announce", "decode") if name in stages} == spent
+    assert stages["prefill"] == 30.0
+
+
+def test_what_a_broken_decode_leg_took_and_the_wait_behind_it_are_not_lost() -> None:
+    timeline = Timeline(10.0)
+    first = timeline.begins(10.0, decoding=False)
+    timeline.told(first, 1, 10.03)
+    timeline.inside({"prefill": 30.0}, first)
+    timeline.ends(first, 10.03, more=True)
+    broken = timeline.begins(10.03, decoding=True, fetches=True)
+    timeline.told(broken, 2, 10.13)
+    timeline.ends(broken, 11.13, more=True)
+    again = timeline.begins(13.13, decoding=True)  # no node was up
+    timeline.told(again, 50, 13.63)
+    timeline.inside({"queue": 0.0, "prefill": 500.0, "first_step": 4.0, "decode": 600.0}, again)
+    timeline.ends(again, 14.23, more=False)
+    stages = rounded(timeline.stages_s(14.23))
+    assert stages == {
+        "queue": 2000.0,
+        "prefill": 530.0,
+        "announce": 100.0,
+        "decode_queue": 0.0,
+        "first_step": 4.0,
+        "decode": 1600.0,
+        "total": 4230.0,
+    }
+
+
+def test_who_waits_for_a_decode_node_until_the_end_has_waited() -> None:
+    timeline = Timeline(10.0)
+    first = timeline.begins(10.0, decoding=False)
+    timeline.told(first, 1, 10.03)
+    timeline.inside({"prefill": 30.0}, first)
+    timeline.ends(first, 10.03, more=True)
+    assert rounded(timeline.stages_s(40.03)) == {"queue": 30_000.0, "prefill": 30.0, "total": 30_030.0}
+
+
+async def test_the_time_of_a_request_that_timed_out_is_where_it_was_spent() -> None:
+    async def slow(call: Call) -> None:
+        await call.tokens(11, "a", 1)
+        await asyncio.Event().wait()
+
+    for nodes in ([prefill(), decode(slow)], [decode(slow)]):
+        async with cluster(*nodes, request_deadline_s=1.0) as c, c.post({"stream": True}) as answer:
+            assert b"did not finish within" in await answer.read()
+            await until(lambda c=c: c.router.lookout._recent.requests(0.0))  # type: ignore[misc]
+            stages_s = c.router.lookout._recent.requests(0.0)[0].stages_s
+            assert stages_s["prefill"] < 0.3
+            assert stages_s.get("announce", 0.0) + stages_s.get("decode", 0.0) > 0.6, stages_s
 
 
 async def prefill_timed(call: Call) -> None:
