@@ -105,7 +105,7 @@ def _gauges(stats: EngineStats) -> dict[str, tuple[str, float]]:
         "vllm:gpu_cache_usage_perc": ("vllm:kv_cache_usage_perc by its older name, which gateways still read", used),
         "vllm:cpu_cache_usage_perc": ("Always 0: no KV is swapped to the host's memory", 0),
         "kvrelay_blocks_free": ("KV blocks that can be given out", load.free_blocks),
-        "kvrelay_blocks_total": ("KV blocks of the pool", load.total_blocks),
+        "kvrelay_blocks": ("KV blocks of the pool", load.total_blocks),
         "kvrelay_blocks_held": ("KV blocks kept under a lease for a decode node", stats.held_blocks),
         "kvrelay_blocks_quarantined": ("KV blocks that a lost transfer may still write to", stats.quarantined_blocks),
         "kvrelay_blocks_cached": ("KV blocks that the prefix cache can find", stats.cached_blocks),

@@ -234,7 +234,7 @@ _LEASES = Row(
             "Free blocks",
             (
                 Query(
-                    "sum by (role, instance) (kvrelay_blocks_free) / sum by (role, instance) (kvrelay_blocks_total)",
+                    "sum by (role, instance) (kvrelay_blocks_free) / sum by (role, instance) (kvrelay_blocks)",
                     "{{role}} {{instance}}",
                 ),
             ),

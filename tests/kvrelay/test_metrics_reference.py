@@ -56,6 +56,7 @@ def test_every_metric_says_what_it_is() -> None:
     for fact in facts:
         assert fact.about, fact.name
         assert fact.kind in ("counter", "gauge", "histogram"), fact.name
+        assert fact.kind != "gauge" or not fact.name.endswith("_total"), fact.name
         assert fact.where in (("router",), ("node",), ("router", "node")), fact.name
         assert fact.name.startswith(("vllm:", "kvrelay_", "process_")), fact.name
         assert fact.name.startswith("kvrelay_router_") <= (fact.where == ("router",)), fact.name
