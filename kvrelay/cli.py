@@ -191,10 +191,12 @@ def _with_model_here(config: _WithEngine) -> _WithEngine:
     Comes last, so that nothing is downloaded for what is refused.
     """
     # Also refuses, in one sentence, if another package `kernels` is in the way of ours.
+    from openai_api.generation_config import sampling_defaults
     from paged_engine.hub import resolve_model
 
     path = resolve_model(config.engine)
     engine = dataclasses.replace(config.engine, model=str(path), revision="", hub_token="")
+    sampling_defaults(engine)  # a wrong one is told before anything starts
     return dataclasses.replace(config, engine=engine)
 
 

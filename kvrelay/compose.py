@@ -136,9 +136,11 @@ def compose_of(config: ComposeConfig, cores: int = 0) -> dict[str, Any]:
 
 
 def host_paths(config: ComposeConfig) -> list[str]:
-    """Files and folders of the host that nodes read: model, adapters, chat template. Mounted where they are."""
+    """Files and folders of the host that nodes read: model, generation config, adapters, chat template. Mounted where
+    they are."""
     engine = config.cluster.engine
-    named = [engine.model if engine.model.startswith(("/", ".", "~")) else "", config.cluster.chat_template]
+    named = [name for name in (engine.model, engine.generation_config) if name.startswith(("/", ".", "~"))]
+    named.append(config.cluster.chat_template)
     return list(dict.fromkeys(path for path in [*named, *(path for _, path in engine.adapters)] if path))
 
 

@@ -39,8 +39,9 @@ def absolute(values: Mapping[str, object]) -> dict[str, object]:
     model = str(values.get("model", ""))
     if model.startswith((".", "~", "/")) or (model and Path(model).exists()):
         found["model"] = _path(model)
-    if values.get("chat_template"):
-        found["chat_template"] = _path(str(values["chat_template"]))
+    for name in ("chat_template", "generation_config"):
+        if values.get(name, "auto") not in ("", "auto", "vllm"):
+            found[name] = _path(str(values[name]))
     adapters = EngineConfig("", lora=cast(tuple[str, ...], values.get("lora", ()))).adapters
     return found | {"model": found.get("model", ""), "lora": tuple(f"{name}={_path(path)}" for name, path in adapters)}
 

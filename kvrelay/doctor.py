@@ -25,6 +25,7 @@ from kvrelay.verdict import NodeSeen, PairSeen, Report, Sample, judge
 from wire.config import Role
 from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from wire.errors import ConfigError, KvrelayError, Unavailable
+from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 
 __all__ = ["DoctorFailed", "run"]
 
@@ -68,6 +69,7 @@ class _RouterHealth(msgspec.Struct):
 class _NodeHealth(msgspec.Struct):
     role: Role
     model: str = ""
+    sampling_defaults: SamplingDefaults = PLAIN_SAMPLING
 
 
 def run(router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key: str, *, as_json: bool) -> int:
@@ -134,7 +136,7 @@ async def _examine(listed: Sequence[_Listed], node_api_key: str) -> Report:
 
 
 async def _look_at(session: aiohttp.ClientSession, name: str, node: _Listed) -> NodeSeen:
-    down, recomputed, model = None, 0, ""
+    down, recomputed, model, sampling = None, 0, "", PLAIN_SAMPLING
     try:
         status, body = await _call(session, "GET", f"{node.url}/health", timeout=_HEALTH_DEADLINE)
         if status != 200:
@@ -142,12 +144,12 @@ async def _look_at(session: aiohttp.ClientSession, name: str, node: _Listed) -> 
         elif (said := msgspec.json.decode(body, type=_NodeHealth)).role != node.role:
             down = f"it is listed as a {node.role} node and says that it is {said.role}"
         else:
-            model = said.model
+            model, sampling = said.model, said.sampling_defaults
             _, text = await _call(session, "GET", f"{node.url}/metrics", timeout=_HEALTH_DEADLINE)
             recomputed = sum(int(float(value)) for value in _RECOMPUTED.findall(text.decode()))
     except (DoctorFailed, msgspec.DecodeError) as why:
         down = str(why)
-    return NodeSeen(name, str(node.role), node.url, down, recomputed, model)
+    return NodeSeen(name, str(node.role), node.url, down, recomputed, model, sampling)
 
 
 async def _examine_pair(session: aiohttp.ClientSession, prefill: NodeSeen, decode: NodeSeen) -> PairSeen:

@@ -26,6 +26,7 @@ from wire.config import NodeConfig, Role
 from wire.errors import ConfigError, KvrelayError, RequestError
 from wire.frames import Frame
 from wire.outputs import TokenLogprobs
+from wire.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from node.offline import Offline
@@ -39,13 +40,18 @@ _NOT_OFFLINE = ("role", "host", "port", "api_key", "max_body_bytes", "kv_events_
 # Set by the call itself.
 _NOT_SAMPLING = {"model", "stream", "stream_options", "user", "kv_transfer_params", "include_metrics"}
 
+# Given to the node in so many words, so that it takes none of the model's.
+_NEUTRAL = msgspec.structs.asdict(SamplingDefaults(max_tokens=16))
+del _NEUTRAL["limit"]
+
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
 
 
 class SamplingParams:
     """How to sample: the fields of a completion request (`n`, `temperature`, `top_p`, `max_tokens`, `stop` ...), all
-    optional. `max_tokens` is 16 unless it is given."""
+    optional. `max_tokens` is 16 unless it is given, and the model's own defaults do not count: they are those of
+    `LLM.get_default_sampling_params`."""
 
     def __init__(self, **fields: Any) -> None:
         """Raises RequestError at a field that there is not."""
@@ -53,7 +59,7 @@ class SamplingParams:
         for name in fields:
             if name not in known:
                 raise RequestError(f"there is no sampling parameter {name!r}{nearest(name, known)}", param=name)
-        self.fields = {"max_tokens": 16} | {name: value for name, value in fields.items() if value is not None}
+        self.fields = _NEUTRAL | {name: value for name, value in fields.items() if value is not None}
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
@@ -138,6 +144,11 @@ class LLM:
             self._thread.join()
             self._loop.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's own sampling, which answers without `sampling_params` have."""
+        own = msgspec.structs.asdict(self._offline.serving.defaults)
+        return SamplingParams(**{name: value for name, value in own.items() if name in _NEUTRAL})
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -150,7 +161,7 @@ class LLM:
         several = _several_prompts(prompts)
         bodies = [
             {"model": self._offline.serving.model_name, "prompt": _prompt(prompt), **params.fields}
-            for prompt, params in zip(several, _each(sampling_params, len(several)), strict=True)
+            for prompt, params in zip(several, self._each(sampling_params, len(several)), strict=True)
         ]
         texts = [body["prompt"] if isinstance(body["prompt"], str) else None for body in bodies]
         return self._answers(False, bodies, texts, use_tqdm)
@@ -168,9 +179,18 @@ class LLM:
         several = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         bodies = [
             {"model": self._offline.serving.model_name, "messages": each, **_chat_fields(params.fields), **fields}
-            for each, params in zip(several, _each(sampling_params, len(several)), strict=True)
+            for each, params in zip(several, self._each(sampling_params, len(several)), strict=True)
         ]
         return self._answers(True, bodies, [None] * len(bodies), use_tqdm)
+
+    def _each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.get_default_sampling_params()] * count
+        if len(params) != count:
+            raise RequestError(
+                f"{len(params)} sampling_params were given for {count} prompts; give one, or one for each"
+            )
+        return params
 
     def _answers(
         self, chat: bool, bodies: Sequence[dict[str, Any]], texts: Sequence[str | None], shown: bool
@@ -233,14 +253,6 @@ def _prompt(prompt: Prompt) -> str | list[int]:
     if value is None:
         raise RequestError("a prompt that is a dict needs `prompt` or `prompt_token_ids`", param="prompt")
     return value if isinstance(value, str) else list(value)
-
-
-def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} sampling_params were given for {count} prompts; give one, or one for each")
-    return params
 
 
 def _chat_fields(fields: dict[str, Any]) -> dict[str, Any]:

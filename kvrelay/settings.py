@@ -7,6 +7,7 @@ starts nothing. Help texts are the docstrings under the fields, so that a settin
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -34,6 +35,7 @@ _KINDS: dict[object, str] = {
     float: "a number",
     bool: "true or false",
     tuple[str, ...]: "a list of texts",
+    dict[str, Any]: "a JSON object",
 }
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -133,6 +135,10 @@ def _converted(kind: object, raw: object) -> object | None:
             return int(raw) if kind is int else float(raw)
         except ValueError:
             return None
+    if kind == dict[str, Any]:
+        with contextlib.suppress(ValueError):
+            raw = json.loads(raw) if isinstance(raw, str) else raw
+        return raw if isinstance(raw, dict) else None
     items = [raw] if isinstance(raw, str) else raw
     return tuple(items) if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items) else None
 
@@ -238,4 +244,6 @@ def flags_of(config: object, skip: Collection[str] = ()) -> list[str]:
 
 
 def _flag_text(value: object) -> object:
-    return json.dumps(dataclasses.asdict(value)) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    return json.dumps(value) if isinstance(value, dict) else value

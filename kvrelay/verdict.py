@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
+
 __all__ = ["NodeSeen", "PairSeen", "Report", "Sample", "judge"]
 
 # Less than this is mostly the time of a message, and says nothing of the way.
@@ -28,6 +30,8 @@ class NodeSeen(msgspec.Struct, frozen=True):
     """Prompts that it computed because their KV could not be fetched, since its start."""
     model: str = ""
     """As it says while it is up."""
+    sampling_defaults: SamplingDefaults = PLAIN_SAMPLING
+    """What it gives to requests that leave out how to sample."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -86,7 +90,7 @@ class Report(msgspec.Struct, frozen=True):
 def judge(nodes: Sequence[NodeSeen], pairs: Sequence[PairSeen], others: Sequence[str] = ()) -> Report:
     """The report on these measurements; `others` says which nodes nobody could measure."""
     failures = [*_failures(nodes, pairs)]
-    warnings = [*others, *_slow_ways(pairs), *_recomputing(nodes)]
+    warnings = [*others, *_slow_ways(pairs), *_recomputing(nodes), *_sampling_apart(nodes)]
     return Report(not failures, list(nodes), list(pairs), failures, warnings)
 
 
@@ -138,4 +142,15 @@ def _recomputing(nodes: Sequence[NodeSeen]) -> Iterator[str]:
             yield (
                 f"{node.name} has computed {node.recomputed_prompts} prompts itself since its start, because their KV "
                 "could not be fetched: its log says why for each, kvrelay_fetches_failed_total counts the causes"
+            )
+
+
+def _sampling_apart(nodes: Sequence[NodeSeen]) -> Iterator[str]:
+    first: dict[str, NodeSeen] = {}
+    for node in nodes:
+        other = first.setdefault(node.model, node) if node.down is None else node
+        if node.sampling_defaults != other.sampling_defaults:
+            yield (
+                f"{other.name} and {node.name} have different sampling defaults: an answer depends on which of them "
+                "begins it; give both the same --generation-config and --override-generation-config"
             )

@@ -220,6 +220,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "model": serving.model_name,
                 "adapters": list(serving.adapters),
                 "max_model_len": serving.info.max_model_len,
+                "sampling_defaults": serving.defaults,
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
                 "load": node.engine.load,

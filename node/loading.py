@@ -10,6 +10,7 @@ from node.sandbox import Sandbox
 from node.sandbox_messages import Setup
 from node.serving import Serving
 from openai_api.chat_template import check_template
+from openai_api.generation_config import sampling_defaults
 from openai_api.tokenizer import Tokenizer
 from wire.config import NodeConfig
 from wire.engine_messages import EngineReady
@@ -43,6 +44,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         trusts_request_templates=config.trust_request_chat_template,
+        defaults=sampling_defaults(config.engine, info.model_name),
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 
@@ -27,6 +28,7 @@ from openai_api.tracing import tracing_to
 from wire.config import NodeConfig
 from wire.errors import EngineDead, KvrelayError
 from wire.heartbeat import Heartbeat, NodeState
+from wire.sampling import PLAIN_SAMPLING
 
 __all__ = ["run"]
 
@@ -186,6 +188,12 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
         info.max_model_len,
         info.load_s,
     )
+    if serving.defaults != PLAIN_SAMPLING:
+        log.info(
+            "requests that leave it out are sampled as the model's generation config says (or not, with "
+            "--generation-config vllm): %s",
+            msgspec.json.encode(serving.defaults).decode(),
+        )
     await node.engine.ended.wait()
     node.failure = node.engine.failure
     log.error("%s", node.failure)

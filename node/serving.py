@@ -36,6 +36,7 @@ from prefill_node.leg import PrefillLeg
 from wire.config import Role
 from wire.engine_messages import EngineReady, Submit
 from wire.errors import Draining, NotFound, RequestError
+from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
 from wire.transfer import KvTransferParams
 
 __all__ = ["Call", "Serving"]
@@ -70,8 +71,10 @@ class Serving:
         tool_call_parser: str = "",
         reasoning_parser: str = "",
         trusts_request_templates: bool = False,
+        defaults: SamplingDefaults = PLAIN_SAMPLING,
     ) -> None:
-        """The parsers are named as in NodeConfig."""
+        """The parsers are named as in NodeConfig. `defaults` are for requests that no other node has begun."""
+        self.defaults = defaults
         self.role, self.model_name, self.info = role, model_name, info
         self._flipped = False
         self.adapters = {adapter.name: adapter for adapter in info.adapters}
@@ -136,7 +139,10 @@ class Serving:
     def _leg(
         self, call: Call, request: ChatRequest | CompletionRequest, transfer: KvTransferParams, prompt: list[int]
     ) -> Leg:
-        token_limit(request, len(prompt), self.info.max_model_len)  # before a look at each of a million tokens
+        defaults = transfer.sampling_defaults or self.defaults
+        transfer = msgspec.structs.replace(transfer, sampling_defaults=defaults)
+        # Before a look at each of a million tokens.
+        limit = token_limit(request, len(prompt), self.info.max_model_len, defaults)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
         form = message_form(
             request,
@@ -151,6 +157,7 @@ class Serving:
             vocab_size=self.info.vocab_size,
             prompt_tokens=len(prompt),
             max_model_len=self.info.max_model_len,
+            defaults=defaults,
             # 53 bits: a proxy on its way to the decode node may read numbers as floats.
             default_seed=transfer.seed if transfer.seed is not None else random.getrandbits(53),
         )
@@ -183,7 +190,7 @@ class Serving:
         )
         if transfer.do_remote_prefill:
             return DecodeLeg(submit, transfer, writer, self.info)
-        if transfer.do_remote_decode and token_limit(request, len(prompt), self.info.max_model_len) > 1:
+        if transfer.do_remote_decode and limit > 1:
             return PrefillLeg(submit, transfer, writer)
         return Leg(with_forks(submit, {choice: [] for choice in range(len(writer.choices))}), writer)
 

@@ -15,7 +15,7 @@ from openai_api.structured import constraint_of
 from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
-from wire.sampling import MAX_LOGPROBS, SamplingParams, check_count
+from wire.sampling import MAX_LOGPROBS, PLAIN_SAMPLING, SamplingDefaults, SamplingParams, check_count
 
 __all__ = [
     "MAX_CHOICES",
@@ -157,7 +157,12 @@ def kept_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, ma
     return min(kept, prompt_tokens)
 
 
-def token_limit(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
+def token_limit(
+    request: ChatRequest | CompletionRequest,
+    prompt_tokens: int,
+    max_model_len: int,
+    defaults: SamplingDefaults = PLAIN_SAMPLING,
+) -> int:
     """How many tokens the client's answer may have. Raises RequestError if the context cannot hold them.
 
     On a prefill leg the client's own limit is in the hand-over, because `max_tokens` is 1 there.
@@ -174,8 +179,10 @@ def token_limit(request: ChatRequest | CompletionRequest, prompt_tokens: int, ma
             code="context_length_exceeded",
         )
     name, limit = _asked_limit(request)
+    most = min(room, room if defaults.limit is None else defaults.limit)
     if limit is None:
-        return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
+        default = defaults.max_tokens if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
+        return most if default is None else min(most, default)
     if limit < 1 and not prompt_only(request):
         raise RequestError(f"{name} must be at least 1, got {limit}", param=name)
     if limit > room:
@@ -185,7 +192,7 @@ def token_limit(request: ChatRequest | CompletionRequest, prompt_tokens: int, ma
             param=name,
             code="context_length_exceeded",
         )
-    return limit
+    return min(most, limit)
 
 
 def sampling_params(
@@ -196,14 +203,15 @@ def sampling_params(
     vocab_size: int,
     default_seed: int,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    defaults: SamplingDefaults = PLAIN_SAMPLING,
 ) -> SamplingParams:
     """The request's sampling, checked. `default_seed` is drawn by the caller and taken if the client gave none.
 
-    `bad_words` are token ids: openai_api/structured.py.
+    `defaults` are the model's, for what the client left out; `bad_words` are token ids: openai_api/structured.py.
 
     On a prefill leg (`do_remote_decode`) max_tokens is 1; the client's own limit is checked. Raises RequestError.
     """
-    limit = token_limit(request, prompt_tokens, max_model_len)
+    limit = token_limit(request, prompt_tokens, max_model_len, defaults)
     min_tokens = request.min_tokens or 0
     if request.kv_transfer_params and request.kv_transfer_params.do_remote_decode:
         # Min tokens stay in force: token 1 must not end an answer that needs more.
@@ -213,18 +221,18 @@ def sampling_params(
             f"allowed_token_ids lists {count} tokens, and the vocabulary has {vocab_size}",
             param="allowed_token_ids",
         )
-    temperature = _or(request.temperature, 1.0)
-    top_k = request.top_k or 0
+    temperature = _or(request.temperature, defaults.temperature)
+    top_k = defaults.top_k if request.top_k is None else request.top_k
     params = SamplingParams(
         max_tokens=max(1, limit),
         seed=default_seed if request.seed is None else request.seed,
         temperature=0.0 if 0 <= temperature < _GREEDY_BELOW else temperature,
-        top_p=_or(request.top_p, 1.0),
+        top_p=_or(request.top_p, defaults.top_p),
         top_k=0 if top_k == -1 else min(top_k, vocab_size),
-        min_p=_or(request.min_p, 0.0),
+        min_p=_or(request.min_p, defaults.min_p),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         min_tokens=min_tokens,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),

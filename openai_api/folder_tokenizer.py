@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
 from wire.errors import ConfigError
 
-__all__ = ["byte_tokenizer", "folder_tokenizer"]
+__all__ = ["byte_tokenizer", "folder_tokenizer", "read_object"]
 
 _PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -31,8 +31,8 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
     backend.no_truncation()
     backend.no_padding()
     pieces, leading_space = _pieces(backend, file)
-    config = _read(folder / "tokenizer_config.json")
-    special = _read(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+    config = read_object(folder / "tokenizer_config.json")
+    special = read_object(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
     eos_token = _token(special.get("eos_token"))
     eos_token_ids = _eos_token_ids(folder / "config.json")
     if not eos_token_ids and (found := backend.token_to_id(eos_token)) is not None:
@@ -56,7 +56,7 @@ def byte_tokenizer(config: Path) -> TokenizerParts:
     Every id has a text, so that streams of a model with random weights show every token. A byte whose id is a stop
     token, or not below the model's vocab_size, is left out of prompts. Raises ConfigError without vocab_size.
     """
-    values = _read(config)
+    values = read_object(config)
     vocab_size = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{config} names no vocab_size, and there is no tokenizer.json beside it")
@@ -88,7 +88,7 @@ def _pieces(backend: Backend, file: Path) -> tuple[Pieces, bool]:
 
 def _eos_token_ids(config: Path) -> tuple[int, ...]:
     """By the engine's rule: generation_config.json, else the model's config."""
-    for values in (_read(config.parent / "generation_config.json"), _read(config)):
+    for values in (read_object(config.parent / "generation_config.json"), read_object(config)):
         found = values.get("eos_token_id")
         if found is not None:
             return tuple(found) if isinstance(found, list) else (int(found),)
@@ -102,7 +102,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, s
         if (folder / path).exists():
             named[name] = (folder / path).read_text(encoding="utf-8")
     if "default" not in named:
-        template = _read(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+        template = read_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if isinstance(template, list):
             named = {entry["name"]: entry["template"] for entry in template} | named
         else:
@@ -118,8 +118,8 @@ def _token(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty if there is no such file."""
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty if there is no such file. Raises ConfigError."""
     if not file.exists():
         return {}
     try:

@@ -95,4 +95,5 @@ class PrefillLeg(Leg):
             seed=self.submits[0].params.seed,
             cached_tokens=update.cached_tokens,
             prompt_logprobs=None if scored is None else list(scored.entries),
+            sampling_defaults=self._asked.sampling_defaults,
         )

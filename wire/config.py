@@ -6,9 +6,11 @@ from __future__ import annotations
 import enum
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from wire.config_checks import check_log_format, is_address, is_loopback, positive, require
 from wire.errors import ConfigError
+from wire.sampling import GENERATION_FIELDS
 
 __all__ = [
     "REASONING_PARSERS",
@@ -61,6 +63,13 @@ class EngineConfig:
     """For private and gated models on the Hub; better put it into the environment as HF_TOKEN."""
     load_format: str = "auto"
     """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
+    generation_config: str = "auto"
+    """Where the sampling comes from that a request leaves out: auto (the model's generation_config.json), vllm (none:
+    temperature 1 and all tokens) or a folder with such a file, whose max_new_tokens is then the most that any answer
+    may have; equal on all nodes of a cluster."""
+    override_generation_config: dict[str, Any] | None = None
+    """Goes before generation_config: temperature, top_p, top_k, min_p, repetition_penalty, and max_new_tokens, the most
+    tokens that any answer may have. For example {"temperature": 0.5}."""
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: str = "auto"
@@ -116,6 +125,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         positive(self, "tensor_parallel", "max_lora_rank")
         self._check_adapters()
+        for name in self.override_generation_config or ():
+            require(
+                name in GENERATION_FIELDS,
+                f"override_generation_config sets {name!r}; it can set {', '.join(GENERATION_FIELDS)}",
+            )
         in_fp8 = self.kv_cache_dtype == "fp8" or bool(self.quantization)
         require(not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out")
         require(

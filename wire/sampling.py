@@ -11,7 +11,16 @@ import msgspec
 
 from wire.errors import RequestError
 
-__all__ = ["MAX_LOGPROBS", "Constraint", "ConstraintKind", "SamplingParams", "check_count"]
+__all__ = [
+    "GENERATION_FIELDS",
+    "MAX_LOGPROBS",
+    "PLAIN_SAMPLING",
+    "Constraint",
+    "ConstraintKind",
+    "SamplingDefaults",
+    "SamplingParams",
+    "check_count",
+]
 
 MAX_LOGPROBS = 20
 _MAX_SEED = 2**63 - 1
@@ -156,6 +165,26 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         return self
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model's own sampling, for the fields that a request leaves out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    """Of a chat; None: as many as fit."""
+    limit: int | None = None
+    """No answer has more tokens, whatever is asked for."""
+
+
+PLAIN_SAMPLING = SamplingDefaults()
+"""What the API has for fields that are left out."""
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""What is taken from a generation config."""
 
 
 def _within(name: str, value: float, low: float, high: float | None, why: str = "") -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from wire.errors import RequestError
 from wire.outputs import Finish, TokenLogprobs
+from wire.sampling import SamplingDefaults
 from wire.versions import PACKS_PROMPTS, Versions
 
 __all__ = ["ChoiceSoFar", "Fingerprint", "KvFacts", "KvTransferParams", "packed"]
@@ -103,6 +104,8 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     # Of the prompt's tokens from the second one on, if the request asks for any.
     prompt_logprobs: list[TokenLogprobs] | None = None
+    # The defaults of the node that has drawn the first token: the others are drawn by the same ones. None: not told.
+    sampling_defaults: SamplingDefaults | None = None
 
     @property
     def prompt_tokens(self) -> int | None:

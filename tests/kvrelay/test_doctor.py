@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvrelay import cli
 from kvrelay.verdict import NodeSeen, PairSeen, Sample, judge
+from wire.sampling import SamplingDefaults
 
 NODES = [NodeSeen("prefill-0", "prefill", "http://p"), NodeSeen("decode-0", "decode", "http://d")]
 
@@ -107,6 +109,17 @@ def test_prompts_computed_on_decode_nodes_are_a_warning() -> None:
     report = judge(nodes, [pair()])
     assert report.healthy
     assert "decode-0 has computed 7 prompts itself since its start" in report.warnings[0]
+
+
+def test_nodes_of_one_model_that_sample_differently_are_a_warning() -> None:
+    own = SamplingDefaults(temperature=0.5)
+    nodes = [NODES[0], NodeSeen("decode-0", "decode", "http://d", sampling_defaults=own)]
+    report = judge(nodes, [pair()])
+    assert report.healthy
+    assert report.warnings[0].startswith("prefill-0 and decode-0 have different sampling defaults")
+    assert judge([msgspec.structs.replace(nodes[0], sampling_defaults=own), nodes[1]], [pair()]).warnings == []
+    other = msgspec.structs.replace(nodes[1], model="b")
+    assert judge([nodes[0], other], [pair()]).warnings == []
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,17 @@ def test_conversations_go_through_the_template(llm: LLM) -> None:
     assert one.outputs[0].logprobs is not None
 
 
+def test_without_params_the_models_own_sampling_counts_and_with_params_theirs(model: str) -> None:
+    own = {"temperature": 0, "max_new_tokens": 3}
+    with LLM(model, **SETTINGS, override_generation_config=own) as llm:
+        defaults = llm.get_default_sampling_params()
+        assert (defaults.fields["temperature"], defaults.fields["max_tokens"]) == (0, 3)
+        greedy = llm.generate("a", SamplingParams(temperature=0, max_tokens=3))[0].outputs
+        assert [llm.generate("a")[0].outputs for _ in range(3)] == [greedy] * 3
+        drawn = {tuple(llm.generate("a", SamplingParams(max_tokens=3))[0].outputs[0].token_ids) for _ in range(8)}
+        assert len(drawn) > 1
+
+
 def test_what_is_wrong_is_said_and_the_rest_goes_on(llm: LLM, model: str) -> None:
     with pytest.raises(RequestError, match="top_p"):
         llm.generate(["a", "b"], [SamplingParams(), SamplingParams(top_p=2)])

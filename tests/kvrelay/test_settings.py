@@ -112,6 +112,20 @@ def test_numbers_may_be_written_as_yaml_reads_them_or_not() -> None:
     assert convert(settings_of(RouterConfig)["prefill"], ["http://a", "http://b"], "x") == ("http://a", "http://b")
 
 
+def test_a_mapping_may_be_written_as_json_or_as_yaml(tmp_path: Path) -> None:
+    known = settings_of(EngineConfig)
+    (tmp_path / "c.yaml").write_text("override-generation-config: {temperature: 0.5}\n")
+    read = merge(known, {}, str(tmp_path / "c.yaml"))
+    assert read == merge(known, {"override_generation_config": '{"temperature": 0.5}'}, None)
+    assert flags_of(build(EngineConfig, read | {"model": "m"})) == [
+        "--model=m",
+        '--override-generation-config={"temperature": 0.5}',
+    ]
+    for wrong in ("{", "3", "text"):
+        with pytest.raises(ConfigError, match="--override-generation-config must be a JSON object, got"):
+            merge(known, {"override_generation_config": wrong}, None)
+
+
 def test_flags_of_a_config_make_the_same_config_again() -> None:
     config = NodeConfig(
         EngineConfig("m", prefix_cache=False, batch_invariant=True, threads=3),

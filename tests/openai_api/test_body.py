@@ -20,7 +20,7 @@ from openai_api.body import (
 )
 from openai_api.types import ChatRequest, CompletionRequest
 from wire.errors import RequestError
-from wire.sampling import SamplingParams
+from wire.sampling import SamplingDefaults, SamplingParams
 from wire.transfer import KvTransferParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -34,7 +34,7 @@ def completion(**fields: Any) -> CompletionRequest:
     return decode_completion(json.dumps({"model": "m", "prompt": "hi", **fields}).encode())
 
 
-def params(request: ChatRequest | CompletionRequest, prompt_tokens: int = 10, **limits: int) -> SamplingParams:
+def params(request: ChatRequest | CompletionRequest, prompt_tokens: int = 10, **limits: Any) -> SamplingParams:
     wanted = {"max_model_len": 100, "vocab_size": 300, "default_seed": 7, **limits}
     return sampling_params(request, prompt_tokens=prompt_tokens, **wanted)
 
@@ -166,6 +166,31 @@ def test_defaults_are_the_apis() -> None:
     assert params(chat()) == SamplingParams(max_tokens=90, seed=7)
     assert params(completion()) == SamplingParams(max_tokens=16, seed=7)
     assert params(completion(), prompt_tokens=95).max_tokens == 5
+
+
+OWN = SamplingDefaults(
+    temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.05, max_tokens=30, limit=40
+)
+
+
+def test_what_is_left_out_is_the_models_own() -> None:
+    own = {name: getattr(OWN, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    assert params(chat(), defaults=OWN) == SamplingParams(max_tokens=30, seed=7, **own)
+    assert params(completion(), defaults=OWN) == SamplingParams(max_tokens=16, seed=7, **own)
+    given = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    assert params(chat(**given), defaults=OWN) == SamplingParams(max_tokens=30, seed=7)
+    assert params(chat(top_k=0), defaults=OWN).top_k == 0
+
+
+def test_the_servers_limit_cuts_every_answer_and_the_models_default_none() -> None:
+    assert params(chat(max_tokens=80), defaults=OWN).max_tokens == 40
+    assert params(completion(max_tokens=35), defaults=OWN).max_tokens == 35
+    assert params(chat(), defaults=SamplingDefaults(limit=40)).max_tokens == 40
+    assert params(completion(), defaults=SamplingDefaults(limit=4)).max_tokens == 4
+    assert params(chat(max_tokens=80), defaults=SamplingDefaults(max_tokens=30)).max_tokens == 80
+    assert params(chat(), prompt_tokens=95, defaults=OWN).max_tokens == 5
+    with pytest.raises(RequestError, match="max_tokens is 91"):
+        params(chat(max_tokens=91), defaults=OWN)
 
 
 def test_every_sampling_field_arrives() -> None:
