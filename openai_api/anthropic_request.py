@@ -162,7 +162,7 @@ def _add(messages: list[dict[str, Any]], message: Turn, at: int) -> None:
                 assistant(messages).setdefault("tool_calls", []).append(call)
             case {"type": "thinking", "thinking": str(text)} if message.role == "assistant":
                 if text:
-                    assistant(messages)["reasoning_content"] = text
+                    assistant(messages)["reasoning"] = text
             case {"type": "redacted_thinking"} if message.role == "assistant":
                 pass  # of another server's model, which alone can read it
             case _:

@@ -32,15 +32,15 @@ class Said(msgspec.Struct, frozen=True):
     """A message, or what a chunk adds to it."""
 
     content: str | None = None
-    reasoning_content: str | None = None
     reasoning: str | None = None
-    """The newer name of reasoning_content, in vLLM's answers."""
+    reasoning_content: str | None = None
+    """The older name, which is all that older nodes of vLLM say."""
     tool_calls: list[ToolCall] | None = None
 
     @property
     def thought(self) -> str | None:
         """Reasoning, by whichever name it goes."""
-        return self.reasoning_content or self.reasoning
+        return self.reasoning or self.reasoning_content
 
 
 class _Logprobs(msgspec.Struct, frozen=True):

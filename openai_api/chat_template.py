@@ -97,6 +97,10 @@ def _up_to(content: str, text: str) -> str:
 def _plain(message: Message) -> dict[str, Any]:
     """As templates expect it: content is one text, and arguments of calls are objects."""
     plain: dict[str, Any] = {**msgspec.to_builtins(message), "content": content_text(message)}
+    if message.thought:
+        plain |= {"reasoning": message.thought, "reasoning_content": message.thought}
+        if not plain["content"]:  # gpt-oss's name, whose template refuses it beside content
+            plain["thinking"] = message.thought
     if message.tool_calls is not None:
         plain["tool_calls"] = [_with_object(call) for call in message.tool_calls]
     return plain

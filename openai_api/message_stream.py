@@ -155,7 +155,7 @@ class MessageStream:
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         calls = [ToolCall(call.id, CalledFunction(call.name, "".join(call.arguments))) for call in self._calls]
         shown = content if content or not (reasoning or calls) else None
-        return ReplyMessage(_ROLE, shown, reasoning or UNSET, calls or UNSET)
+        return ReplyMessage(_ROLE, shown, reasoning or None, reasoning or UNSET, calls or UNSET)
 
     def finish_reason(self, reason: str) -> str:
         """The choice's, after `finish`. A call that the request named ends with `stop` as any text does."""
@@ -188,7 +188,7 @@ class MessageStream:
             elif isinstance(part, Reasoning):
                 if self._form.include_reasoning:
                     self._reasoning.append(part.text)
-                    deltas.append(Delta(reasoning_content=part.text))
+                    deltas.append(Delta(reasoning=part.text, reasoning_content=part.text))
             elif part.index == 0 or self._form.tools.parallel:
                 deltas.append(self._call(part))
         return deltas

@@ -172,7 +172,7 @@ def _add(messages: list[dict[str, Any]], item: Item, at: int) -> None:
         text = text_of(item.get("content") or item.get("summary"), ("reasoning_text", "summary_text"), where)
         if text:
             # Begins a turn: a reasoning behind an answer belongs to the next one.
-            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+            messages.append({"role": "assistant", "content": None, "reasoning": text})
     else:
         raise RequestError(
             f"{where} is of type {kind!r}; messages, function calls, their outputs and reasoning are served",

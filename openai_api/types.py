@@ -143,7 +143,13 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+
+    @property
+    def thought(self) -> str | None:
+        """Reasoning, by whichever name it goes."""
+        return self.reasoning or self.reasoning_content
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -253,10 +259,15 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ReplyMessage(msgspec.Struct, frozen=True):
-    """The answer's message. `content` is None beside tool calls if there is none."""
+    """The answer's message. `content` is None beside tool calls if there is none.
+
+    `reasoning` is vLLM's name, and always there: its clients read it from every answer. Others call it
+    `reasoning_content`.
+    """
 
     role: str
     content: str | None
+    reasoning: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
@@ -303,10 +314,11 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the message: one of these."""
+    """What a chunk adds to the message: one of these, reasoning by both of its names."""
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 

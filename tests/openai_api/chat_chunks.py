@@ -43,7 +43,7 @@ def call(index: int, arguments: str, call_id: str | None = None, name: str | Non
 TEXT = ROLE + chunk({"content": "Hel"}) + chunk({"content": "lo"}) + chunk({}, "stop") + usage_chunk() + DONE
 TOOLS = (
     ROLE
-    + chunk({"reasoning_content": "Let me "})
+    + chunk({"reasoning": "Let me ", "reasoning_content": "Let me "})
     + chunk({"reasoning_content": "see"})
     + chunk({"content": "Looking."})
     + chunk({"tool_calls": [call(0, "", "call_a", "weather")]})

@@ -92,7 +92,7 @@ def test_blocks_become_turns_with_their_calls_and_results() -> None:
     ]
     assert chat["messages"] == [
         {"role": "user", "content": "Rome?\nOslo?"},
-        {"role": "assistant", "content": "Looking.", "reasoning_content": "Hm", "tool_calls": calls},
+        {"role": "assistant", "content": "Looking.", "reasoning": "Hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
         {"role": "tool", "tool_call_id": "b", "content": "wet"},
         {"role": "user", "content": "And?"},

@@ -152,6 +152,13 @@ def test_arguments_become_objects_where_they_are_ones(arguments: Any, wanted: An
     assert json.loads(rendered(template, [{"role": "assistant", "tool_calls": [call]}])) == wanted
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_past_reasoning_reaches_the_template_by_every_name_that_templates_know(name: str) -> None:
+    template = "{% for m in messages %}[{{ m.reasoning }},{{ m.reasoning_content }},{{ m.thinking }}]{% endfor %}"
+    said = [{"role": "assistant", "content": None, name: "hm"}, {"role": "assistant", "content": "x", name: "so"}]
+    assert rendered(template, [*said, {"role": "user"}]) == "[hm,hm,hm][so,so,][,,]"
+
+
 def test_what_templates_expect_is_there() -> None:
     template = (
         "{{ bos_token }}{{ eos_token }}{{ kind }}{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}"

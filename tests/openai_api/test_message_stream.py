@@ -44,9 +44,10 @@ def added_up(deltas: list[Delta]) -> dict[str, Any]:
     content, reasoning = "", ""
     calls: list[dict[str, Any]] = []
     for delta in deltas:
-        assert sum(each is not None for each in (delta.content, delta.reasoning_content, delta.tool_calls)) == 1
+        assert sum(each is not None for each in (delta.content, delta.reasoning, delta.tool_calls)) == 1
+        assert delta.reasoning == delta.reasoning_content
         content += delta.content or ""
-        reasoning += delta.reasoning_content or ""
+        reasoning += delta.reasoning or ""
         for call in delta.tool_calls or ():
             if call.index == len(calls):
                 calls.append({"id": call.id, "type": call.type, "function": {"name": call.function.name}})
@@ -56,7 +57,8 @@ def added_up(deltas: list[Delta]) -> dict[str, Any]:
                 assert (call.id, call.type, call.function.name) == (None, None, None)
                 calls[call.index]["function"]["arguments"] += call.function.arguments or ""
     message = {"role": "assistant", "content": content if content or not (reasoning or calls) else None}
-    return message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+    both = {"reasoning": reasoning or None} | ({"reasoning_content": reasoning} if reasoning else {})
+    return message | both | ({"tool_calls": calls} if calls else {})
 
 
 def told(stream: MessageParser, pieces: list[str]) -> dict[str, Any]:
@@ -91,14 +93,14 @@ def test_auto_calls_and_its_finish_reason(bytewise: Tokenizer) -> None:
     assert one.finish_reason("stop") == "tool_calls"
     assert one.finish_reason("length") == "length"
     none = stream(form(bytewise, tools=[WEATHER]))
-    assert told(none, ["No need."]) == {"role": "assistant", "content": "No need."}
+    assert told(none, ["No need."]) == {"role": "assistant", "content": "No need.", "reasoning": None}
     assert none.finish_reason("stop") == "stop"
 
 
 def test_a_message_of_calls_alone_has_no_content(bytewise: Tokenizer) -> None:
     message = told(stream(form(bytewise, tools=[WEATHER])), [CALL])
     assert message["content"] is None
-    assert told(stream(form(bytewise, tools=[WEATHER])), []) == {"role": "assistant", "content": ""}
+    assert told(stream(form(bytewise, tools=[WEATHER])), []) == {"role": "assistant", "content": "", "reasoning": None}
 
 
 def test_required_and_named_calls(bytewise: Tokenizer) -> None:
@@ -146,14 +148,15 @@ def test_tools_are_looked_for_in_the_content_only(bytewise: Tokenizer) -> None:
 def test_the_prompt_may_have_opened_the_reasoning(bytewise: Tokenizer) -> None:
     inside = form(bytewise, "assistant\n<think>\n", reasoning="think")
     message = told(stream(inside), ["a", "b</think>c"])
-    assert message == {"role": "assistant", "content": "c", "reasoning_content": "ab"}
-    assert told(stream(inside), ["a"]) == {"role": "assistant", "content": None, "reasoning_content": "a"}
+    assert message == {"role": "assistant", "content": "c", "reasoning": "ab", "reasoning_content": "ab"}
+    wanted = {"role": "assistant", "content": None, "reasoning": "a", "reasoning_content": "a"}
+    assert told(stream(inside), ["a"]) == wanted
     assert form(bytewise, "<think></think>\n\n", reasoning="think").opening is Opening.BEHIND
 
 
 def test_reasoning_that_is_not_wanted_is_left_out(bytewise: Tokenizer) -> None:
     quiet = form(bytewise, "<think>", reasoning="think", include_reasoning=False)
-    assert told(stream(quiet), ["a</think>b"]) == {"role": "assistant", "content": "b"}
+    assert told(stream(quiet), ["a</think>b"]) == {"role": "assistant", "content": "b", "reasoning": None}
 
 
 @pytest.fixture(scope="module")

@@ -171,7 +171,7 @@ def test_a_response_is_kept_and_can_be_gone_on_from() -> None:
     body, dialect = speak_responses(json.dumps(asked).encode(), store, "resp_2", 8)
     messages = json.loads(body)["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
-    assert messages[1]["reasoning_content"] == "Let me see"
+    assert messages[1]["reasoning"] == "Let me see"
     assert [call["id"] for call in messages[1]["tool_calls"]] == ["call_a", "call_b"]
     dialect.events(TEXT)
     third = {"model": "tiny", "previous_response_id": "resp_2", "input": "Thanks"}

@@ -51,7 +51,7 @@ def test_items_become_turns_with_their_calls_and_reasoning() -> None:
     assert messages == [
         {"role": "system", "content": "One.\n\nTwo."},
         {"role": "user", "content": "Rome?"},
-        {"role": "assistant", "content": "Looking.", "reasoning_content": "Hm", "tool_calls": calls},
+        {"role": "assistant", "content": "Looking.", "reasoning": "Hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
         {"role": "tool", "tool_call_id": "b", "content": "wet"},
     ]

@@ -133,7 +133,7 @@ def test_whole_answers(bytewise: Tokenizer) -> None:
     assert w.tokens(ids) == b""
     assert json.loads(w.end(Finish.STOP)) == {
         "id": "id-1", "object": "chat.completion", "created": 7, "model": "m", "usage": usage,
-        "choices": [{**end, "message": {"role": "assistant", "content": "hé"}}],
+        "choices": [{**end, "message": {"role": "assistant", "content": "hé", "reasoning": None}}],
     }  # fmt: skip
     w = writer(bytewise, "completion", {})
     assert w.tokens(ids) == b""
