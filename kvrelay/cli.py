@@ -366,14 +366,20 @@ _add(
 )
 _add(
     "profile",
-    "Measure how fast this machine computes prompts, decodes and moves KV, and write a rate card.",
+    "Measure how fast this machine computes prompts, decodes and moves KV, and write a rate card.\n\n"
+    "The exit code is 1 if the machine was too noisy to believe the times; the card is written all the same.",
     NodeConfig,
     _profiling,
     ("role",),
     {"cluster_secret": CLUSTER_SECRET, "allow_runtime_lora": RUNTIME_LORA},
     (
         _typed("out", str, "", typer.Option(metavar="FILE", help="The rate card. [default: rate-card.json]")),
-        _typed("seconds", float, 0.0, typer.Option(help="About how long to measure; 0: 120 on a GPU, 45 on a CPU.")),
+        _typed(
+            "seconds",
+            float,
+            0.0,
+            typer.Option(help="About how long, beside the start of the engine; 0: 120 on a GPU, 45 on a CPU."),
+        ),
         _typed(
             "decode",
             list[str] | None,

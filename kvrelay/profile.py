@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from load.measures import percentile
 from planning.grid import Limits, Unit, mixed_sizes, sizes_of_transfers, units
 from planning.rate_card import DecodePoint, MixedPoint, PrefillPoint, RateCard, TransferPoint, write_card
 from wire.config import NodeConfig
@@ -36,9 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "asked_of", "parse_points", "run"]
 
 _SECONDS = {"cpu": 45.0, "cuda": 120.0}
-# Of the time of all, for transfers; and at most for the runs of one point.
-_TRANSFERS_SHARE = 0.3
+# Of the time of all, for transfers and for mixed steps; and at most for the runs of one point.
+_TRANSFERS_SHARE, _MIXED_SHARE = 0.3, 0.15
 _POINT_SHARE, _POINT_S = 1 / 60, 1.0
+_NOISY = 0.1
+"""Share by which runs of a step may differ (`spread_of`). On two cores of a server they do by 0.02 where nothing else
+runs, and by 0.15 to 0.3 beside two busy processes, which make steps five times as slow."""
 _DECODE_POINT = re.compile(r"(\d{1,5})x(\d{1,8})")
 _PREFILL_POINT = re.compile(r"(\d{1,8})(?:\+(\d{1,8}))?")
 
@@ -86,32 +90,53 @@ def asked_of(values: dict[str, object]) -> Asked:
 
 
 def run(config: NodeConfig, asked: Asked, console: Console) -> int:
-    """The command: measure, print tables, and write the card. Raises ConfigError."""
+    """The command: measure, print tables, and write the card. 1 if the machine was noisy. Raises ConfigError."""
     from node.profiling import measured_engine
     from node.transfer_times import BlocksMoved
 
     blocks = BlocksMoved(config.engine)
     seconds = asked.seconds or _SECONDS[blocks.devices[0].partition(":")[0]]
     moved: dict[str, list[TransferPoint]] = {}
+    began = time.monotonic()
     if not asked.points:
         _check_writable(asked.out)
         moved = _transfers(blocks, config, seconds * _TRANSFERS_SHARE, console)
+    left_s = began + seconds - time.monotonic()
     console.print("starting the engine ...", style="dim")
     with measured_engine(config.engine) as engine:
-        card, times = _card(config, engine, seconds * (1 - _TRANSFERS_SHARE), asked.points, console)
+        card, times = _card(config, engine, left_s, asked.points, console)
     card = msgspec.structs.replace(card, transfer=moved)
     _show(card, times, console, spread=bool(asked.points))
     if not asked.points:
         write_card(card, asked.out)
         console.print(f"written to {asked.out}", markup=False)
-    return 0
+    spread = spread_of(times)
+    if spread > _NOISY:
+        console.print(
+            f"this machine was too noisy to believe these times: runs of one step differ by {spread:.0%} of it, where "
+            f"{_NOISY:.0%} is the most that is usual; end what else runs here, or ask for more --seconds",
+            style="red",
+        )
+    return int(spread > _NOISY)
+
+
+def spread_of(times: Times) -> float:
+    """How unlike runs of one step are: the width of their middle half in medians, which one step in four exceeds.
+
+    Steps that were run once say nothing of it; 0 if there are no others."""
+    widths = []
+    for runs in times.values():
+        if len(runs) > 1:
+            first, middle, last = statistics.quantiles(runs, n=4, method="inclusive")
+            widths.append((last - first) / middle)
+    return percentile(widths or [0.0], 0.75)
 
 
 def _card(
     config: NodeConfig, engine: Measured, seconds: float, points: Sequence[Unit], console: Console
 ) -> tuple[RateCard, Times]:
     """A card without transfers, of these points or of what there is time for. Raises ConfigError."""
-    point_s = min(_POINT_S, seconds * _POINT_SHARE)
+    point_s = min(_POINT_S, max(0.0, seconds) * _POINT_SHARE)
 
     def timed(kind: str, point: tuple[int, int]) -> list[float]:
         try:
@@ -120,10 +145,11 @@ def _card(
         except ValueError as why:
             raise ConfigError(f"--{kind}: {why}; ask for less, or raise max_model_len or the KV pool") from why
 
-    sizes = [] if points else mixed_sizes(_limits(engine))
-    until = math.inf if points else time.monotonic() + seconds - len(sizes) * point_s
-    times = _measured(points or units(_limits(engine)), timed, until, console)
-    mixed = _mixed(engine, sizes, point_s, console)
+    until = time.monotonic() + seconds
+    times = _measured(
+        points or units(_limits(engine)), timed, math.inf if points else until - seconds * _MIXED_SHARE, console
+    )
+    mixed = [] if points else _mixed(engine, until, point_s, console)
     card = RateCard(
         model=config.served_model_name or engine.model,
         hardware=engine.hardware,
@@ -142,13 +168,16 @@ def _card(
     return card, times
 
 
-def _mixed(
-    engine: Measured, sizes: Sequence[tuple[int, int, int]], point_s: float, console: Console
-) -> list[MixedPoint]:
-    """Steps of decodes and chunks together: what a chunk costs those beside it is not what it costs alone."""
-    found = []
+def _mixed(engine: Measured, until: float, point_s: float, console: Console) -> list[MixedPoint]:
+    """Steps of decodes and chunks together: what a chunk costs those beside it is not what it costs alone.
+
+    None is begun after `until` but the first."""
+    found: list[MixedPoint] = []
+    sizes = mixed_sizes(_limits(engine))
     with _progress(len(sizes), console) as tell:
         for requests, context, tokens in sizes:
+            if found and time.monotonic() > until:
+                break
             tell("mixed", (requests, tokens))
             with contextlib.suppress(ValueError):  # no room for it here
                 ms = statistics.median(engine.timed.mixed(requests, context, tokens, seconds=point_s))
@@ -203,7 +232,9 @@ def _measured(
     until: float,
     console: Console,
 ) -> Times:
-    """Times of the plan's points, in its order while there is time; all of level 0 in any case."""
+    """Times of the plan's points, in its order while there is time; all of level 0 in any case.
+
+    The first point comes again at the end, so that what has changed meanwhile is in the spread of its runs."""
     times: Times = {}
     with _progress(sum(len(unit.points) for unit in plan), console) as tell:
         for unit in plan:
@@ -212,6 +243,8 @@ def _measured(
             for point in unit.points:
                 tell(unit.kind, point)
                 times[unit.kind, *point] = timed(unit.kind, point)
+        first, point = plan[0].kind, plan[0].points[0]
+        times[first, *point] += timed(first, point)
     return times
 
 

@@ -54,25 +54,30 @@ def transfer_times(
 ) -> dict[str, dict[int, float]]:
     """By connector and number of blocks, medians in ms; of one connector, or of all that work here with `auto`.
 
-    Of each no size is begun after so many seconds. `told` hears why one cannot be had."""
+    After so many seconds no further connector is begun, and of the one that runs the shortest and the longest size
+    alone. `told` hears why one cannot be had."""
     times: dict[str, dict[int, float]] = {}
+    ends_at = time.monotonic() + seconds
     left = list(CONNECTORS) if connector == "auto" else [connector]
     if of.devices == ("cuda:0", "cuda:0") and "nccl" in left:
         left.remove("nccl")
         told("nccl: its two ends need a GPU each, and there is one")
     while left:
         kind = left.pop(0)
+        if times and time.monotonic() > ends_at:
+            told(f"{kind}: no time was left for it")
+            continue
         try:
             # New processes only where one has broken: they take seconds to start.
             pool_bytes = 2 * max(sizes) * of.block_bytes
             with open_pair(of.devices, pool_bytes, of.block_bytes, time.monotonic() + _PATIENCE_S) as pair:
                 while kind:
                     pair.open(kind, of.block_bytes)
-                    ends_at = time.monotonic() + seconds
                     for blocks in sizes:
-                        if blocks < min(pair.num_blocks) and (blocks == sizes[0] or time.monotonic() < ends_at):
+                        wanted = blocks in (sizes[0], sizes[-1]) or time.monotonic() < ends_at
+                        if wanted and blocks < min(pair.num_blocks):
                             times.setdefault(kind, {})[blocks] = _median_ms(pair, blocks)
-                    kind = left.pop(0) if left else ""
+                    kind = left.pop(0) if left and time.monotonic() < ends_at else ""
         except TransferError as why:
             # With some sizes missing it would seem to be faster or slower than it is, and it is not to be used.
             times.pop(kind, None)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay import profile
 from kvrelay.cli import run
-from kvrelay.profile import parse_points
+from kvrelay.profile import parse_points, spread_of
 from planning.rate_card import read_card
 from tests.cluster.real_cluster import tiny_model
 from wire.errors import ConfigError
@@ -15,6 +16,12 @@ from wire.errors import ConfigError
 pytestmark = pytest.mark.cluster
 
 ON_CPU = ("--cpu", "--load-format=dummy", "--threads=1", f"--kv-cache-memory={8 << 20}", "--max-running=16")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs on the machine of the tests."""
+    monkeypatch.setattr(profile, "_NOISY", 100.0)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,7 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "card.json"
-    arguments = ("--seconds=3", f"--out={file}", "--kv-connector=direct", "--served-model-name=mine")
+    arguments = ("--seconds=9", f"--out={file}", "--kv-connector=direct", "--served-model-name=mine")
     assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 0
     card = read_card(file)
     assert (card.model, card.gpus, card.max_running, card.block_tokens) == ("mine", 1, 16, 16)
@@ -64,6 +71,26 @@ def test_single_steps_are_measured_alone_and_write_no_card(
         assert step in shown
     assert "transfer" not in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_a_noisy_machine_is_told_of_and_has_its_own_exit_code(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "_NOISY", 0.1)
+    monkeypatch.setattr(profile, "spread_of", lambda times: 0.42)
+    assert run(["profile", *ON_CPU, f"--model={model}", "--seconds=1", "--decode=1x32"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "too noisy to believe these times: runs of one step differ by 42% of it" in shown
+
+
+def test_the_spread_is_the_middle_half_of_runs_of_the_step_that_three_in_four_stay_below() -> None:
+    alike, unlike = [10.0, 10.1, 9.9, 10.0, 90.0], [10.0, 14.0, 6.0]
+    assert spread_of({("prefill", 16, 0): alike}) == pytest.approx(0.01)
+    steps = {("decode", requests, 32): alike for requests in (1, 2, 4)}
+    assert spread_of({**steps, ("decode", 8, 32): unlike}) == pytest.approx(0.01)
+    assert spread_of({**steps, ("decode", 8, 32): unlike, ("decode", 16, 32): unlike}) == pytest.approx(0.4)
+    assert spread_of({("prefill", 16, 0): [234.7, 310.2]}) > 0.1
+    assert spread_of({("prefill", 16, 0): [9.0]}) == 0
 
 
 def test_a_step_that_does_not_fit_is_refused_with_the_remedy(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,9 +88,14 @@ def test_processes_that_do_not_start_end_the_matter(opened: dict[str, Any]) -> N
     assert told == [f"{kind}: no memory" for kind in ("direct", "nixl", "nccl")]
 
 
-def test_what_has_no_room_or_no_time_is_left_out(opened: dict[str, Any]) -> None:
+def test_what_has_no_room_is_left_out(opened: dict[str, Any]) -> None:
     assert measured.transfer_times(OF, [1, 4, 30], "nixl", 60.0, print) == {"nixl": {1: 1.0, 4: 4.0}}
-    assert measured.transfer_times(OF, [1, 4], "nixl", 0.0, print) == {"nixl": {1: 1.0}}
+
+
+def test_without_time_the_first_connector_has_its_two_ends(opened: dict[str, Any]) -> None:
+    told: list[str] = []
+    assert measured.transfer_times(OF, [1, 2, 4], "auto", 0.0, told.append) == {"direct": {1: 1.0, 4: 4.0}}
+    assert told == ["nixl: no time was left for it", "nccl: no time was left for it"]
 
 
 def test_nccl_needs_a_gpu_for_each_end(opened: dict[str, Any]) -> None:
