@@ -38,6 +38,7 @@ from node.role import FLIPPING, NodeRole
 from node.sandbox import Sandbox
 from node.serving import Call, Serving
 from openai_api.beside import beside
+from openai_api.body import asked_id
 from openai_api.join import joined_end
 from openai_api.json_body import check_shape, json_response
 from openai_api.leg import Leg
@@ -262,7 +263,8 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
         body = await read_body(request, node.config.max_body_bytes + (MAX_HANDOVER_BYTES if wants_frames else 0))
         if not wants_frames:  # else a router has looked, and what it hands over may hold more
             await beside(len(body), check_shape, body)
-    call = Call(chat, body, request_id(request.headers.get("x-request-id")), sane_trace(request.headers.get))
+    named = request.headers.get("x-request-id") or await beside(len(body), asked_id, body)
+    call = Call(chat, body, request_id(named), sane_trace(request.headers.get))
     begun = await unless_gone(request, _begun(node, call))
     if begun is None:
         return Response(status_code=499)  # nobody is there to read it

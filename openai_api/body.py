@@ -5,6 +5,7 @@ Whatever is wrong with a request is said here, as a RequestError that names the 
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,10 +16,12 @@ from openai_api.structured import constraint_of
 from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest, SamplingFields
 from wire.errors import RequestError
+from wire.frames import MALFORMED
 from wire.sampling import MAX_LOGPROBS, PLAIN_SAMPLING, SamplingDefaults, SamplingParams, check_count
 
 __all__ = [
     "MAX_CHOICES",
+    "asked_id",
     "asked_logprobs",
     "check_choices",
     "choice_count",
@@ -29,6 +32,7 @@ __all__ = [
     "prompt_only",
     "prompts_of",
     "sampling_params",
+    "sane_id",
     "token_limit",
 ]
 
@@ -44,11 +48,32 @@ _MAX_MESSAGES = 16384
 # What the server itself gives to a chat template.
 _TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 _MAX_PRIORITY = 2**31 - 1
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
 _GREEDY_BELOW = 1e-5  # logits divided by less leave float32
 
+
+class _Named(msgspec.Struct):
+    request_id: str | None = None
+
+
 _T = TypeVar("_T", bound=SamplingFields)
+_named_decoder = msgspec.json.Decoder(_Named)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def asked_id(body: bytes) -> str | None:
+    """The `request_id` that a body gives itself. Of a body that cannot be read its decoder says why."""
+    try:
+        return _named_decoder.decode(body).request_id
+    except MALFORMED:
+        return None
+
+
+def sane_id(value: str) -> bool:
+    """Whether an id of a client's may be the request's own, in logs and on the nodes."""
+    return _ID.fullmatch(value) is not None and _ADDRESS not in value
 
 
 def decode_chat(body: bytes) -> ChatRequest:
@@ -269,6 +294,12 @@ def _check_common(request: SamplingFields) -> None:
     if not -_MAX_PRIORITY <= (request.priority or 0) <= _MAX_PRIORITY:
         raise RequestError(
             f"priority must be between {-_MAX_PRIORITY} and {_MAX_PRIORITY}, got {request.priority}", param="priority"
+        )
+    if request.request_id is not None and not sane_id(request.request_id):
+        raise RequestError(
+            "request_id must be 1 to 128 letters, digits or any of . _ : -, without "
+            f"{_ADDRESS!r}; got {request.request_id[:40]!r}",
+            param="request_id",
         )
     if request.cache_salt == "":
         raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")

@@ -23,6 +23,8 @@ PASSED_ON = (
     "min_tokens",
     "logit_bias",
     "skip_special_tokens",
+    "request_id",
+    "session_id",
     "cache_salt",
     "chat_template_kwargs",
     "priority",

@@ -14,6 +14,7 @@ from wire.errors import RequestError
 __all__ = ["REFUSED", "refuse_not_built"]
 
 _LEAVE_OUT = "leave it out"
+_TEXT_ONLY = "text is all that models served here read"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "best_of with a temperature finds likely answers too"),
@@ -26,6 +27,24 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_request": ((), _LEAVE_OUT),
     "audio": ((), _LEAVE_OUT),
     "modalities": ((["text"],), _LEAVE_OUT),
+    "length_penalty": ((1.0, 1), "it weighs beams, and no beam search is served"),
+    "early_stopping": ((False,), "it ends a beam search, and none is served"),
+    "watermarking": ((False,), _LEAVE_OUT),
+    "detokenize": ((True,), "POST /inference/v1/generate takes and gives token ids"),
+    "truncation_side": (("left",), "truncate_prompt_tokens keeps the prompt's end"),
+    "logprob_token_ids": (([],), "ask for the likeliest tokens with logprobs"),
+    "thinking_token_budget": ((-1,), "max_tokens counts reasoning too"),
+    "repetition_detection": ((), "repetition_penalty and max_tokens are served"),
+    "stream_interval": ((1,), "every step's tokens are sent at once"),
+    "media_io_kwargs": (({},), _TEXT_ONLY),
+    "mm_processor_kwargs": (({},), _TEXT_ONLY),
+    "return_mm_kwargs": ((True, False), _TEXT_ONLY),
+    "vllm_xargs": (({},), "no extension of vLLM's is loaded here"),
+    "extra_args": (({},), "no extension of vLLM's is loaded here"),
+    "ec_transfer_params": (({},), _TEXT_ONLY),
+    "routed_experts_prompt_start": ((0,), "no choice of experts is returned"),
+    "return_token_offsets": ((False,), _LEAVE_OUT),
+    "return_prompt_text": ((False,), "POST /tokenize tells the prompt's tokens"),
 }
 
 _Asked = msgspec.defstruct("_Asked", [(name, Any, None) for name in REFUSED])

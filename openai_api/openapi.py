@@ -38,7 +38,7 @@ _SEED = 2**63
 _SAMPLING: dict[str, Schema] = {
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
-    "temperature": {"minimum": 0, "maximum": 100},
+    "temperature": {"minimum": 0, "maximum": 2},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1},
     "min_p": {"minimum": 0, "maximum": 1},

@@ -96,8 +96,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
+    # Changes nothing: no tokenizer here puts spaces between special tokens.
+    spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
+    # The request's own id where no header x-request-id gives one; and that of its conversation, for the router.
+    request_id: str | None = None
+    session_id: str | None = None
     cache_salt: str | None = None
     kv_transfer_params: KvTransferParams | None = None
     # vLLM's name; here it asks for a member `kvrelay` at the end of the answer.

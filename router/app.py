@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.beside import beside
+from openai_api.body import sane_id
 from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.json_body import check_shape, json_response
 from openai_api.routes import add_routes, shown
@@ -38,7 +39,7 @@ from router.client import headers_of
 from router.console.lookout import Lookout
 from router.console.routes import add_console_routes
 from router.endings import Endings, Traced
-from router.entry import sane_id, targets_of
+from router.entry import targets_of
 from router.guard import KeyGate, add_error_answers, answer_any, caller_of, read_body
 from router.hot_routes import HotRoutes
 from router.legs.leg_watch import LegWatches
@@ -205,7 +206,7 @@ class Router:
         """Check a completion request at the door and start its walk. Raises KvrelayError."""
         path, timeline, caller = request.scope["path"], Timeline(time.monotonic()), caller_of(request)
         header = headers_of(request.scope).get
-        request.state.job_id = self._new_id(request)
+        request.state.job_id = self._new_id(header("x-request-id", ""))
         traced: Traced | None = None
         walk: Walk | JoinedWalk | VllmWalk | None = None
         try:
@@ -218,18 +219,21 @@ class Router:
             body, dialect = await beside(len(body), speak, body)
             leg_path = path if dialect is AS_IS else CHAT_PATH
             if request.state.job_id in self._live:  # since the body was waited for
-                request.state.job_id = self._new_id(request)
+                request.state.job_id = self._new_id("")
             session = header(SESSION_HEADER, "")
             targets = self.gate.targets(*targets_of(header))
             job = parse_job(
                 body, leg_path, request.state.job_id, int(time.time()), _ids.getrandbits(53), session, targets
             )
+            if job.asked_id and header("x-request-id") is None:
+                request.state.job_id = self._new_id(job.asked_id)
+                job = msgspec.structs.replace(job, id=request.state.job_id)
             caller.check_model(job.model)
             job = for_model(job, self.models.named(job.model))
             job = with_priority(job, caller.check_priority(job.asked_priority))
             if self.config.isolate_keys:
                 job = with_salt_of(job, caller.key_hash)
-            if job.id == header("x-request-id"):
+            if job.id in (header("x-request-id"), job.asked_id):
                 job = msgspec.structs.replace(job, mark=secrets.token_hex(4))
             traced = Traced(self.tracing, path, header, timeline.arrived)
             walk = self._walk(job, {"x-request-id": job.node_id, **traced.headers}, timeline, deaths)
@@ -334,9 +338,8 @@ class Router:
         )
         return Response(said, media_type="application/json")
 
-    def _new_id(self, request: Request) -> str:
+    def _new_id(self, wanted: str) -> str:
         """The client's own id if it is sane and not in use (nodes tell requests apart by it), else a fresh one."""
-        wanted = headers_of(request.scope).get("x-request-id", "")
         return wanted if sane_id(wanted) and wanted not in self._live else f"{_ids.getrandbits(128):032x}"
 
     async def _body(self, request: Request) -> bytes:

@@ -6,16 +6,13 @@ Owns what holds for every dialect. What fields mean is checked in router/walk/jo
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
 from wire.errors import KvrelayError, RequestError
 
-__all__ = ["sane_id", "shown_error", "targets_of"]
+__all__ = ["shown_error", "targets_of"]
 
 _TTFT, _TPOT = "x-slo-ttft-ms", "x-slo-tpot-ms"  # as llm-d's gateway has them
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_ADDRESS = "_addr_"  # vLLM's P2pNcclConnector reads addresses of peers in a request's id
 _MAX_TARGET_MS = 1e9
 _SHOWN_CHARS = 200
 _OWN_WORDS = (401, 403, 404, 429)  # said of names and numbers, never of a prompt
@@ -37,11 +34,6 @@ def _target_s(name: str, value: str | None) -> float | None:
     if not 0 < target <= _MAX_TARGET_MS:  # also if it is no number
         raise RequestError(f"{name} must be a number of milliseconds above 0, got {value[:40]!r}", param=name)
     return target / 1e3
-
-
-def sane_id(value: str) -> bool:
-    """Whether a client's x-request-id may be the request's id, in logs and on the nodes."""
-    return _ID.fullmatch(value) is not None and _ADDRESS not in value
 
 
 def shown_error(why: KvrelayError) -> str:

@@ -132,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         """Return self, or raise RequestError naming the field, its value and its limits."""
         _within("max_tokens", self.max_tokens, 1, None)
         _within("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED)
-        _within("temperature", self.temperature, 0, 100)
+        _within("temperature", self.temperature, 0, 2)
         if not (0 < self.top_p <= 1):
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
         _within("top_k", self.top_k, 0, None, "; 0 or -1 considers all tokens")

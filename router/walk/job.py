@@ -87,6 +87,8 @@ class _Asked(msgspec.Struct):
     add_generation_prompt: bool | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
+    request_id: str | None = None
+    session_id: str | None = None
     cache_salt: str | None = None
     stream_options: _StreamOptions | None = None
 
@@ -132,6 +134,8 @@ class Job(msgspec.Struct, frozen=True):
     session: str = ""
     """What the requests of one conversation, or else of one user, have in common."""
     targets: Targets = Targets()
+    asked_id: str = ""
+    """The id that its body gives it."""
     mark: str = ""
     """Of an id that its client chose: another router may have a request with the same one on the same node."""
 
@@ -252,8 +256,9 @@ def parse_job(
         fields=fields,
         priority=asked.priority or 0,
         cache_salt=asked.cache_salt or "",
-        session=(session or asked.prompt_cache_key or asked.user or "")[:_MAX_SESSION_CHARS],
+        session=(session or asked.session_id or asked.prompt_cache_key or asked.user or "")[:_MAX_SESSION_CHARS],
         targets=targets,
+        asked_id=asked.request_id or "",
     )
 
 

@@ -197,3 +197,5 @@ def test_an_answer_has_the_id_that_its_request_came_with(node: Process) -> None:
     asked = {"model": "tiny", "prompt": "x", "max_tokens": 1}
     answer = httpx2.post(f"{node.url}/v1/completions", json=asked, headers=headers, timeout=60)
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine-1", "cmpl-mine-1")
+    named = post(node, "/v1/completions", asked | {"request_id": "mine-2"})
+    assert (named.headers["x-request-id"], named.json()["id"]) == ("mine-2", "cmpl-mine-2")

@@ -220,7 +220,8 @@ def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: floa
 @pytest.mark.parametrize(
     "fields",
     [
-        {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"temperature": -1}, {"min_p": 2}, {"presence_penalty": 3},
+        {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"temperature": -1}, {"temperature": 2.01}, {"min_p": 2},
+        {"presence_penalty": 3},
         {"seed": 2**63}, {"stop_token_ids": [300]}, {"logit_bias": {"300": 1}}, {"logit_bias": {"1": 101}},
         {"min_tokens": 91}, {"min_tokens": -1}, {"max_tokens": 0}, {"repetition_penalty": 0},
     ],

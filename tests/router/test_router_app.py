@@ -200,3 +200,20 @@ async def test_ids_in_use_or_insane_are_replaced() -> None:
                 given = answer.headers["x-request-id"]
             assert given != wanted
             assert p.calls[-1].headers["x-request-id"] == d.calls[-1].headers["x-request-id"] == given
+
+
+async def test_a_body_names_its_request_where_no_header_does() -> None:
+    p, d = prefill(), decode()
+    async with cluster(p, d) as c:
+        for path, fields in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/messages", {"max_tokens": 3}),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            for headers, given in (({}, "mine"), ({"x-request-id": "header"}, "header")):
+                async with c.post({**fields, "request_id": "mine"}, path, headers=headers) as answer:
+                    assert answer.headers["x-request-id"] == given
+                assert d.calls[-1].headers["x-request-id"].startswith(f"{given}.")
+        c.router._live.add("mine")
+        async with c.post({"prompt": "x", "request_id": "mine"}, "/v1/completions") as answer:
+            assert answer.headers["x-request-id"] != "mine"

@@ -159,6 +159,7 @@ def test_the_session_is_the_headers_or_the_cache_key_or_the_user() -> None:
     body = msgspec.json.encode({"model": "m", "messages": [], "user": "ann"})
     assert parse_job(body, CHAT_PATH, "id", 0, 0, "s1").session == "s1"
     assert parse(user="ann", prompt_cache_key="talk 7").session == "talk 7"
+    assert parse(prompt_cache_key="talk 7", session_id="s2").session == "s2"
     assert (parse(user="ann").session, parse().session) == ("ann", "")
 
 
