@@ -163,7 +163,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         authorize(node.config.api_key, request)
-        return json_response(ModelList(data=node.ready().cards(node.created)))
+        return json_response(ModelList.of(node.ready().cards(node.created)))
 
     @app.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:

@@ -229,8 +229,8 @@ class Serving:
 
     def cards(self, created: int) -> list[ModelCard]:
         """The model first, then its adapters."""
-        base = ModelCard(id=self.model_name, created=created, max_model_len=self.info.max_model_len)
-        return [base, *(msgspec.structs.replace(base, id=name, parent=base.id) for name in self.adapters)]
+        base = ModelCard.of(self.model_name, created, self.info.max_model_len)
+        return [base, *(base.named(name, parent=base.id) for name in self.adapters)]
 
     def check_served(self, name: str) -> None:
         """Raise NotFound, naming what is served, unless `name` is the model's or an adapter's."""

@@ -174,6 +174,8 @@ class AnthropicAnswer:
             return "tool_use", None  # chat completions say `stop` when the client has named the tool
         if self._finish == "stop" and self._stopped_by in (self._request.stop_sequences or ()):
             return "stop_sequence", str(self._stopped_by)
+        if self._finish == "length" and self._usage.completion_tokens < self._request.max_tokens:
+            return "model_context_window_exceeded", None  # max_tokens was more than the context has room for
         return _STOP_REASONS.get(self._finish or "stop", "end_turn"), None
 
     def _counts(self) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def chat_body(request: MessagesRequest, body: bytes) -> bytes:
         **passed_on(body),
         **_thinking(request.thinking, passed_on(body)),
         "max_completion_tokens": request.max_tokens,
+        "fit_max_tokens": True,
         "stop": request.stop_sequences or None,
         "stream": request.stream,
         "stream_options": stream,

@@ -206,10 +206,13 @@ def token_limit(
     name, limit = _asked_limit(request)
     most = min(room, room if defaults.limit is None else defaults.limit)
     if limit is None:
-        default = defaults.max_tokens if isinstance(request, ChatRequest) else _DEFAULT_COMPLETION_TOKENS
+        every = isinstance(request, ChatRequest) or request.fit_max_tokens
+        default = defaults.max_tokens if every else _DEFAULT_COMPLETION_TOKENS
         return most if default is None else min(most, default)
     if limit < 1 and not prompt_only(request):
         raise RequestError(f"{name} must be at least 1, got {limit}", param=name)
+    if limit > room and request.fit_max_tokens:
+        return most
     if limit > room:
         raise RequestError(
             f"the prompt has {prompt_tokens} tokens and {name} is {limit}, together {prompt_tokens + limit}; the "

@@ -5,6 +5,7 @@ Fields not named here are ignored, but for those that openai_api/not_built.py re
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -91,6 +92,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    # Where the context has no room for max_tokens: as many as fit, which is also meant where there is no max_tokens.
+    fit_max_tokens: bool | None = None
     logit_bias: dict[int, float] | None = None
     n: int | None = None
     stream: bool | None = None
@@ -400,18 +403,44 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One served model. An adapter has a `parent`, the model that it is for."""
+    """One served model, as OpenAI's and Anthropic's clients read it.
+
+    An adapter has a `parent`, the model that it is for; an alias has a `root`, the model that it stands for."""
 
     id: str
     created: int
     max_model_len: int
+    display_name: str
+    created_at: str
     object: str = "model"
     owned_by: str = "kvrelay"
+    type: str = "model"
+    lifecycle: str = "active"
     parent: str | UnsetType = UNSET
+    root: str | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, name: str, created: int, max_model_len: int) -> ModelCard:
+        """A model's own card; `created` is a Unix second."""
+        return cls(name, created, max_model_len, name, datetime.fromtimestamp(created, UTC).isoformat())
+
+    def named(self, name: str, *, parent: str | UnsetType = UNSET, root: str | UnsetType = UNSET) -> ModelCard:
+        """The card of an adapter or an alias of this model or adapter."""
+        return msgspec.structs.replace(
+            self, id=name, display_name=name, parent=self.parent if parent is UNSET else parent, root=root
+        )
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """GET /v1/models."""
+    """GET /v1/models: all of them, which is one page to Anthropic's clients."""
 
     data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
     object: str = "list"
+    has_more: bool = False
+
+    @classmethod
+    def of(cls, cards: list[ModelCard]) -> ModelList:
+        """With these cards."""
+        return cls(cards, cards[0].id if cards else None, cards[-1].id if cards else None)

@@ -27,6 +27,7 @@ from openai_api.dialect import AS_IS, Speak, as_it_is
 from openai_api.json_body import check_shape, json_response
 from openai_api.routes import add_routes, shown
 from openai_api.tracing import tracing_to
+from openai_api.types import ModelList
 from router.adapters import LOAD_PATH, UNLOAD_PATH, tell_all
 from router.admin import add_admin_routes
 from router.admission.gate import Gate
@@ -393,14 +394,13 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Response:
-        cards = [card for card in router.models.cards() if caller_of(request).may(str(card["id"]))]
-        return json_response({"object": "list", "data": cards})
+        return json_response(ModelList.of([card for card in router.models.cards() if caller_of(request).may(card.id)]))
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def model(request: Request, name: str) -> Response:
         caller_of(request).check_model(name)
         router.models.named(name)
-        return json_response(next(card for card in router.models.cards() if card["id"] == name))
+        return json_response(next(card for card in router.models.cards() if card.id == name))
 
     @app.get("/health", response_model=None)
     async def health() -> Response:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from openai_api.types import ModelCard
 from router.nodes.node import NodeKind
 from router.nodes.pool import Pool
 from wire.config import Role
 from wire.errors import NoNode, NotFound
 
 __all__ = ["Models"]
-
-_Card = dict[str, str | int]
 
 
 class Models:
@@ -48,27 +47,18 @@ class Models:
 
     def names(self) -> list[str]:
         """All of them: models, adapters, then aliases of what is served."""
-        return [str(card["id"]) for card in self.cards()]
+        return [card.id for card in self.cards()]
 
-    def cards(self) -> list[_Card]:
+    def cards(self) -> list[ModelCard]:
         """OpenAI's model objects: models; adapters, each with its model as `parent`; aliases, each with its `root`."""
         known = self._pool.models()
-        cards: dict[str, _Card] = {
-            name: {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "kvrelay",
-                "max_model_len": longest,
-            }
-            for name, longest in sorted(known.items())
-        }
+        cards = {name: ModelCard.of(name, self._created, longest) for name, longest in sorted(known.items())}
         for name, parent in sorted(self._pool.adapters().items()):
             if name not in cards:
-                cards[name] = cards[parent] | {"id": name, "parent": parent}
+                cards[name] = cards[parent].named(name, parent=parent)
         for alias, meant in sorted(self._aliases.items()):
             if meant in cards:
-                cards[alias] = cards[meant] | {"id": alias, "root": meant}
+                cards[alias] = cards[meant].named(alias, root=meant)
         return list(cards.values())
 
     def ready(self) -> dict[str, bool]:

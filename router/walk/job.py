@@ -77,6 +77,7 @@ class _Asked(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
+    fit_max_tokens: bool | None = None
     seed: int | None = None
     priority: int | None = None
     include_metrics: bool | None = None
@@ -228,7 +229,7 @@ def parse_job(
         limit_field = "max_completion_tokens"
     limit = getattr(asked, limit_field)
     prompt_only = limit == 0 and path != CHAT_PATH and bool(asked.echo)
-    default = None if path == CHAT_PATH else _DEFAULT_COMPLETION_TOKENS
+    default = None if path == CHAT_PATH or asked.fit_max_tokens else _DEFAULT_COMPLETION_TOKENS
     _check_limits(asked, limit_field, 1 if prompt_only else default if limit is None else limit)
     if asked.cache_salt == "":
         raise RequestError("cache_salt must not be empty; leave it out", param="cache_salt")

@@ -106,6 +106,30 @@ def test_a_message_says_what_the_chat_completion_says(
         anthropic_client.messages.create(**(asked | {"model": "other"}))
 
 
+def test_max_tokens_beyond_the_context_are_as_many_as_fit(anthropic_client: anthropic.Anthropic) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 990}]}
+    (card,) = anthropic_client.models.list().data
+    assert (card.type, card.id, card.display_name, card.lifecycle) == ("model", "tiny", "tiny", "active")
+    prompt = anthropic_client.messages.count_tokens(**asked).input_tokens
+    told = anthropic_client.messages.create(**asked, max_tokens=32_000, extra_body=SAMPLING)
+    assert (told.stop_reason, told.usage.output_tokens) == ("model_context_window_exceeded", 1024 - prompt)
+    asked["messages"][0]["content"] = "x" * 1024
+    with pytest.raises(anthropic.BadRequestError, match="shorten the prompt"):
+        anthropic_client.messages.create(**asked, max_tokens=32_000)
+
+
+def test_a_stream_of_a_response_that_is_cut_ends_as_the_client_expects(openai_client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 6, "extra_body": SAMPLING}
+    with openai_client.responses.stream(**asked) as stream:
+        *others, last = stream
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details is not None
+    assert (last.response.status, last.response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    text = "".join(event.delta for event in others if event.type == "response.output_text.delta")
+    assert last.response.output_text == text != ""
+    assert openai_client.responses.retrieve(last.response.id).output_text == text
+
+
 def test_an_answer_that_the_client_has_begun_is_gone_on_with(
     openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
 ) -> None:

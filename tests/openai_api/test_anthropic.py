@@ -43,6 +43,7 @@ def test_a_request_has_its_fields_under_their_chat_names() -> None:
         "model": "tiny",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
         "max_completion_tokens": 9,
+        "fit_max_tokens": True,
         "stop": ["END"],
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -203,25 +204,26 @@ def test_a_whole_answer_holds_the_blocks_of_its_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    ("finish", "stop_reason", "said"),
+    ("finish", "stop_reason", "max_tokens", "said"),
     [
-        ("stop", None, ("end_turn", None)),
-        ("stop", "END", ("stop_sequence", "END")),
-        ("stop", 7, ("end_turn", None)),
-        ("length", None, ("max_tokens", None)),
+        ("stop", None, 9, ("end_turn", None)),
+        ("stop", "END", 9, ("stop_sequence", "END")),
+        ("stop", 7, 9, ("end_turn", None)),
+        ("length", None, 4, ("max_tokens", None)),
+        ("length", None, 9, ("model_context_window_exceeded", None)),
     ],
 )
 def test_the_reason_of_the_end_is_told(
-    finish: str, stop_reason: int | str | None, said: tuple[str, str | None]
+    finish: str, stop_reason: int | str | None, max_tokens: int, said: tuple[str, str | None]
 ) -> None:
-    dialect = spoken(stop_sequences=["END"])[1]
+    dialect = spoken(stop_sequences=["END"], max_tokens=max_tokens)[1]
     told = json.loads(dialect.whole(whole({"content": "x"}, finish, stop_reason=stop_reason)))
     assert (told["stop_reason"], told["stop_sequence"]) == said
 
 
 def test_a_call_that_was_cut_keeps_what_there_is_of_its_arguments() -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": '{"city": "Ro'}}
-    told = json.loads(spoken()[1].whole(whole({"content": None, "tool_calls": [call]}, "length")))
+    told = json.loads(spoken(max_tokens=4)[1].whole(whole({"content": None, "tool_calls": [call]}, "length")))
     assert told["content"][0]["input"] == {"incomplete_json": '{"city": "Ro'}
     assert told["stop_reason"] == "max_tokens"
 

@@ -271,6 +271,17 @@ def test_a_prefill_leg_computes_one_token_and_checks_the_clients_own_limit() -> 
         params(leg(91))
 
 
+def test_a_limit_that_shall_fit_is_lowered_to_the_room_on_both_legs() -> None:
+    for make in (chat, completion):
+        assert token_limit(make(max_tokens=91, fit_max_tokens=True), 10, 100) == 90
+        assert token_limit(make(max_tokens=5, fit_max_tokens=True), 10, 100) == 5
+        assert token_limit(make(fit_max_tokens=True), 10, 100) == 90
+        handover = {"do_remote_decode": True, "client_max_tokens": 91}
+        assert token_limit(make(max_tokens=1, fit_max_tokens=True, kv_transfer_params=handover), 10, 100) == 90
+        with pytest.raises(RequestError, match="prompt has 100 tokens"):
+            token_limit(make(max_tokens=5, fit_max_tokens=True), 100, 100)
+
+
 def test_stop_is_a_string_or_a_list() -> None:
     assert chat(stop="x").stop_strings == ("x",)
     assert chat(stop=["x", "yz"]).stop_strings == ("x", "yz")

@@ -30,6 +30,12 @@ def test_token_ids_are_counted_and_texts_are_estimated(prompt: object, tokens: i
         )
 
 
+def test_min_tokens_are_held_against_a_completions_own_limit_only() -> None:
+    assert parse(COMPLETIONS_PATH, min_tokens=99, fit_max_tokens=True).max_tokens == 0
+    with pytest.raises(RequestError, match="min_tokens must be at most"):
+        parse(COMPLETIONS_PATH, min_tokens=99)
+
+
 def prefill(job: Job) -> dict[str, Any]:
     return msgspec.json.decode(prefill_body(job))
 
