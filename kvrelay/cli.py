@@ -250,8 +250,7 @@ def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parame
 def _parameter(setting: Setting, env: str | None) -> inspect.Parameter:
     """The flag of a setting. Its value stays text: merge() converts it, as it does that of a file."""
     flag = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}" if setting.kind is bool else setting.flag
-    several = setting.kind == tuple[str, ...] or setting.item is not None
-    kind = bool if setting.kind is bool else list[str] if several else str
+    kind = bool if setting.kind is bool else list[str] if setting.several else str
     option = typer.Option(
         flag,
         help=setting.help,

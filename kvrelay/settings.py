@@ -42,8 +42,8 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in _KINDS, or a tuple of
-    a config type: then a file has a list of mappings, and a flag one of them as JSON."""
+    """One field of a config type, as a flag and as a key of a file. `kind` is one of the types in _KINDS, or a config
+    type or a tuple of one: then a file has a mapping or a list of them, and a flag one of them as JSON."""
 
     name: str
     kind: Any
@@ -62,9 +62,14 @@ class Setting:
 
     @property
     def item(self) -> type | None:
-        """The config type of which it holds any number."""
-        first = typing.get_args(self.kind)[:1]
-        return typing.cast(type, first[0]) if first and dataclasses.is_dataclass(first[0]) else None
+        """The config type that it holds one or any number of."""
+        first = (typing.get_args(self.kind) or (self.kind,))[0]
+        return typing.cast(type, first) if dataclasses.is_dataclass(first) else None
+
+    @property
+    def several(self) -> bool:
+        """Whether its flag can be given again."""
+        return typing.get_origin(self.kind) is tuple
 
 
 def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
@@ -111,7 +116,7 @@ def convert(setting: Setting, raw: object, source: str) -> object:
     Raises ConfigError naming the key, the value and the expected type.
     """
     if setting.item is not None:
-        return _items(setting.item, raw, source)
+        return _items(setting.item, raw, source) if setting.several else _item(setting.item, raw, source)
     value = _converted(setting.kind, raw)
     if value is None:
         quotes = "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
@@ -147,23 +152,24 @@ def _items(config: type, raw: object, source: str) -> tuple[object, ...]:
     """Values of a config type, from a list of mappings or of JSON objects."""
     if not isinstance(raw, (list, tuple)):
         raise ConfigError(f"{source} must be a list of mappings, got a {type(raw).__name__}")
+    return tuple(_item(config, item, f"{source}[{at}]") for at, item in enumerate(raw))
+
+
+def _item(config: type, raw: object, where: str) -> object:
+    """One value of a config type, from a mapping or a JSON object, in which null stands for a default."""
     known = settings_of(config)
-    found: list[object] = []
-    for at, item in enumerate(raw):
-        where = f"{source}[{at}]"
-        if isinstance(item, str):
-            try:
-                item = json.loads(item)
-            except ValueError:
-                raise ConfigError(f"{where} must be a JSON object; its text is not JSON") from None
-        if not isinstance(item, dict):
-            raise ConfigError(f"{where} must be a mapping, got a {type(item).__name__}")
-        values = _mapping(item, known, where)
-        missing = [name for name, each in known.items() if each.default is dataclasses.MISSING and name not in values]
-        if missing:
-            raise ConfigError(f"{where}: {' and '.join(missing)} missing")
-        found.append(build(config, values))
-    return tuple(found)
+    if isinstance(raw, str):
+        try:
+            raw = json.loads(raw)
+        except ValueError:
+            raise ConfigError(f"{where} must be a JSON object; its text is not JSON") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where} must be a mapping, got a {type(raw).__name__}")
+    values = _mapping({key: value for key, value in raw.items() if value is not None}, known, where)
+    missing = [name for name, each in known.items() if each.default is dataclasses.MISSING and name not in values]
+    if missing:
+        raise ConfigError(f"{where}: {' and '.join(missing)} missing")
+    return build(config, values)
 
 
 def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
@@ -227,10 +233,11 @@ def build(config: type[_Config], values: Mapping[str, object]) -> _Config:
 def flags_of(config: object, skip: Collection[str] = ()) -> list[str]:
     """The flags that make this config again: one for each setting that is not at its default."""
     flags: list[str] = []
+    hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(typing.cast(Any, config)):
         value = getattr(config, field.name)
         flag = "--" + field.name.replace("_", "-")
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(hints[field.name]):
             flags += flags_of(value, skip)
         elif field.name in skip or value == field.default:
             continue
@@ -245,5 +252,6 @@ def flags_of(config: object, skip: Collection[str] = ()) -> list[str]:
 
 def _flag_text(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        value = {field.name: told for field, told in fields if told != field.default}
     return json.dumps(value) if isinstance(value, dict) else value
