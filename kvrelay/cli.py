@@ -346,6 +346,7 @@ _add(
         "max_body_bytes",
         "kv_events_host",
         "kv_events_port",
+        "profiler_config",
         "log_format",
         "otlp_traces_endpoint",
         *settings_of(TransferConfig),

@@ -207,7 +207,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
         node.ready()
         return json_response(await fetch_probe(node.role.now, node.engine, body))
 
-    add_orders(app, node.engine, node.drain, node.role, node.ready, partial(_node_body, node))
+    add_orders(app, node.config, node.engine, node.drain, node.role, node.ready, partial(_node_body, node))
 
     @app.get("/health")
     async def health() -> Response:

@@ -35,7 +35,7 @@ class CacheTeller:
         if self._pool.changed and (idle or now >= self._due):
             self._due = now + _INTERVAL_S
             changes = self._pool.changes()
-            self._told(CacheChanges(changes.stored, list(changes.removed)))
+            self._told(CacheChanges(changes.stored, list(changes.removed), cleared=changes.cleared))
 
     def blocks_of(self, request: Request) -> PromptBlocks | None:
         """What a router must know to find this prompt in KV events."""

@@ -38,16 +38,19 @@ from wire.engine_messages import (
     ProbeFetched,
     ProbeOffered,
     ProbeRefused,
+    Profile,
+    Profiled,
     Release,
     Renew,
     RequestUpdate,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
     UnloadAdapter,
 )
-from wire.errors import DeadlineExceeded, EngineDead
+from wire.errors import DeadlineExceeded, EngineDead, NodeFailed
 from wire.outputs import Load
 
 __all__ = ["EngineClient"]
@@ -103,6 +106,7 @@ class EngineClient:
         self._probes: dict[str, asyncio.Future[ProbeOffered | ProbeFetched | ProbeRefused]] = {}
         self._loads: dict[str, asyncio.Future[AdapterLoaded | AdapterRefused]] = {}
         self._stats_asked: dict[int, asyncio.Future[EngineStats]] = {}
+        self._profiles: dict[int, asyncio.Future[Profiled]] = {}
         self._asked = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -223,6 +227,14 @@ class EngineClient:
         late = f"the engine process did not tell its numbers within {deadline_s:g} s"
         return await self._answered(self._stats_asked, self._asked, AskStats(self._asked), deadline_s, late)
 
+    async def profile(self, *, begin: bool, deadline_s: float) -> None:
+        """Profile its steps from now on, or end that. Raises EngineDead, DeadlineExceeded, NodeFailed."""
+        self._asked += 1
+        late = f"the engine process did not {'begin' if begin else 'write'} a profile within {deadline_s:g} s"
+        told = await self._answered(self._profiles, self._asked, Profile(self._asked, begin), deadline_s, late)
+        if told.refused:
+            raise NodeFailed(told.refused)
+
     async def _answered(
         self, waiting: dict[K, asyncio.Future[T]], key: K, asked: ToEngine, deadline_s: float, late: str
     ) -> T:
@@ -239,6 +251,11 @@ class EngineClient:
             raise DeadlineExceeded(late) from why
         finally:
             del waiting[key]
+
+    async def reset_prefix_cache(self, deadline_s: float) -> None:
+        """Return when it is empty. Raises EngineDead, DeadlineExceeded."""
+        self._send(ResetPrefixCache())
+        await self.fresh_stats(deadline_s)
 
     def unload_adapter(self, unload: UnloadAdapter) -> None:
         """No request that is submitted from now on has this adapter."""
@@ -316,6 +333,10 @@ class EngineClient:
                     waiting = self._loads.get(news.load_id)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(news)
+                case Profiled() as done:
+                    profiled = self._profiles.get(done.profile_id)
+                    if profiled is not None and not profiled.done():
+                        profiled.set_result(done)
                 case EngineReady() as info:
                     self.info = info
                     self._ready.set()
@@ -342,6 +363,7 @@ class EngineClient:
             *self._probes.values(),
             *self._loads.values(),
             *self._stats_asked.values(),
+            *self._profiles.values(),
         ]
         for asked in waiting:
             if not asked.done():

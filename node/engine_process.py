@@ -24,6 +24,7 @@ from node.adapter_loads import AdapterLoads, content
 from node.cache_changes import CacheTeller
 from node.collector import imports_are_done
 from node.compiling import Compiling
+from node.engine_profile import EngineProfile
 from node.engine_stats import stats_of
 from node.last_words import leave, sentence
 from node.parent import die_with_parent
@@ -45,9 +46,11 @@ from wire.engine_messages import (
     FromEngine,
     LoadAdapter,
     OfferProbe,
+    Profile,
     Release,
     Renew,
     RequestUpdate,
+    ResetPrefixCache,
     Shutdown,
     StepOutputs,
     Submit,
@@ -97,6 +100,7 @@ class EngineProcess:
         self._cache = CacheTeller(blocks, self.engine.pool.block_tokens, self._send, on=told)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
+        self._profile = EngineProfile(config.profiler_config, self.engine, ranks, self._send, self.wake)
         self._adapters = AdapterLoads(self.engine, self._send, self.wake)
         self._compiling = Compiling(config.engine.model, self.engine, self.wake)
         self._announce(time.monotonic() - began)
@@ -170,6 +174,7 @@ class EngineProcess:
             self._take_transfer_events()
             progressed = self._step()
             self._adapters.turn(self._compiling.waiting)
+            self._profile.turn()
             self._report()
         self.connector.close()
         self.engine.close()
@@ -222,6 +227,10 @@ class EngineProcess:
                     self._probes.fetch(ask)
                 case LoadAdapter() | UnloadAdapter() as ask:
                     self._adapters.hear(ask)
+                case Profile() as ask:
+                    self._profile.hear(ask)
+                case ResetPrefixCache():
+                    self.engine.scheduler.reset_prefix_cache()
                 case AskStats(number):
                     self._asked, self._stats_due = number, 0.0
                 case Shutdown():

@@ -36,12 +36,16 @@ class EventLog:
 
     def note(self, changes: CacheChanges, now: float) -> tuple[int, bytes]:
         """The next batch and its number. `now`: Unix seconds."""
+        if changes.cleared:
+            self._held.clear()
         for block_hash in changes.removed:
             self._held.pop(block_hash, None)
         for block_hash, parent in changes.stored.items():
             self._held.pop(block_hash, None)  # behind its parent again
             self._held[block_hash] = parent
-        events: list[Event] = [BlockRemoved(list(changes.removed))] if changes.removed else []
+        events: list[Event] = [AllBlocksCleared()] if changes.cleared else []
+        if changes.removed:
+            events.append(BlockRemoved(list(changes.removed)))
         events += self._chains(changes.stored)
         number, payload = self.next_number, self._packed(events, now)
         self.next_number += 1

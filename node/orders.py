@@ -1,10 +1,11 @@
-"""What operators order of a node, over its HTTP: to drain, to take requests again, to change its role.
+"""What operators order and ask of a node, over its HTTP: to drain, to change its role, and vLLM's routes for them.
 
-Owns the routes. What they set off is node/drain.py's and node/role.py's.
+Owns the routes. What they set off is node/drain.py's, node/role.py's and the engine's.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -14,11 +15,17 @@ from node.drain import Drain
 from node.engine_client import EngineClient
 from node.role import NodeRole
 from openai_api.json_body import json_response
-from wire.config import Role
-from wire.errors import RequestError
+from openai_api.server_info import server_info
+from wire.config import NodeConfig, Role
+from wire.errors import NotFound, RequestError
 from wire.frames import MALFORMED
 
 __all__ = ["add_orders"]
+
+_RESET_DEADLINE_S = 30.0  # a step that has begun ends first
+_PROFILE_DEADLINE_S = 300.0
+
+log = logging.getLogger("kvrelay.node")
 
 
 class _Wanted(msgspec.Struct):
@@ -27,6 +34,7 @@ class _Wanted(msgspec.Struct):
 
 def add_orders(
     app: FastAPI,
+    config: NodeConfig,
     engine: EngineClient,
     drain: Drain,
     role: NodeRole,
@@ -41,6 +49,33 @@ def add_orders(
         await read(request)
         drain.end() if request.url.path == "/undrain" else drain.begin()
         return json_response({"draining": drain.begun, "requests": engine.queue_depth()})
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(request: Request) -> Response:
+        await read(request)
+        ready()
+        await engine.reset_prefix_cache(_RESET_DEADLINE_S)
+        log.info("the prefix cache is reset")
+        return json_response({"success": True})
+
+    @app.post("/start_profile")
+    @app.post("/stop_profile")
+    async def profile(request: Request) -> Response:
+        await read(request)
+        ready()
+        if config.profiler_config is None:
+            raise NotFound("this node has no profiler; start it with --profiler-config")
+        await engine.profile(begin=request.url.path == "/start_profile", deadline_s=_PROFILE_DEADLINE_S)
+        return Response()
+
+    @app.get("/server_info")
+    async def tell_server(request: Request) -> Response:
+        await read(request)
+        return json_response(server_info(config, request.query_params.get("config_format", "text")))
+
+    @app.get("/load")
+    async def load() -> Response:
+        return json_response({"server_load": engine.queue_depth()})
 
     @app.post("/admin/role")
     async def change_role(request: Request) -> Response:

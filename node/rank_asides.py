@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from kv_transfer.rank_messages import Meeting
+from wire.profiler_config import ProfilerConfig
 
-__all__ = ["Aside", "FillBlocks", "Meet", "VerifyBlocks", "decode", "encode"]
+__all__ = ["Aside", "FillBlocks", "Meet", "ProfileSteps", "VerifyBlocks", "decode", "encode"]
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True):
@@ -31,7 +32,14 @@ class VerifyBlocks(msgspec.Struct, tag="verify", frozen=True):
     num_kv_heads: int
 
 
-Aside = Meet | FillBlocks | VerifyBlocks
+class ProfileSteps(msgspec.Struct, tag="profile", frozen=True):
+    """Begin to profile your steps, or end that and write what was seen."""
+
+    config: ProfilerConfig
+    begin: bool
+
+
+Aside = Meet | FillBlocks | VerifyBlocks | ProfileSteps
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Aside] = msgspec.msgpack.Decoder(Aside)

@@ -24,11 +24,12 @@ from kv_transfer.open import join_connector, terms_of
 from kv_transfer.rank_link import RankLink
 from node import rank_asides
 from node.collector import command_of, imports_are_done
+from node.engine_profile import RankProfiler
 from node.last_words import leave
 from node.parent import PARENT_PID, die_with_parent
 from node.probe_pattern import ProbePattern
 from node.process_log import log_to_stderr
-from node.rank_asides import FillBlocks, Meet, VerifyBlocks
+from node.rank_asides import FillBlocks, Meet, ProfileSteps, VerifyBlocks
 from paged_engine.before_loading import check_engine, choose_device
 from paged_engine.engine import aside, follow
 from paged_engine.kv_pool import KVPool
@@ -37,6 +38,7 @@ from paged_engine.ranks import Alone, Ranks, TorchRanks
 from paged_engine.sharding import kv_heads_of
 from wire.config import EngineConfig, NodeConfig, RanksConfig
 from wire.errors import KvrelayError
+from wire.profiler_config import ProfilerConfig
 
 __all__ = ["join_as_rank_0", "meet_ranks", "region_of", "run_ranks"]
 
@@ -148,6 +150,7 @@ class _Beside:
     def __init__(self, ranks: TorchRanks) -> None:
         self._ranks = ranks
         self._planes: LedPlanes | None = None
+        self._profiler: RankProfiler | None = None
         self._pool: KVPool | None = None  # which threads of the planes read until they end
 
     def heard(self, pool: KVPool, message: bytes) -> None:
@@ -164,6 +167,18 @@ class _Beside:
             case VerifyBlocks(seed, blocks, num_kv_heads):
                 held = ProbePattern(pool, num_kv_heads, self._ranks.rank, self._ranks.size).holds(seed, blocks)
                 self._ranks.least(int(held))
+            case ProfileSteps(config, begin):
+                self._profile(config, begin=begin)
+
+    def _profile(self, config: ProfilerConfig, *, begin: bool) -> None:
+        if begin:
+            self._profiler = RankProfiler(config, self._ranks.rank)
+            try:
+                self._profiler.start()
+            except (OSError, RuntimeError) as why:
+                log.error("rank %d is not profiled: %s", self._ranks.rank, why)
+        elif self._profiler is not None and self._profiler.running:
+            self._profiler.stop(lambda _: None)
 
     def close(self) -> None:
         """End the planes, and let go of the pool."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-__all__ = ["AdapterAnswer", "AdapterSaid", "LoadAdapterRequest", "UnloadAdapterRequest"]
+__all__ = ["AdapterAnswer", "NodeSaid", "LoadAdapterRequest", "UnloadAdapterRequest"]
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True):
@@ -22,7 +22,7 @@ class UnloadAdapterRequest(msgspec.Struct, frozen=True):
     lora_name: str
 
 
-class AdapterSaid(msgspec.Struct, frozen=True):
+class NodeSaid(msgspec.Struct, frozen=True):
     """What one node has said."""
 
     url: str
@@ -36,4 +36,4 @@ class AdapterAnswer(msgspec.Struct, frozen=True):
 
     lora_name: str
     message: str
-    nodes: list[AdapterSaid] | UnsetType = UNSET
+    nodes: list[NodeSaid] | UnsetType = UNSET

@@ -23,9 +23,11 @@ class Changes:
 
     stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
     removed: set[BlockHash] = field(default_factory=set)
+    cleared: bool = False
+    """Before all that, nothing was findable any more."""
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.removed)
+        return bool(self.stored or self.removed or self.cleared)
 
 
 class BlockPool:
@@ -100,6 +102,14 @@ class BlockPool:
             if self._changes is not None:
                 self._changes.stored[block_hash] = parent
                 self._changes.removed.discard(block_hash)
+
+    def reset(self) -> None:
+        """Forget what every block holds. Who uses blocks keeps them, and nobody finds them any more."""
+        for block in self._block_of.values():
+            self._hash_of[block] = None
+        self._block_of.clear()
+        if self._changes is not None:
+            self._changes = Changes(cleared=True)
 
     def note_changes(self) -> None:
         """Take down from now on what becomes findable and what no more; somebody takes it away with `changes`."""

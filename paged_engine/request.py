@@ -61,6 +61,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # not reported yet
     hashes: list[BlockHash] = field(default_factory=list)
     num_published: int = 0
+    unfindable: bool = False  # the prefix cache was reset after it came: its blocks are for nobody else
     cached_tokens: int | None = None  # prefix hit when first scheduled; None before
     num_counted: int = 0  # tokens of the prompt that are in the engine's counters
     finish: Finish | None = None

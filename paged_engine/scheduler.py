@@ -62,6 +62,12 @@ class Scheduler:
         self.forked_blocks = 0
         """Blocks that forks have shared with the request they fork from, once for each fork."""
 
+    def reset_prefix_cache(self) -> None:
+        """Have no later request find a block whose KV is there now, or is computed from such."""
+        self.pool.reset()
+        for request in self._requests.values():
+            request.unfindable = True
+
     # --- what comes in -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -371,7 +377,7 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         full = min(request.num_computed, len(request.token_ids)) // self._block_tokens
-        if self._prefix_cache and full > request.num_published:
+        if self._prefix_cache and not request.unfindable and full > request.num_published:
             hashes = request.block_hashes(self._block_tokens)
             for index in range(request.num_published, full):
                 self.pool.publish(request.blocks[index], hashes[index], hashes[index - 1] if index else None)

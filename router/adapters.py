@@ -10,7 +10,7 @@ import asyncio
 
 import msgspec
 
-from openai_api.adapters import AdapterAnswer, AdapterSaid, UnloadAdapterRequest
+from openai_api.adapters import AdapterAnswer, NodeSaid, UnloadAdapterRequest
 from router.legs.legs import Legs
 from router.nodes.node import Node
 from router.nodes.pool import Pool
@@ -18,7 +18,7 @@ from router.shared import Shared
 from wire.errors import KvrelayError, NodeFailed, NotFound, RequestError
 from wire.frames import MALFORMED
 
-__all__ = ["LOAD_PATH", "UNLOAD_PATH", "tell_all"]
+__all__ = ["LOAD_PATH", "UNLOAD_PATH", "failure_of", "tell_all"]
 
 LOAD_PATH = "/v1/load_lora_adapter"
 UNLOAD_PATH = "/v1/unload_lora_adapter"
@@ -43,16 +43,16 @@ async def tell_all(pool: Pool, shared: Shared, legs: Legs, path: str, body: byte
     name = asked.lora_name
     nodes = _nodes_for(pool, asked, loads=path == LOAD_PATH)
 
-    async def tell(node: Node) -> AdapterSaid:
+    async def tell(node: Node) -> NodeSaid:
         status, message = await legs.tell(node, path, body, deadline_s)
         if status == 200:
             await shared.adapter(node, name, loaded=path == LOAD_PATH)
-        return AdapterSaid(node.url, node.role, status, message)
+        return NodeSaid(node.url, node.role, status, message)
 
     said = await asyncio.gather(*map(tell, nodes))
     if all(each.status == 200 for each in said):
         return msgspec.json.encode(AdapterAnswer(name, "done on all nodes", said))
-    raise _failure(said)
+    raise failure_of(said, "lora_name")
 
 
 def _nodes_for(pool: Pool, asked: _Asked, *, loads: bool) -> list[Node]:
@@ -67,15 +67,15 @@ def _nodes_for(pool: Pool, asked: _Asked, *, loads: bool) -> list[Node]:
     return [node for node in pool.nodes if not base or node.model == base]
 
 
-def _failure(said: list[AdapterSaid]) -> KvrelayError:
+def failure_of(said: list[NodeSaid], param: str | None = None) -> KvrelayError:
     """One error of all: their own status if they agree, else that of a cluster whose nodes differ now."""
     statuses = {each.status for each in said}
     done = sum(each.status == 200 for each in said)
     words = "; ".join(f"{each.role} node {each.url} ({each.status}): {each.message}" for each in said)
     failure: KvrelayError
     if len(statuses) == 1 and 400 <= min(statuses) < 500:
-        failure = RequestError(words, param="lora_name")
+        failure = RequestError(words, param=param)
         failure.status = min(statuses)
     else:
-        failure = NodeFailed(f"{done} of {len(said)} nodes did it: {words}", param="lora_name")
+        failure = NodeFailed(f"{done} of {len(said)} nodes did it: {words}", param=param)
     return failure

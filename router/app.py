@@ -56,6 +56,7 @@ from router.nodes.node import NodeKind
 from router.nodes.pairs import Meeting, Pairs
 from router.nodes.pool import Pool
 from router.nodes.warm_up import warming
+from router.on_all_nodes import add_node_routes
 from router.policies.policy import Ask
 from router.prefix.kv_events import KvEvents
 from router.questions import ask_any
@@ -112,7 +113,7 @@ class Router:
         self.keyring = Keyring(config.api_key, config.keys)
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
-        self.metrics.running.set_function(lambda: len(self._live))
+        self.metrics.running.set_function(self.running_now)
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
         self.shared = shared(self.pool, self.doors, self.metrics)
         self.shared.reloads(config, self.take_over)
@@ -295,6 +296,10 @@ class Router:
             attempts = min(self.config.attempts, DEATHS)
             return await ask_any(self.pool, self.models, self._legs, path, body, attempts)
 
+    def running_now(self) -> int:
+        """Requests that this process is answering."""
+        return len(self._live)
+
     def legs(self) -> Legs:
         """The connections to the nodes."""
         assert self._legs is not None
@@ -385,6 +390,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     add_routes(app, router, router.shared.responses)
     read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.shared, router.legs, router.may_be_node, read)
+    add_node_routes(app, router.pool, router.shared, router.legs, lambda: router.config, router.running_now)
     add_console_routes(app, router.lookout.picture)
 
     @app.post(LOAD_PATH, response_model=None)

@@ -17,7 +17,10 @@ from wire.errors import Unauthorized
 
 __all__ = ["OPERATED", "check_operator", "peer_of"]
 
-OPERATED = ("/admin", "/console/state")
+OPERATED = (
+    *("/admin", "/console/state"),
+    *("/reset_prefix_cache", "/start_profile", "/stop_profile", "/server_info", "/load"),
+)
 """Beginnings of the paths that want the admin key."""
 
 

@@ -54,6 +54,10 @@ class Shared(Protocol):
         """A node has just loaded or unloaded an adapter. Who cannot be told sees it at his next health check."""
         ...
 
+    async def emptied(self, node: Node) -> None:
+        """A node's prefix cache was reset. Raises Unavailable."""
+        ...
+
     async def legs_elsewhere(self) -> dict[str, int]:
         """By the addresses of nodes, the legs of the others."""
         ...
@@ -140,6 +144,10 @@ class Alone:
     async def adapter(self, node: Node, name: str, *, loaded: bool) -> None:
         """See Shared."""
         self._pool.note_adapter(node, name, loaded=loaded, now=time.monotonic())
+
+    async def emptied(self, node: Node) -> None:
+        """See Shared."""
+        self._pool.note_emptied(node)
 
     async def legs_elsewhere(self) -> dict[str, int]:
         """See Shared."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from wire.config_checks import check_log_format, is_address, is_loopback, positive, require
 from wire.errors import ConfigError
+from wire.profiler_config import ProfilerConfig
 from wire.sampling import GENERATION_FIELDS
 
 __all__ = [
@@ -337,8 +338,8 @@ class NodeConfig:
     """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
     reasoning_parser: str = ""
     """How the model reasons: think (<think>...</think>). Reasoning then is reasoning_content and not content."""
-    api_key: str = ""
-    """If set, /v1 and /kv routes want `Authorization: Bearer <api_key>`."""
+    api_key: str = field(default="", repr=False)
+    """If set, all routes that do more than say how the node is want `Authorization: Bearer <api_key>`."""
     max_body_bytes: int = 16 << 20
     """Longest request body. What a leg is handed over beside it does not count."""
     request_deadline_s: float = 600.0
@@ -356,6 +357,9 @@ class NodeConfig:
     kv_events_host: str = "127.0.0.1"
     """Address to listen on with kv_events_port. Routers dial the host of the node's URL, and nobody is asked for a
     key."""
+    profiler_config: ProfilerConfig | None = None
+    """Serve POST /start_profile and /stop_profile: a JSON object with vLLM's names, for example
+    {"profiler": "torch", "torch_profiler_dir": "/traces"}."""
     log_format: str = "text"
     """Log lines as text or json (an object each, with request and trace ids)."""
     otlp_traces_endpoint: str = ""

@@ -26,9 +26,12 @@ __all__ = [
     "ProbeFetched",
     "ProbeOffered",
     "ProbeRefused",
+    "Profile",
+    "Profiled",
     "Release",
     "Renew",
     "RequestUpdate",
+    "ResetPrefixCache",
     "STEP_TOKENS",
     "Shutdown",
     "StepOutputs",
@@ -133,6 +136,17 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Let no later request find a block whose KV is there now. What runs or is held for others keeps its blocks."""
+
+
+class Profile(msgspec.Struct, frozen=True, tag=True):
+    """Begin to profile the steps, or end that and write what was seen. Answered by Profiled, when it is written."""
+
+    profile_id: int
+    begin: bool
+
+
 class AskStats(msgspec.Struct, frozen=True, tag=True):
     """Tell EngineStats now, with all in it that was sent before this."""
 
@@ -140,7 +154,18 @@ class AskStats(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = (
-    Submit | Abort | Release | Renew | Shutdown | OfferProbe | FetchProbe | LoadAdapter | UnloadAdapter | AskStats
+    Submit
+    | Abort
+    | Release
+    | Renew
+    | Shutdown
+    | OfferProbe
+    | FetchProbe
+    | LoadAdapter
+    | UnloadAdapter
+    | ResetPrefixCache
+    | Profile
+    | AskStats
 )
 
 
@@ -275,6 +300,8 @@ class CacheChanges(msgspec.Struct, frozen=True, tag=True):
 
     stored: dict[bytes, bytes | None]
     removed: list[bytes]
+    cleared: bool = False
+    """Before all that, none was held any more."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -318,6 +345,13 @@ class ProbeRefused(msgspec.Struct, frozen=True, tag=True):
     busy: bool = False
 
 
+class Profiled(msgspec.Struct, frozen=True, tag=True):
+    """It is done, or why not."""
+
+    profile_id: int
+    refused: str = ""
+
+
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
     """Requests may name this adapter from now on."""
 
@@ -342,6 +376,7 @@ FromEngine = (
     | ProbeOffered
     | ProbeFetched
     | ProbeRefused
+    | Profiled
     | AdapterLoaded
     | AdapterRefused
 )

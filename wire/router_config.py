@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wire.config_checks import check_log_format, is_base_url, is_loopback, positive, require
 from wire.key_config import KeyConfig
@@ -51,19 +51,19 @@ class RouterConfig:
     """Port to listen on."""
     workers: int = 1
     """Processes that serve the port; more than one share it, and a parent process keeps what they have in common."""
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     """If set, clients must send `Authorization: Bearer <api_key>`. It may do everything."""
     keys: tuple[KeyConfig, ...] = ()
     """More API keys, each with its name, hash, limits and share; in a file a list of mappings."""
     isolate_keys: bool = False
     """Share the KV of prompts among the requests of one API key alone. Without it a key can learn by cached_tokens and
     the time of a first token whether another one has sent a prompt that begins like its own."""
-    node_api_key: str = ""
+    node_api_key: str = field(default="", repr=False)
     """Sent to the nodes."""
     node_allow: tuple[str, ...] = ()
     """A host name, an address or a network (10.1.0.0/16) of nodes that POST /admin/nodes or a ping may name while there
     is a node_api_key, which is sent there; hosts of prefill and decode always may. Give it again for more."""
-    admin_key: str = ""
+    admin_key: str = field(default="", repr=False)
     """What /admin routes and the console want as `Authorization: Bearer <admin_key>`; without one the router draws one
     at its start, for its own user on this machine."""
     max_body_bytes: int = 16 << 20

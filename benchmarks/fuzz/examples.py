@@ -94,6 +94,12 @@ def asks(key: str) -> list[Example]:
     ]
 
 
+def _operators(key: str) -> list[Example]:
+    """vLLM's routes for operators, which routers and nodes have."""
+    orders = ("/reset_prefix_cache", "/start_profile", "/stop_profile")
+    return [*(Example("POST", path, key) for path in orders), Example("GET", "/server_info?config_format=json", key)]
+
+
 ROUTER: list[Example] = [
     *asks("user"),
     Example("GET", "/admin/nodes", "admin"),
@@ -102,6 +108,8 @@ ROUTER: list[Example] = [
     Example("POST", "/admin/drain", "admin", {"url": "http://127.0.0.1:9"}),
     Example("POST", "/admin/undrain", "admin", {"url": "http://127.0.0.1:9"}),
     Example("POST", "/admin/reload", "admin", {}),
+    *_operators("admin"),
+    Example("GET", "/load", "admin"),
     Example("GET", "/console", ""),
     Example("GET", "/console/app.js", ""),
     Example("GET", "/console/state?since=5", "admin"),
@@ -126,6 +134,8 @@ def of_node(held: str) -> list[Example]:
         Example("POST", "/kv/renew", "node", {"request_ids": [held, "b"]}),
         Example("POST", "/kv/probe/offer", "node", {"blocks": 2}),
         Example("POST", "/kv/probe/fetch", "node", {"ticket": _TICKET, "seed": 3}),
+        *_operators("node"),
+        Example("GET", "/load", ""),
         Example("POST", "/drain", "node"),
         Example("POST", "/undrain", "node"),
         Example("POST", "/kv/legs", "node", None, (("x-kvrelay-legs", "2"),)),

@@ -24,7 +24,7 @@ from wire.frames import FRAMES_MEDIA_TYPE, LOAD_HEADER, MALFORMED, FrameKind, Fr
 from wire.outputs import Load
 from wire.router_config import RouterConfig
 
-__all__ = ["LegFailed", "Legs", "Refused", "TakeFrame", "read_rest", "read_short"]
+__all__ = ["LegFailed", "Legs", "Refused", "TakeFrame", "message_of", "read_rest", "read_short"]
 
 _DRAIN_DEADLINE_S = 1.0
 _RELEASE_DEADLINE_S = 2.0
@@ -167,15 +167,21 @@ class Legs:
 
     async def tell(self, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, str]:
         """Post a small request to a node: its status, and its message or the error's. 503 if it cannot be reached."""
+        status, said = await self.call("POST", node, path, body, deadline_s)
+        return status, said if isinstance(said, str) else message_of(said)
+
+    async def call(self, method: str, node: Node, path: str, body: bytes, deadline_s: float) -> tuple[int, bytes | str]:
+        """Send a node a small request: the answer's status and body, or 503 and why it could not be reached."""
         try:
-            async with self._session.post(
+            async with self._session.request(
+                method,
                 node.url + path,
                 data=body,
                 headers={"content-type": "application/json", **self._auth},
                 timeout=aiohttp.ClientTimeout(total=deadline_s, connect=self._config.connect_deadline_s),
                 allow_redirects=False,
             ) as answer:
-                return answer.status, _message(await read_short(answer.content))
+                return answer.status, await read_short(answer.content)
         except (aiohttp.ClientError, TimeoutError, OSError) as why:
             return 503, f"it could not be reached: {type(why).__name__}"
 
@@ -237,7 +243,7 @@ def _error_in(body: bytes) -> ErrorBody | None:
         return None
 
 
-def _message(body: bytes) -> str:
+def message_of(body: bytes) -> str:
     """What an answer says, whether it is an error or not."""
     error = _error_in(body)
     if error is not None:

@@ -302,6 +302,11 @@ class Pool(Roster):
                 fleet.prefills_like(self.fleet(Role.PREFILL, model))
         return fleet
 
+    def note_emptied(self, node: Node) -> None:
+        """Forget what was sent there: its prefix cache was reset. A node that tells KV events says so itself."""
+        if not self.prefixes.trusts(node.url):
+            self.prefixes.forget(node.url)
+
     def note_adapter(self, node: Node, name: str, *, loaded: bool, now: float) -> None:
         """The node has just said that it has loaded or unloaded an adapter."""
         node.adapters = node.adapters | {name} if loaded else node.adapters - {name}

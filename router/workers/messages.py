@@ -33,6 +33,7 @@ __all__ = [
     "Died",
     "Done",
     "Drained",
+    "Emptied",
     "Exposition",
     "Family",
     "Forget",
@@ -196,6 +197,12 @@ class Adapter(_Message, frozen=True):
     loaded: bool
 
 
+class Emptied(_Message, frozen=True):
+    """The prefix cache of a node was reset."""
+
+    url: str
+
+
 # From a worker.
 
 
@@ -289,6 +296,7 @@ FromWorker = (
     | Removed
     | Drained
     | Adapter
+    | Emptied
     | Listening
     | Take
     | GiveBack
@@ -371,6 +379,7 @@ FromParent = (
     | Removed
     | Drained
     | Adapter
+    | Emptied
     | Heard
     | Address
     | TakeOver

@@ -37,6 +37,7 @@ from router.workers.messages import (
     Died,
     Done,
     Drained,
+    Emptied,
     Exposition,
     Family,
     Forget,
@@ -242,7 +243,7 @@ class Parent:
                 return self._look(peer, message)
             case AskWork():
                 return self._work(peer, message)
-            case Added() | Removed() | Drained() | Adapter():
+            case Added() | Removed() | Drained() | Adapter() | Emptied():
                 return self._change(message)
             case Met() | Died() | Spared():
                 self._say(message)
@@ -274,7 +275,7 @@ class Parent:
             self._responses.delete(owner, response_id)
         return Forgotten(there)
 
-    async def _change(self, change: Added | Removed | Drained | Adapter) -> Done:
+    async def _change(self, change: Added | Removed | Drained | Adapter | Emptied) -> Done:
         match change:
             case Added():
                 self._members.add(Source.ADMIN, change.spec)
@@ -284,7 +285,7 @@ class Parent:
                 self._drained[change.url] = change
             case Drained():
                 self._drained.pop(change.url, None)
-            case Adapter():
+            case Adapter() | Emptied():
                 pass  # who begins later asks the nodes first
         for peer in self._peers.values():
             if not peer.listening and peer.link is not None:

@@ -40,6 +40,7 @@ from router.workers.messages import (
     Died,
     Done,
     Drained,
+    Emptied,
     Exposition,
     Forget,
     Forgotten,
@@ -180,6 +181,10 @@ class Worker:
         except Unavailable as why:
             _log.warning("the other workers see adapter %r at their next health checks: %s", name, why.message)
 
+    async def emptied(self, node: Node) -> None:
+        """See Shared."""
+        await self._link.ask(Emptied(node.url), Done)
+
     async def legs_elsewhere(self) -> dict[str, int]:
         """See Shared."""
         return (await self._link.ask(Legs(), LegsOf)).legs
@@ -258,6 +263,10 @@ class Worker:
                 node = pool.find(message.url)
                 if node is not None:
                     pool.note_adapter(node, message.name, loaded=message.loaded, now=now)
+            case Emptied():
+                node = pool.find(message.url)
+                if node is not None:
+                    pool.note_emptied(node)
             case Heard():
                 pool.heard(message.url, message.load, now, draining=message.draining)
             case TakeOver():

@@ -31,6 +31,7 @@ from wire.router_config import RouterConfig
 from wire.sampling import _MAX_CONSTRAINT_CHARS, _MAX_LISTED_TOKENS
 
 WITHOUT_BODY = {"/ping", "/drain", "/undrain", "/admin/reload", "/kv/legs"}
+WITHOUT_BODY |= {"/reset_prefix_cache", "/start_profile", "/stop_profile"}
 """Nothing in a body, or (leg streams) messages that have a target of their own."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.cluster.real_cluster import Cluster, Process, tiny_model
+from tests.cluster.real_cluster import Cluster, Process, tiny_model, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -21,13 +23,14 @@ SAMPLING = {"seed": 5, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def node(tmp_path_factory: pytest.TempPathFactory, traces: Path) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("direct")
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     cluster = Cluster(folder, tiny_model(folder))
     try:
         flags = ["--chat-template", str(template), "--served-model-name", "tiny", "--api-key", KEY]
+        flags += ["--profiler-config", json.dumps({"torch_profiler_dir": str(traces), "max_iterations": 8})]
         cluster.nodes.append(cluster.start("serve", [*cluster.flags, *flags]))
         cluster.wait_ready(*cluster.nodes)
         yield cluster.nodes[0]
@@ -128,6 +131,57 @@ def test_a_stream_of_a_response_that_is_cut_ends_as_the_client_expects(openai_cl
     text = "".join(event.delta for event in others if event.type == "response.output_text.delta")
     assert last.response.output_text == text != ""
     assert openai_client.responses.retrieve(last.response.id).output_text == text
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+def test_an_operator_resets_the_prefix_cache_and_asks_how_the_node_is(node: Process) -> None:
+    prompt = {"model": "tiny", "prompt": "once upon a time " * 20, "max_tokens": 1}
+
+    def cached() -> int:
+        told = post(node, "/v1/completions", prompt).json()["usage"]
+        return int((told.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+    cached()
+    assert cached() > 0
+    assert httpx2.post(f"{node.url}/reset_prefix_cache", timeout=60).status_code == 401
+    assert post(node, "/reset_prefix_cache", {}).json() == {"success": True}
+    assert cached() == 0
+    assert cached() > 0
+    assert httpx2.get(f"{node.url}/load", timeout=60).json() == {"server_load": 0}
+    assert httpx2.get(f"{node.url}/server_info", timeout=60).status_code == 401
+    headers = {"authorization": f"Bearer {KEY}"}
+    told = httpx2.get(f"{node.url}/server_info?config_format=json", headers=headers, timeout=60).json()
+    assert told["vllm_config"]["served_model_name"] == "tiny"
+    assert told["vllm_config"]["engine"]["device"] == "cpu"
+    assert told["system_env"]["torch_version"]
+    assert KEY not in json.dumps(told)
+    for method in ("GET", "POST"):
+        ping = httpx2.request(method, f"{node.url}/ping", timeout=60)
+        assert (ping.status_code, ping.content) == (200, b"")
+    assert httpx2.get(f"{node.url}/version", timeout=60).json().keys() == {"version"}
+
+
+def test_a_profile_of_the_steps_is_written_while_the_node_serves(node: Process, traces: Path) -> None:
+    prompt = {"model": "tiny", "prompt": "once", "max_tokens": 4}
+    assert post(node, "/start_profile", {}).status_code == 200
+    assert post(node, "/v1/completions", prompt).status_code == 200
+    told = post(node, "/stop_profile", {})
+    assert (told.status_code, told.content) == (200, b"")
+    (trace,) = traces.iterdir()
+    assert trace.name.endswith(".pt.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any("aten::" in event.get("name", "") for event in events)
+    # Nothing runs any more, and to say so again is no error.
+    assert post(node, "/stop_profile", {}).status_code == 200
+
+    # It ends by itself after so many steps.
+    assert post(node, "/start_profile", {}).status_code == 200
+    assert post(node, "/v1/completions", prompt | {"max_tokens": 12, "ignore_eos": True}).status_code == 200
+    wait_until(lambda: len(list(traces.glob("*.gz"))) == 2, 60, "the second trace")
 
 
 def test_an_answer_that_the_client_has_begun_is_gone_on_with(

@@ -61,7 +61,7 @@ class Cache:
     def tell(self) -> tuple[int, bytes]:
         changes = self.pool.changes()
         assert not self.pool.changed
-        return self.log.note(CacheChanges(changes.stored, list(changes.removed)), 1.0)
+        return self.log.note(CacheChanges(changes.stored, list(changes.removed), cleared=changes.cleared), 1.0)
 
 
 steps = st.lists(
@@ -102,6 +102,29 @@ def replayed(cache: Cache, stream: EventStream, held: set[bytes], rng: random.Ra
     batches, lost = stream.replayed()
     assert not lost
     return applied(held, batches)
+
+
+def test_a_reset_cache_is_told_as_cleared_and_then_as_what_it_holds_since() -> None:
+    cache, stream = Cache(1 << 20), EventStream()
+    cache.serve(1, 4)
+    held = applied(set(), stream.heard(*read(cache.tell())) + stream.replayed()[0])
+    assert len(held) == 4
+    cache.pool.reset()
+    cache.serve(2, 3)
+    number, batch = read(cache.tell())
+    assert isinstance(batch.events[0], AllBlocksCleared)
+    assert not any(isinstance(event, AllBlocksCleared) for event in batch.events[1:])
+    assert applied(held, stream.heard(number, batch)) == cache.truth == set(chain(2, 3))
+    cache.pool.reset()
+    assert cache.pool.changed
+    number, batch = read(cache.tell())
+    assert batch.events == [AllBlocksCleared()]
+    assert applied(held, stream.heard(number, batch)) == set()
+    assert cache.log.held == 0
+
+
+def read(told: tuple[int, bytes]) -> tuple[int, EventBatch]:
+    return told[0], read_batch(told[1])
 
 
 @given(steps)

@@ -23,7 +23,10 @@ from wire.config import EngineConfig, NodeConfig
 from wire.errors import RequestError
 from wire.router_config import RouterConfig
 
-NOT_FOR_CLIENTS = ("/kv/", "/admin/", "/drain", "/undrain", "/console")
+NOT_FOR_CLIENTS = (
+    *("/kv/", "/admin/", "/drain", "/undrain", "/console"),
+    *("/reset_prefix_cache", "/start_profile", "/stop_profile", "/server_info", "/load"),
+)
 """What the cluster itself asks, and who runs it; the document is of what clients may."""
 
 

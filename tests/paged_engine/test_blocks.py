@@ -130,3 +130,20 @@ def test_only_full_blocks_are_hashed_and_extending_equals_starting_anew():
     anew: list[bytes] = []
     extend(anew, tokens, 16)
     assert grown == anew
+
+
+def test_a_reset_pool_finds_nothing_and_gives_every_block_again():
+    pool = BlockPool(4)
+    pool.note_changes()
+    used, free = _hashes(1, 1)[0], _hashes(1, 2)[0]
+    first, second = pool.take(2) or []
+    pool.publish(first, used)
+    pool.publish(second, free)
+    pool.give_back([second])
+    pool.reset()
+    assert (pool.lookup([used]), pool.lookup([free]), pool.cached) == ([], [], 0)
+    assert (pool.free, pool.changes().cleared, pool.changes().cleared) == (2, True, False)
+    pool.check()
+    pool.give_back([first])
+    assert sorted(pool.take(3) or []) == [1, 2, 3]
+    pool.check()

@@ -99,6 +99,39 @@ def test_a_fully_cached_prompt_still_computes_its_last_token():
     assert chunks == [("second", 16, 16)]
 
 
+def test_after_a_reset_nothing_from_before_is_found():
+    """Also not what a request that ran then computes later: it is computed from KV of before."""
+    scheduler = make(max_batched_tokens=32)
+    prompt = list(range(100, 200))
+    scheduler.add(request("ended", prompt[:32], max_tokens=1, hold=True))
+    drain(scheduler)
+    held = scheduler.kept.held("ended")
+    before = request("before", prompt, max_tokens=40)
+    scheduler.add(before)
+    step(scheduler)
+    fork = request("fork", prompt, choice=1, fork_of="before")
+    scheduler.add(fork)
+    scheduler.reset_prefix_cache()
+    scheduler.check()
+    assert scheduler.kept.held("ended") == held
+    drain(scheduler)
+    assert before.token_ids == expected(prompt, 40)
+    assert fork.token_ids == expected(prompt, 5)
+    assert scheduler.pool.cached == 0
+
+    after = request("after", prompt)
+    scheduler.add(after)
+    drain(scheduler)
+    assert after.cached_tokens == 0
+    again = request("again", prompt)
+    scheduler.add(again)
+    drain(scheduler)
+    assert again.cached_tokens == 96
+    assert again.token_ids == after.token_ids
+    scheduler.kept.released("ended")
+    assert scheduler.pool.free == scheduler.pool.total
+
+
 def test_a_salt_keeps_caches_apart():
     scheduler = make()
     scheduler.add(request("first", list(range(64)), cache_salt="a"))

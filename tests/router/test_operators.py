@@ -31,11 +31,16 @@ def test_these_are_the_routes_of_operators() -> None:
         ("DELETE", "/admin/nodes"),
         ("GET", "/admin/nodes"),
         ("GET", "/console/state"),
+        ("GET", "/load"),
+        ("GET", "/server_info"),
         ("POST", "/admin/drain"),
         ("POST", "/admin/nodes"),
         ("POST", "/admin/nodes/role"),
         ("POST", "/admin/reload"),
         ("POST", "/admin/undrain"),
+        ("POST", "/reset_prefix_cache"),
+        ("POST", "/start_profile"),
+        ("POST", "/stop_profile"),
     ]
 
 

@@ -1,0 +1,43 @@
+"""How an engine is profiled while it serves: the names are those of vLLM's `--profiler-config`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wire.config_checks import require
+
+__all__ = ["ProfilerConfig"]
+
+_PROFILERS = ("torch", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerConfig:
+    """What POST /start_profile starts on a node."""
+
+    profiler: str = "torch"
+    """torch writes a trace for each rank; cuda marks the range for a profiler that the node was started under."""
+    torch_profiler_dir: str = ""
+    """Folder for the traces, an absolute path; is made if it is not there."""
+    torch_profiler_with_stack: bool = True
+    """Record the call stack of each operation."""
+    torch_profiler_with_flops: bool = False
+    """Count the floating-point operations."""
+    torch_profiler_use_gzip: bool = True
+    """Compress the traces."""
+    torch_profiler_record_shapes: bool = False
+    """Record the shapes of tensors."""
+    torch_profiler_with_memory: bool = False
+    """Record what memory is taken and given back."""
+    max_iterations: int = 1000
+    """Steps after which a profile ends by itself; 0 sets no limit. Without one its events may fill the memory, and
+    ending it may hold the engine up for so long that routers take the node for dead."""
+
+    def __post_init__(self) -> None:
+        require(self.profiler in _PROFILERS, f"profiler {self.profiler!r} is not one of {', '.join(_PROFILERS)}")
+        folder = self.torch_profiler_dir
+        require(
+            folder.startswith("/") if self.profiler == "torch" else not folder,
+            f"torch_profiler_dir must be an absolute path with torch, and left out with cuda; got {folder!r}",
+        )
+        require(self.max_iterations >= 0, f"max_iterations must not be negative, got {self.max_iterations}")
