@@ -80,7 +80,7 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
 
 def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:
     config = _router_config(values)
-    from router.admin_key import drawn_admin_key
+    from router.drawn_keys import drawn_key
     from router.nodes.cards import read_cards
 
     read_cards(config.rate_cards)  # with several workers each would fail
@@ -99,7 +99,7 @@ def _serving_router(values: dict[str, object], again: Callable[[], dict[str, obj
         from kvrelay.workers import run_workers as run_router
     else:
         from router.server import run as run_router
-    with nullcontext("") if config.admin_key else drawn_admin_key(port) as drawn:
+    with nullcontext("") if config.admin_key else drawn_key("admin", port) as drawn:
 
         def settled(read: RouterConfig) -> RouterConfig:
             """What the file leaves to this process stays as it is when the file is read again."""

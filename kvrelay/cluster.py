@@ -10,7 +10,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from rich.text import Text
 
 from kvrelay.chat import Endpoint, open_session, proof
 from kvrelay.machine import this_machine
-from kvrelay.plan import ADMIN_KEY, ClusterConfig, Machine, plan, reachable, waves
+from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, Machine, plan, reachable, waves
 from kvrelay.supervisor import Child, ChildSpec, Supervisor
 from node.private_files import private_folder
-from router.admin_key import drawn_admin_key
+from router.drawn_keys import Kind, drawn_key
 
 __all__ = ["up"]
 
@@ -36,11 +36,16 @@ def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) ->
     Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child is left.
     """
     machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
-    # The key is drawn here and not by the router: one that is started again keeps it.
-    with nullcontext("") if machine.environ.get(ADMIN_KEY) else drawn_admin_key(machine.ports[0]) as drawn:
-        if drawn:
-            machine = replace(machine, environ={**machine.environ, ADMIN_KEY: drawn})
-        return asyncio.run(_run(config, machine, drawn, console, planned))
+
+    def drawn(kind: Kind, variable: str) -> AbstractContextManager[str]:
+        given = machine.environ.get(variable)
+        return nullcontext("") if given else drawn_key(kind, machine.ports[0])
+
+    # They are drawn here: a process that is started again keeps them.
+    with drawn("admin", ADMIN_KEY) as admin_key, drawn("nodes", NODE_API_KEY) as node_key:
+        keys = {name: key for name, key in ((ADMIN_KEY, admin_key), (NODE_API_KEY, node_key)) if key}
+        machine = replace(machine, environ={**machine.environ, **keys})
+        return asyncio.run(_run(config, machine, admin_key, console, planned))
 
 
 async def _run(

@@ -6,22 +6,27 @@ Owns what is typed and printed; each imports what it needs when it is called. Wh
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
 from kvrelay.embedded import embedded_model
 from kvrelay.plan import ADMIN_KEY, API_KEY, NODE_API_KEY
-from router.admin_key import stored_admin_key
+from router.drawn_keys import stored_key
 from wire.config import EngineConfig
+from wire.config_checks import is_base_url, is_loopback
 from wire.key_config import KeyConfig
 from wire.versions import RELEASE
 
 __all__ = ["add_commands"]
 
 _ADMIN_KEY_HELP = "The key that the router wants. [default: what our own router on this machine has drawn]"
+_NODE_KEY_HELP = "The key that the nodes want. [default: what `kvrelay up` of this machine has drawn]"
+_ROUTER = "http://127.0.0.1:8000"
 _AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
@@ -74,12 +79,13 @@ def _doctor(
         list[str] | None, typer.Option(metavar="URL", help="Prefill nodes, instead of a router.")
     ] = None,
     decode: Annotated[list[str] | None, typer.Option(metavar="URL", help="Decode nodes, instead of a router.")] = None,
-    node_api_key: Annotated[str, typer.Option(help="The key that the nodes want.", envvar=NODE_API_KEY)] = "",
+    node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
     """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and how fast?"""
     from kvrelay.doctor import run as run_doctor
 
+    node_api_key = node_api_key or _drawn_node_key(router, [*(prefill or []), *(decode or [])])
     return run_doctor(router, prefill or [], decode or [], node_api_key, as_json=as_json)
 
 
@@ -89,7 +95,7 @@ def _drain(
         str, typer.Option(help="A router to ask; without one the node is asked, and all routers see it.")
     ] = "",
     admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
-    node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
+    node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 600.0,
     undo: Annotated[bool, typer.Option("--undo", help="Have it take requests again.")] = False,
 ) -> int:
@@ -97,8 +103,15 @@ def _drain(
     from kvrelay.drain import run as run_drain
 
     console = Console(highlight=False, soft_wrap=True)
-    admin_key = admin_key or stored_admin_key(router)
+    admin_key = admin_key or stored_key("admin", router)
+    node_api_key = node_api_key or _drawn_node_key(router, [node])
     return run_drain(node, router, admin_key, node_api_key, wait, console, undo=undo)
+
+
+def _drawn_node_key(router: str, nodes: Sequence[str]) -> str:
+    """Find what `kvrelay up` has drawn for the nodes behind its router. Empty if one of these is on another machine."""
+    here = all(is_base_url(node) and is_loopback(urlsplit(node).hostname or "") for node in nodes)
+    return stored_key("nodes", router or _ROUTER) if here else ""
 
 
 def _plan(
@@ -151,7 +164,7 @@ def _top(
     """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
     from kvrelay.top import run as run_top
 
-    return run_top(router, admin_key or stored_admin_key(router), interval, Console(highlight=False))
+    return run_top(router, admin_key or stored_key("admin", router), interval, Console(highlight=False))
 
 
 def _role(
@@ -161,7 +174,7 @@ def _role(
         str, typer.Option(help="A router to ask, which keeps the last node of a role; without one the node is asked.")
     ] = "",
     admin_key: Annotated[str, typer.Option(help=_ADMIN_KEY_HELP, envvar=ADMIN_KEY)] = "",
-    node_api_key: Annotated[str, typer.Option(help="The key that the node wants.", envvar=NODE_API_KEY)] = "",
+    node_api_key: Annotated[str, typer.Option(help=_NODE_KEY_HELP, envvar=NODE_API_KEY)] = "",
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for it.")] = 60.0,
     force: Annotated[bool, typer.Option("--force", help="Also if it is the last node of its role.")] = False,
 ) -> int:
@@ -169,7 +182,8 @@ def _role(
     from kvrelay.role import run as run_role
 
     console = Console(highlight=False, soft_wrap=True)
-    admin_key = admin_key or stored_admin_key(router)
+    admin_key = admin_key or stored_key("admin", router)
+    node_api_key = node_api_key or _drawn_node_key(router, [node])
     return run_role(node, role, router, admin_key, node_api_key, wait, console, force=force)
 
 

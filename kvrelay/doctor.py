@@ -209,8 +209,8 @@ async def _ask(session: aiohttp.ClientSession, node: NodeSeen, what: str, conten
     status, body = await _call(session, "POST", f"{node.url}/kv/probe/{what}", msgspec.json.encode(content))
     if status == 401:
         raise DoctorFailed(
-            f"{node.name} wants the nodes' key: give it with --node-api-key or in {NODE_API_KEY} (`kvrelay up` takes "
-            "it from there, too; else it draws one that nobody else knows)"
+            f"{node.name} wants the nodes' key: give it with --node-api-key or in {NODE_API_KEY}, or name the "
+            "router of your own `kvrelay up` on this machine with --router"
         )
     if status != 200:
         raise DoctorFailed(f"{node.name}: {_message(status, body)}")

@@ -24,7 +24,7 @@ from benchmarks.local_cluster import free_ports
 from kvrelay.machine import environ, this_machine
 from kvrelay.plan import ADMIN_KEY, NODE_API_KEY, ClusterConfig, gpus_of_nodes
 from node.parent import PARENT_PID
-from router.admin_key import stored_admin_key
+from router.drawn_keys import stored_key
 from wire.config import EngineConfig
 
 __all__ = ["Nodes", "cluster", "gpus_taken", "router_cpu_s", "servers"]
@@ -71,7 +71,7 @@ class Nodes:
 
 def operator(router: str) -> dict[str, str]:
     """What a router of ours wants to be told by its operator."""
-    return {"authorization": f"Bearer {os.environ.get(ADMIN_KEY) or stored_admin_key(router)}"}
+    return {"authorization": f"Bearer {os.environ.get(ADMIN_KEY) or stored_key('admin', router)}"}
 
 
 async def nodes_of(session: aiohttp.ClientSession, router: str) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import httpx2
 import msgspec
 
 from benchmarks.local_cluster import free_ports
-from router.admin_key import stored_admin_key
+from router.drawn_keys import stored_key
 from wire.outputs import Load
 
 START_DEADLINE_S = 300.0  # two seconds on a machine that has nothing else to do
@@ -166,7 +166,7 @@ class Cluster:
     @property
     def operator(self) -> dict[str, str]:
         """The headers of an operator of the router, which has drawn its admin key."""
-        return {"authorization": f"Bearer {stored_admin_key(self.url)}"}
+        return {"authorization": f"Bearer {stored_key('admin', self.url)}"}
 
     def of(self, role: str) -> list[Process]:
         return [node for node in self.nodes if node.role == role]

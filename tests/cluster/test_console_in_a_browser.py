@@ -19,7 +19,7 @@ import pytest
 from real_cluster import EMBEDDED_KEY, Cluster, running, wait_until
 
 from kvrelay.embedded import embedded_model
-from router.admin_key import stored_admin_key
+from router.drawn_keys import stored_key
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SCREENSHOTS = os.environ.get("KVRELAY_SCREENSHOTS", "")
@@ -72,7 +72,7 @@ def page_of(browser: Any, cluster: Cluster, **context: Any) -> Iterator[Any]:
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda why: wrong.append(str(why)))
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{cluster.url}/console#key={stored_admin_key(cluster.url)}")
+        page.goto(f"{cluster.url}/console#key={stored_key('admin', cluster.url)}")
         page.locator("#health[data-state=ok]").wait_for()
         yield page
         assert not wrong

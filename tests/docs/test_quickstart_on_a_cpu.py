@@ -51,7 +51,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     script = as_script(block("start").text, "").strip()
     with said.open("w") as out:
         up = subprocess.Popen(
-            ["bash", "-c", re.sub(r"^(\w+=\S+) ", r"export \1; exec ", script)],
+            ["bash", "-c", f"exec {script}"],
             stdout=out,
             stderr=out,
             cwd=folder,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvrelay import cli
-from router.admin_key import stored_admin_key
 from router.admission.keys import hash_of
+from router.drawn_keys import stored_key
 from router.reload import changes
 from wire.config import NodeConfig, Role
 from wire.errors import ConfigError
@@ -64,7 +64,7 @@ def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
     file, found, drawn = tmp_path / "router.yaml", list[str](), list[RouterConfig]()
 
     def run(config: RouterConfig, reread: Any) -> int:
-        found.append(stored_admin_key(f"http://127.0.0.1:{config.port}"))
+        found.append(stored_key("admin", f"http://127.0.0.1:{config.port}"))
         drawn.append(config)
         assert changes(config, reread()) == []
         for wrong in ("admin_key: other", "port: 9"):
@@ -81,7 +81,7 @@ def test_a_router_without_an_admin_key_draws_one_that_a_reload_does_not_change(
     assert cli.run(["router", *PEERS, "--config", str(file), f"--workers={workers}"]) == 0
     assert (found, drawn[0].port) == ([drawn[0].admin_key], 8123)
     assert found[0]
-    assert stored_admin_key("http://127.0.0.1:8123") == ""
+    assert stored_key("admin", "http://127.0.0.1:8123") == ""
     monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
     file.write_text("port: 0")
     monkeypatch.setattr(sys.modules["router.server"], "run", lambda config, _: drawn.append(config) or 0)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kvrelay.chat import Endpoint
 from kvrelay.cluster import _invite
-from router.admin_key import stored_admin_key
+from router.drawn_keys import stored_key
 
 _UP = """
 import sys
@@ -138,11 +138,11 @@ def test_a_killed_child_is_started_again(running: Up) -> None:
     assert len(running.children()) == 3
 
 
-def test_it_draws_an_admin_key_for_its_router_and_shows_it_to_a_terminal_alone(
+def test_it_draws_keys_for_its_own_user_and_shows_one_to_a_terminal_alone(
     running: Up, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (url,) = re.findall(r"watch it, chat with it: (\S+)/console\n", running.shown)
-    key = stored_admin_key(url)
+    key = stored_key("admin", url)
     assert key
     assert key not in running.shown
     with_it = [b"KVRELAY_ADMIN_KEY=" + key.encode() in environment(child) for child in running.children()]
@@ -150,20 +150,23 @@ def test_it_draws_an_admin_key_for_its_router_and_shows_it_to_a_terminal_alone(
     for terminal, said in ((True, f"{url}/console#key={key}\n"), (False, f"{url}/console\n")):
         _invite(Console(force_terminal=terminal, soft_wrap=True, highlight=False), Endpoint(url), "m", key)
         assert said in capsys.readouterr().out
+    nodes_key = stored_key("nodes", url)
+    assert nodes_key not in ("", key)
+    assert nodes_key not in running.shown
+    assert all(b"KVRELAY_NODE_API_KEY=" + nodes_key.encode() in environment(child) for child in running.children())
     running.process.terminate()
     assert running.process.wait(20) == 0
-    assert stored_admin_key(url) == ""
+    assert stored_key("admin", url) == stored_key("nodes", url) == ""
 
 
-def test_it_keeps_the_admin_key_that_was_given(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_keeps_the_keys_that_were_given(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_ADMIN_KEY", "given")
+    monkeypatch.setenv("KVRELAY_NODE_API_KEY", "given, too")
     up = Up(repository, tmp_path / "logs", "whole")
     try:
         (url,) = re.findall(r"watch it, chat with it: (\S+)/console\n", up.until("Ctrl-C stops everything"))
-        assert stored_admin_key(url) == ""
-        assert b"KVRELAY_ADMIN_KEY=given" in environment(up.children()[2])
+        assert stored_key("admin", url) == stored_key("nodes", url) == ""
+        assert {b"KVRELAY_ADMIN_KEY=given", b"KVRELAY_NODE_API_KEY=given, too"} <= set(environment(up.children()[2]))
     finally:
         up.process.terminate()
         up.process.communicate(timeout=20)

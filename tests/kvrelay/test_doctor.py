@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrelay import cli
+from kvrelay import cli, doctor
 from kvrelay.verdict import NodeSeen, PairSeen, Sample, judge
+from router.drawn_keys import drawn_key
 from wire.sampling import SamplingDefaults
 
 NODES = [NodeSeen("prefill-0", "prefill", "http://p"), NodeSeen("decode-0", "decode", "http://d")]
@@ -136,3 +137,33 @@ def test_what_cannot_be_examined_is_one_line(
 ) -> None:
     assert cli.run(["doctor", *arguments]) == code
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--router", "http://127.0.0.1:8123"], True),
+        (["--router", "http://127.0.0.1:8124"], False),
+        (["--router", "http://10.0.0.1:8123"], False),
+    ],
+)
+def test_it_finds_the_key_of_the_nodes_of_our_own_cluster(
+    arguments: list[str], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[str] = []
+    monkeypatch.setattr(doctor, "run", lambda *given, as_json: keys.append(given[3]) or 0)
+    monkeypatch.delenv("KVRELAY_NODE_API_KEY", raising=False)
+    with drawn_key("nodes", 8123) as key:
+        assert cli.run(["doctor", *arguments]) == 0
+        assert cli.run(["doctor", *arguments, "--node-api-key", "given"]) == 0
+    assert keys == [key if found else "", "given"]
+
+
+def test_a_node_elsewhere_is_not_told_the_key_of_our_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+    monkeypatch.setattr(doctor, "run", lambda *given, as_json: keys.append(given[3]) or 0)
+    monkeypatch.delenv("KVRELAY_NODE_API_KEY", raising=False)
+    with drawn_key("nodes", 8000) as key:
+        for decode in ("http://127.0.0.1:2", "http://10.0.0.1:2", "http://[x"):
+            assert cli.run(["doctor", "--prefill", "http://localhost:1", "--decode", decode]) == 0
+    assert keys == [key, "", ""]

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from kvrelay import cli
 from kvrelay.top import drawn
-from router.admin_key import drawn_admin_key
 from router.console.picture import BalanceSeen, FailedPair, RoleChange
+from router.drawn_keys import drawn_key
 from tests.router.router_doubles import cluster, decode, prefill
 
 
@@ -43,7 +43,7 @@ async def test_the_commands_find_the_key_that_a_router_of_this_machine_has_drawn
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with ExitStack() as drawing, socket.create_server(("127.0.0.1", 0)) as held:
-        key = drawing.enter_context(drawn_admin_key(held.getsockname()[1]))
+        key = drawing.enter_context(drawn_key("admin", held.getsockname()[1]))
         p, d, other = prefill(), decode(), decode()
         async with cluster(p, d, other, admin_key=key, listening=held) as c:
             for words in (

@@ -20,8 +20,8 @@ import aiohttp
 import pytest
 
 from kvrelay import workers
-from router.admin_key import stored_admin_key
 from router.admission.keys import hash_of
+from router.drawn_keys import stored_key
 from router.operators import OPERATED
 from router.workers import parent as parent_module
 from router.workers.listening import shared_port
@@ -79,7 +79,7 @@ class Router:
     async def json(self, worker: int, path: str, body: Any = None, method: str = "", **headers: str) -> Any:
         method = method or ("GET" if body is None else "POST")
         if path.startswith(OPERATED):
-            headers |= {"authorization": f"Bearer {stored_admin_key(self.url)}"}
+            headers |= {"authorization": f"Bearer {stored_key('admin', self.url)}"}
         async with self.http[worker].request(method, path, json=body, headers=headers) as answer:
             return await answer.json()
 

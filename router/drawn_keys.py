@@ -1,6 +1,6 @@
-"""The admin key that a router draws where it was given none, and the file in which its own user finds it.
+"""Keys that a router or `kvrelay up` draws where it was given none, and the files in which its own user finds them.
 
-The file is named after the router's port and has mode 0600, in a folder of mode 0700 that belongs to the same user:
+A file is named after the router's port and has mode 0600, in a folder of mode 0700 that belongs to the same user:
 $XDG_RUNTIME_DIR/kvrelay, else kvrelay-UID in the temporary folder. A folder that is somebody else's, that others may
 enter, or that is a symbolic link is neither written to nor read from, whoever has put it there. Decides nothing about
 requests: that is router/operators.py's.
@@ -16,12 +16,24 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 from urllib.parse import urlsplit
 
 from wire.config_checks import is_base_url, is_loopback
 
-__all__ = ["drawn_admin_key", "stored_admin_key"]
+__all__ = ["Kind", "drawn_key", "stored_key"]
 
+Kind = Literal["admin", "nodes"]
+"""Of a router's admin routes, or of the nodes that `kvrelay up` has started behind a router."""
+
+_WITHOUT = MappingProxyType(
+    {
+        "admin": "the admin routes and the console are closed; start the router with KVRELAY_ADMIN_KEY",
+        "nodes": "our commands cannot ask the nodes; start it with KVRELAY_NODE_API_KEY",
+    }
+)
+"""What it means that no file can be written, and what helps."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _MAX_BYTES = 256
 
@@ -29,9 +41,9 @@ _log = logging.getLogger("kvrelay.router")
 
 
 @contextmanager
-def drawn_admin_key(port: int) -> Iterator[str]:
-    """Draw a key and keep it in the file of this port for the length of the block. Empty if no file can be written."""
-    key, name, failures = secrets.token_urlsafe(32), _name(port), list[str]()
+def drawn_key(kind: Kind, port: int) -> Iterator[str]:
+    """Draw a key and keep it in a file for this router's port during the block. Empty if no file can be written."""
+    key, name, failures = secrets.token_urlsafe(32), _name(kind, port), list[str]()
     with ExitStack() as opened:
         for path in _folders():
             try:
@@ -44,7 +56,7 @@ def drawn_admin_key(port: int) -> Iterator[str]:
             except OSError as why:
                 failures.append(f"{path}: {why.strerror or why}")
                 continue
-            _log.info("the admin key of port %d is in %s", port, path / name)
+            _log.info("the %s key of port %d is in %s", kind, port, path / name)
             try:
                 yield key
             finally:
@@ -53,27 +65,28 @@ def drawn_admin_key(port: int) -> Iterator[str]:
                         os.unlink(name, dir_fd=folder)
             return
         _log.warning(
-            "the admin routes and the console are closed, because no file for an admin key can be written (%s); start "
-            "the router with KVRELAY_ADMIN_KEY, or with XDG_RUNTIME_DIR set to a folder of its user",
+            "no file for the %s key can be written (%s), so %s, or with XDG_RUNTIME_DIR set to a folder of its user",
+            kind,
             "; ".join(failures),
+            _WITHOUT[kind],
         )
         yield ""
 
 
-def stored_admin_key(router: str) -> str:
-    """Find the key that our own router at this address has drawn. Empty unless it is on loopback and its file ours."""
+def stored_key(kind: Kind, router: str) -> str:
+    """Find the key that was drawn for our own router. Empty unless its address is on loopback and its file ours."""
     at = urlsplit(router) if is_base_url(router) else None
     if at is None or not is_loopback(at.hostname or ""):
         return ""
-    name = _name(at.port or (443 if at.scheme == "https" else 80))
+    name = _name(kind, at.port or (443 if at.scheme == "https" else 80))
     for path in _folders():
         with suppress(OSError), _folder(path) as folder:
             return _read(folder, name)
     return ""
 
 
-def _name(port: int) -> str:
-    return f"admin-{port}.key"
+def _name(kind: Kind, port: int) -> str:
+    return f"{kind}-{port}.key"
 
 
 def _folders() -> list[Path]:
