@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from openai_api.json_body import reading
 from wire.errors import RequestError
 
 __all__ = ["PASSED_ON", "assistant", "function_tool", "joined_system", "passed_on", "text_of"]
@@ -40,8 +41,9 @@ Message = dict[str, Any]
 
 
 def passed_on(body: bytes) -> dict[str, Any]:
-    """Those of PASSED_ON that a body has, as they are."""
-    fields = _decoder.decode(body)
+    """Find the fields of PASSED_ON that a body has, as they are. Raises RequestError."""
+    with reading():
+        fields = _decoder.decode(body)
     return {name: fields[name] for name in PASSED_ON if name in fields}
 
 
