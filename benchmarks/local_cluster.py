@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import socket
@@ -17,11 +18,17 @@ import aiohttp
 
 from node.parent import PARENT_PID
 
-__all__ = ["family", "free_ports", "running"]
+__all__ = ["family", "free_ports", "kv_events", "running"]
 
 START_DEADLINE_S = 180
 STOP_DEADLINE_S = 60
 _PORTS = 18_000, 32_000
+
+
+def kv_events(endpoint: str = "tcp://127.0.0.1:0", replay_endpoint: str = "tcp://127.0.0.1:0") -> str:
+    """The flag of a node that tells KV events there; unless they are named, on free ports."""
+    told = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
+    return f"--kv-events-config={json.dumps(told)}"
 
 
 @contextmanager

@@ -22,9 +22,11 @@ def listen(
 ) -> int:
     """Listen at this address of this machine; returns the port, which is a free one for 0. Raises ConfigError.
 
-    `called`: the options that host and port come from. zmq binds to numbers only, so names are looked up first."""
+    `host`: * is all addresses. `called`: the options that host and port come from. zmq binds to numbers only, so names
+    are looked up first."""
     try:
-        number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        found = None if host == "*" else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        number = host if found is None else str(found[0][4][0])
         listener.bind(tcp(number, port or "*"))
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(

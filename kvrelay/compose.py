@@ -28,6 +28,7 @@ from kvrelay.plan import (
 from kvrelay.settings import flags_of
 from wire.config import Role
 from wire.config_checks import require
+from wire.kv_events_config import KvEventsConfig
 from wire.router_config import RouterConfig
 
 __all__ = ["IMAGE_TAG", "NOT_FOR_COMPOSE", "ComposeConfig", "compose_of", "environment_of", "host_paths"]
@@ -39,7 +40,7 @@ NOT_FOR_COMPOSE = (
     *("log_dir", "demo", "demo_exit", "start_deadline_s", "stop_deadline_s"),
 )
 _PORT = 8000  # inside: each container has an address of its own
-_KV_EVENTS_PORT = 5557  # and the one after it
+_KV_EVENTS = KvEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
 _OUR_IMAGE = re.compile(r"kvrelay/(node-cpu|node-cuda|router):\d+\.\d+\.\d+")
 # The network of the nodes alone: the control channel and UCX listen on its interface. UCX asks nobody who he is.
 _KV = "kv"
@@ -219,7 +220,7 @@ def _node(
     # The secret itself comes with the environment; without one nodes may not listen on more than the loopback.
     transfer = replace(config.cluster.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}")
     node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)
-    node = replace(node, host="0.0.0.0", kv_events_host="0.0.0.0", kv_events_port=_KV_EVENTS_PORT)
+    node = replace(node, host="0.0.0.0", kv_events_config=_KV_EVENTS)
     flags = flags_of(node, skip=_NOT_FLAGS if engine.model else _NOT_FLAGS | {"model"})
     shared = _shared(config)
     after = ({"namespaces": "service_started"} if shared else {}) | dict.fromkeys(earlier, "service_healthy")

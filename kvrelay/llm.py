@@ -36,7 +36,7 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 
 _T = TypeVar("_T")
 _MAX_AT_ONCE = 1024  # requests that the engine knows of
-_NOT_OFFLINE = ("role", "host", "port", "api_key", "max_body_bytes", "kv_events_host", "kv_events_port")
+_NOT_OFFLINE = ("role", "host", "port", "api_key", "max_body_bytes", "kv_events_config")
 # Set by the call itself.
 _NOT_SAMPLING = {"model", "stream", "stream_options", "user", "kv_transfer_params", "include_metrics"}
 

@@ -15,6 +15,7 @@ from kvrelay.settings import flags_of
 from kvrelay.supervisor import ChildSpec
 from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from wire.errors import ConfigError
+from wire.kv_events_config import KvEventsConfig
 from wire.router_config import RouterConfig
 
 __all__ = [
@@ -40,6 +41,8 @@ API_KEY = "KVRELAY_API_KEY"
 NODE_API_KEY = "KVRELAY_NODE_API_KEY"
 CLUSTER_SECRET = "KVRELAY_CLUSTER_SECRET"
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+# On ports that are free, which routers hear of from the nodes' health.
+_KV_EVENTS = KvEventsConfig(True, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
 _NOT_FLAGS = frozenset({"role", "api_key", "hub_token", "cluster_secret"})
 
 
@@ -249,7 +252,7 @@ def node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: i
         role=role,
         transfer=config.transfer,
         port=port,
-        kv_events_port=0,
+        kv_events_config=_KV_EVENTS,
         served_model_name=config.served_model_name,
         chat_template=config.chat_template,
         trust_request_chat_template=config.trust_request_chat_template,

@@ -19,23 +19,25 @@ _INTERVAL_S = 0.05
 
 
 class CacheTeller:
-    """`told` is called with the changes; with `on` false there are none."""
+    """`told` is called with the changes, and with `texts` also with what is in the blocks. With `on` false: never."""
 
-    def __init__(self, pool: BlockPool, block_tokens: int, told: Callable[[CacheChanges], None], *, on: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, block_tokens: int, told: Callable[[CacheChanges], None], *, on: bool, texts: bool = False
+    ) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
         self._told = told
         self._on = on
         self._due = 0.0
         if on:
-            pool.note_changes()
+            pool.note_changes(texts=texts)
 
     def turn(self, now: float, *, idle: bool) -> None:
         """Tell what has changed, if it is time to; before the loop goes to sleep it always is."""
         if self._pool.changed and (idle or now >= self._due):
             self._due = now + _INTERVAL_S
             changes = self._pool.changes()
-            self._told(CacheChanges(changes.stored, list(changes.removed), cleared=changes.cleared))
+            self._told(CacheChanges(changes.stored, list(changes.removed), changes.texts, cleared=changes.cleared))
 
     def blocks_of(self, request: Request) -> PromptBlocks | None:
         """What a router must know to find this prompt in KV events."""

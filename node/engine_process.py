@@ -96,8 +96,9 @@ class EngineProcess:
 
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
-        blocks, told = self.engine.scheduler.pool, config.tells_kv_events
-        self._cache = CacheTeller(blocks, self.engine.pool.block_tokens, self._send, on=told)
+        blocks, told = self.engine.scheduler.pool, config.told_events
+        texts = told is not None and told.token_ids
+        self._cache = CacheTeller(blocks, self.engine.pool.block_tokens, self._send, on=told is not None, texts=texts)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._profile = EngineProfile(config.profiler_config, self.engine, ranks, self._send, self.wake)

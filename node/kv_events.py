@@ -1,9 +1,9 @@
 """The sockets on which a node tells its KV events (wire/kv_events.py), in its HTTP process, away from the step loop.
 
-There are none unless kv_events_port is given. They ask nobody who he is, because a router has no secret: who reaches
-them can see whether KV of a text that he knows is here, and no text. What he can make the node do is bounded: replays
-take a tenth of the event loop's time at most, and who does not read what he has asked for is cut off. A message whose
-frames never end is not: libzmq collects them before we see any, until memory runs out.
+There are none unless kv_events_config asks for them. They ask nobody who he is, because a router has no secret: who
+reaches them can see whether KV of a text that he knows is here, and no text unless token_ids are told. What he can make
+the node do is bounded: replays take a tenth of the event loop's time at most, and who does not read what he has asked
+for is cut off. A message whose frames never end is not: libzmq collects them before we see any, until memory runs out.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ import zmq
 import zmq.asyncio
 
 from kv_transfer.zmq_address import listen
-from node.event_log import BUFFER_BATCHES, EventLog
-from wire.config import NodeConfig
-from wire.engine_messages import CacheChanges, EngineReady
+from node.event_log import EventLog
+from wire.engine_messages import CacheChanges
 from wire.kv_events import END, KvEventsReport, packed_number
+from wire.kv_events_config import KvEventsConfig, address_of
 from wire.log_lines import Seldom
 
 __all__ = ["KvEvents"]
 
 log = logging.getLogger("kvrelay.node")
 
-# Batches that wait for a router that does not read; it gets those that were dropped with a replay.
-_WAITING_BATCHES = 1024
-# Replayed ones: two whole replays. What does not fit is dropped, and asked for again.
-_WAITING_REPLAYS = 2 * (BUFFER_BATCHES + 2)
+# Whole replays that wait for one listener. What does not fit is dropped, and asked for again.
+_WAITING_REPLAYS = 2
 # Questions that one listener may have open; it waits with further ones.
 _WAITING_ASKS = 16
 _MAX_ASK_BYTES = 256
@@ -44,22 +42,20 @@ _REST = 9.0
 class KvEvents:
     """Listening from the beginning; `close` it."""
 
-    def __init__(self, config: NodeConfig, info: EngineReady, model: str) -> None:
+    def __init__(self, config: KvEventsConfig, block_tokens: int) -> None:
         """Raises ConfigError if the sockets cannot be opened."""
-        assert config.kv_events_port is not None
         self.counted: Callable[[str], None] = lambda outcome: None
         """Told of each replay that was asked for: ok or malformed."""
-        self._log = EventLog(info.generation, info.block_tokens)
+        self._log = EventLog(block_tokens, config.buffer_steps, maps=config.event_format == "map")
         self._malformed = Seldom()
         self._turn_s = 0.0
         """What replays have taken of the event loop since it last had a rest of them."""
-        # What other listeners go by: who it is, and which model's KV this is.
-        self._topic = f"kv@{info.engine_id}@{model}".encode()
+        self._topic = config.topic.encode()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._pub = context.socket(zmq.PUB)
-        self._pub.set_hwm(_WAITING_BATCHES)
+        self._pub.set_hwm(config.hwm)
         self._replays = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._replays.setsockopt(zmq.SNDHWM, _WAITING_REPLAYS)
+        self._replays.setsockopt(zmq.SNDHWM, _WAITING_REPLAYS * (config.buffer_steps + 2))
         self._replays.setsockopt(zmq.RCVHWM, _WAITING_ASKS)
         self._replays.copy_threshold = 0  # all listeners' queues have the same bytes
         for socket in (self._pub, self._replays):
@@ -67,10 +63,12 @@ class KvEvents:
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ASK_BYTES)  # for subscriptions, too
             socket.setsockopt(zmq.TCP_MAXRT, _NOT_READ_MS)
-        called, host, port = ("kv_events_host", "kv_events_port"), config.kv_events_host, config.kv_events_port
+        self._replay_port = 0
         try:
-            self._port = listen(self._pub, host, port, called)
-            self._replay_port = listen(self._replays, host, port and port + 1, called)
+            self._port = listen(self._pub, *address_of(config.endpoint), ("endpoint", "port"))
+            if config.replay_endpoint:
+                called = "replay_endpoint", "port"
+                self._replay_port = listen(self._replays, *address_of(config.replay_endpoint), called)
         except BaseException:
             self._close_sockets()
             raise
@@ -81,9 +79,9 @@ class KvEvents:
         number, payload = self._log.note(changes, time.time())
         self._pub.send_multipart((self._topic, packed_number(number), payload), zmq.NOBLOCK)
 
-    def report(self) -> KvEventsReport:
-        """For the health report."""
-        return KvEventsReport(self._port, self._replay_port, self._log.next_number)
+    def report(self) -> KvEventsReport | None:
+        """Say in the health report where a router can listen. Without replays it cannot know what is held."""
+        return KvEventsReport(self._port, self._replay_port, self._log.next_number) if self._replay_port else None
 
     async def close(self) -> None:
         """Nothing is told any more."""

@@ -63,7 +63,7 @@ class Offline:
 @asynccontextmanager
 async def offline(config: NodeConfig) -> AsyncIterator[Offline]:
     """Start an engine for the length of the block. Raises ConfigError, EngineDead."""
-    config = replace(config, kv_events_port=None)
+    config = replace(config, kv_events_config=None)
     # Nobody is there to try again later: all that is asked at once is done in turn.
     node = Node(config, EngineClient(config), int(time.time()), sandbox=Sandbox(turn_deadline_s=None))
     await node.engine.start()

@@ -160,8 +160,8 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     config = node.config
     try:
         serving = await serving_of(config, node.engine, node.sandbox)
-        if config.tells_kv_events:
-            node.kv_events = KvEvents(config, serving.info, serving.model_name)
+        if config.told_events is not None:
+            node.kv_events = KvEvents(config.told_events, serving.info.block_tokens)
             node.engine.on_changes = node.kv_events.tell
     except Exception as why:
         node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"

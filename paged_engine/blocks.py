@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from wire.engine_messages import BlockText
 from wire.hashes import BlockHash
 
 __all__ = ["NULL_BLOCK", "BlockPool", "Changes"]
@@ -23,6 +24,8 @@ class Changes:
 
     stored: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
     removed: set[BlockHash] = field(default_factory=set)
+    texts: dict[BlockHash, BlockText] = field(default_factory=dict)
+    """Of those that are stored, where texts are noted."""
     cleared: bool = False
     """Before all that, nothing was findable any more."""
 
@@ -42,6 +45,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._quarantined: set[int] = set()
         self._changes: Changes | None = None
+        self.notes_texts = False
+        """Whether `publish` should be told what is in a block."""
 
     @property
     def total(self) -> int:
@@ -94,7 +99,9 @@ class BlockPool:
             self._forget(block)
         return taken
 
-    def publish(self, block: int, block_hash: BlockHash, parent: BlockHash | None = None) -> None:
+    def publish(
+        self, block: int, block_hash: BlockHash, parent: BlockHash | None = None, text: BlockText | None = None
+    ) -> None:
         """Make a full, used block findable. The first block of equal content wins."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
@@ -102,6 +109,8 @@ class BlockPool:
             if self._changes is not None:
                 self._changes.stored[block_hash] = parent
                 self._changes.removed.discard(block_hash)
+                if text is not None:
+                    self._changes.texts[block_hash] = text
 
     def reset(self) -> None:
         """Forget what every block holds. Who uses blocks keeps them, and nobody finds them any more."""
@@ -111,9 +120,9 @@ class BlockPool:
         if self._changes is not None:
             self._changes = Changes(cleared=True)
 
-    def note_changes(self) -> None:
+    def note_changes(self, *, texts: bool = False) -> None:
         """Take down from now on what becomes findable and what no more; somebody takes it away with `changes`."""
-        self._changes = Changes()
+        self._changes, self.notes_texts = Changes(), texts
 
     @property
     def changed(self) -> bool:
@@ -163,4 +172,5 @@ class BlockPool:
             self._hash_of[block] = None
             if self._changes is not None:
                 self._changes.stored.pop(block_hash, None)
+                self._changes.texts.pop(block_hash, None)
                 self._changes.removed.add(block_hash)

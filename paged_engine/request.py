@@ -10,7 +10,7 @@ from paged_engine.adapter_slots import Loaded
 from paged_engine.draft_pace import DraftPace
 from paged_engine.guide import Guide
 from paged_engine.ngram import NgramIndex
-from wire.engine_messages import Submit, Timing
+from wire.engine_messages import BlockText, Submit, Timing
 from wire.hashes import BlockHash, extend, root_of
 from wire.outputs import Finish, TokenLogprobs
 from wire.sampling import SamplingParams
@@ -39,6 +39,7 @@ class Request:
     arrival_s: float
     root: BlockHash
     adapter: Loaded | None = None  # the LoRA adapter that computes it
+    salt: str = ""  # of its root
     hold: bool = False
     hold_stopped: bool = False
     fork_of: str | None = None
@@ -92,6 +93,7 @@ class Request:
             arrival_s=now,
             root=root_of(submit.cache_salt, "" if adapter is None else adapter.identity),
             adapter=adapter,
+            salt=submit.cache_salt or "",
             hold=submit.hold,
             hold_stopped=submit.hold_stopped,
             fork_of=submit.fork_of,
@@ -133,6 +135,12 @@ class Request:
         """Hashes of all full blocks of the tokens so far."""
         extend(self.hashes, self.token_ids, block_tokens, self.root)
         return self.hashes
+
+    def block_text(self, index: int, block_tokens: int) -> BlockText:
+        """What is in one of its full blocks."""
+        tokens = self.token_ids[index * block_tokens : (index + 1) * block_tokens]
+        adapter = "" if self.adapter is None else self.adapter.facts.name
+        return BlockText(tokens, adapter, "" if index else self.salt)
 
     def launched(self, start: int, now: float) -> None:
         """A step was launched that computes this request from position `start` on."""

@@ -380,7 +380,8 @@ class Scheduler:
         if self._prefix_cache and not request.unfindable and full > request.num_published:
             hashes = request.block_hashes(self._block_tokens)
             for index in range(request.num_published, full):
-                self.pool.publish(request.blocks[index], hashes[index], hashes[index - 1] if index else None)
+                text = request.block_text(index, self._block_tokens) if self.pool.notes_texts else None
+                self.pool.publish(request.blocks[index], hashes[index], hashes[index - 1] if index else None, text)
         request.num_published = max(request.num_published, full)
 
     def _blocks_for(self, tokens: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from wire.config_checks import check_log_format, is_address, is_loopback, positive, require
 from wire.errors import ConfigError
+from wire.kv_events_config import KvEventsConfig
 from wire.profiler_config import ProfilerConfig
 from wire.sampling import GENERATION_FIELDS
 
@@ -353,12 +354,9 @@ class NodeConfig:
     for more."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
-    kv_events_port: int | None = None
-    """Tell routers on this port which blocks the prefix cache holds: hashes, in vLLM's format (ZMQ). The port after it
-    answers who has lost some; 0 takes free ones. Without a port nothing is told."""
-    kv_events_host: str = "127.0.0.1"
-    """Address to listen on with kv_events_port. Routers dial the host of the node's URL, and nobody is asked for a
-    key."""
+    kv_events_config: KvEventsConfig | None = None
+    """Tell routers and other listeners which blocks the prefix cache holds: a JSON object with vLLM's names, for
+    example {"enable_kv_cache_events": true, "replay_endpoint": "tcp://127.0.0.1:5558"}. Nobody is asked for a key."""
     profiler_config: ProfilerConfig | None = None
     """Serve POST /start_profile and /stop_profile: a JSON object with vLLM's names, for example
     {"profiler": "torch", "torch_profiler_dir": "/traces"}."""
@@ -370,10 +368,6 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
-        require(
-            self.kv_events_port is None or 0 <= self.kv_events_port < 65535,
-            f"kv_events_port must be between 0 and 65534, got {self.kv_events_port}",
-        )
         positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
         check_log_format(self.log_format)
         for router in self.router:
@@ -395,9 +389,10 @@ class NodeConfig:
             require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
 
     @property
-    def tells_kv_events(self) -> bool:
-        """Whether routers hear of its prefix cache, if it has one."""
-        return self.kv_events_port is not None and self.engine.prefix_cache
+    def told_events(self) -> KvEventsConfig | None:
+        """How others hear of its prefix cache, if it has one and they do."""
+        told = self.kv_events_config
+        return told if told is not None and told.on and self.engine.prefix_cache else None
 
     @property
     def url(self) -> str:

@@ -15,6 +15,7 @@ __all__ = [
     "AdapterLoaded",
     "AdapterRefused",
     "AskStats",
+    "BlockText",
     "CacheChanges",
     "EngineFailed",
     "EngineReady",
@@ -294,12 +295,22 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """Seconds since the slowest thread of the KV link was seen at work; one that waits for work is."""
 
 
+class BlockText(msgspec.Struct, frozen=True, array_like=True):
+    """What is in a block of KV: its tokens, and what else its hash depends on. `salt` is that of a prompt's first."""
+
+    token_ids: list[int]
+    adapter: str = ""
+    salt: str = ""
+
+
 class CacheChanges(msgspec.Struct, frozen=True, tag=True):
     """Which block hashes the prefix cache holds anew, each with its parent's, and which no more. Sent a few times a
     second, if the node tells KV events."""
 
     stored: dict[bytes, bytes | None]
     removed: list[bytes]
+    texts: dict[bytes, BlockText] = {}
+    """Of those that are stored, if the node tells token ids."""
     cleared: bool = False
     """Before all that, none was held any more."""
 

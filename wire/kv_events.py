@@ -1,12 +1,13 @@
 """KV events: what a node tells of its prefix cache, and the sequence that it tells it in.
 
-The wire is vLLM's, so that its listeners understand our nodes and our router its nodes: a PUB socket sends
-(topic, sequence number as 8 bytes big-endian, batch as msgpack); to a ROUTER socket a listener says from which number
-on it wants batches again, and gets (number, batch) for each, then (END, nothing). Field names are vLLM's; a batch of
-ours also has a `generation`. Token ids are never told: `token_ids` is empty, and a salted root keeps hashes apart.
+The wire is vLLM's: a PUB socket sends (topic, sequence number as 8 bytes big-endian, batch as msgpack); a REQ or DEALER
+that sends a ROUTER socket a number gets (number, batch) for each batch from that one on, then (END, nothing).
 
-A listener that comes too late for the buffer is answered with one batch that begins with AllBlocksCleared and stores
-all that is held: to any listener that is the state after this number.
+A batch is the array (time, events, rank 0 of one engine). Events are arrays with their kind first and vLLM's fields in
+vLLM's order, as its releases before June 2026 write them, or maps with the same names, as later ones do; no listener
+that goes by types reads both. What has no value is null. Two things differ: token ids are told only if asked for, and
+who comes too late for the buffer is answered with one batch that begins with AllBlocksCleared and stores all that is
+held. To any listener that is the state after this number.
 """
 
 from __future__ import annotations
@@ -46,21 +47,23 @@ Hash = bytes | int
 """Ours are 16 bytes. vLLM's are 32 bytes, or integers."""
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True, kw_only=False):
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A chain of blocks is held now; each is the parent of the next one."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
     token_ids: list[int] = []
+    """Of all blocks, one after the other; empty if the node keeps them to itself."""
     block_size: int = 0
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: Any = None
+    """For each block what else its hash depends on: the adapter's name, and for a prompt's first one the salt."""
     group_idx: int | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """These blocks are held no more."""
 
     block_hashes: list[Hash]
@@ -68,24 +71,26 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     group_idx: int | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No block is held."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-# Older releases of vLLM, and those who speak as they did, write events, or events and batches, as arrays.
-class _StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
+class _StoredMap(BlockStored, frozen=True, array_like=False, tag="BlockStored"):
     pass
 
 
-class _RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
+class _RemovedMap(BlockRemoved, frozen=True, array_like=False, tag="BlockRemoved"):
     pass
 
 
-class _ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
+class _ClearedMap(AllBlocksCleared, frozen=True, array_like=False, tag="AllBlocksCleared"):
     pass
+
+
+_MAPS = {BlockStored: _StoredMap, BlockRemoved: _RemovedMap, AllBlocksCleared: _ClearedMap}
 
 
 class EventBatch(msgspec.Struct, frozen=True):
@@ -93,19 +98,15 @@ class EventBatch(msgspec.Struct, frozen=True):
 
     ts: float
     events: list[Event]
-    generation: str = ""
-    """Of the process that tells it; empty from nodes that are not ours."""
 
 
-class _RawBatch(msgspec.Struct, frozen=True):
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
     ts: float
     events: list[msgspec.Raw]
-    generation: str = ""
 
 
-class _RawBatchArray(msgspec.Struct, frozen=True, array_like=True):
-    ts: float
-    events: list[msgspec.Raw]
+class _BatchMap(_Batch, frozen=True, array_like=False):
+    pass
 
 
 class KvEventsReport(msgspec.Struct, frozen=True):
@@ -117,29 +118,33 @@ class KvEventsReport(msgspec.Struct, frozen=True):
     """Of the next batch: who has not heard of all before has lost some."""
 
 
+_ENGINE = 0
+"""The data-parallel rank of the engine that tells: a node has one."""
+
 _encoder = msgspec.msgpack.Encoder()
-_batch = msgspec.msgpack.Decoder(_RawBatch)
-_batch_array = msgspec.msgpack.Decoder(_RawBatchArray)
+_batch = msgspec.msgpack.Decoder(_Batch)
+_batch_map = msgspec.msgpack.Decoder(_BatchMap)
 _event = msgspec.msgpack.Decoder(Event)
-_event_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_event_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
 
 
-def pack_batch(batch: EventBatch) -> bytes:
-    """A batch as it goes over the wire."""
-    return _encoder.encode(batch)
+def pack_batch(batch: EventBatch, *, maps: bool = False) -> bytes:
+    """A batch as it goes over the wire, its events as arrays or as maps."""
+    events = [_MAPS[type(event)](*msgspec.structs.astuple(event)) for event in batch.events] if maps else batch.events
+    return _encoder.encode((batch.ts, events, _ENGINE))
 
 
 def read_batch(payload: bytes) -> EventBatch:
-    """Its inverse, in any of the forms that are in use. Raises NodeFailed."""
+    """Read a batch in any form that is or was in use, of our nodes or of vLLM's. Raises NodeFailed."""
     try:
-        raw = _batch_array.decode(payload) if _is_array(payload) else _batch.decode(payload)
+        raw = _batch.decode(payload) if _is_array(payload) else _batch_map.decode(payload)
         events: list[Event] = []
         for piece in raw.events:
             event = bytes(piece)
-            events.append(_event_array.decode(event) if _is_array(event) else _event.decode(event))
+            events.append(_event.decode(event) if _is_array(event) else _event_map.decode(event))
     except MALFORMED as why:
         raise NodeFailed(f"a node sent malformed KV events: {why}") from why
-    return EventBatch(raw.ts, events, raw.generation if isinstance(raw, _RawBatch) else "")
+    return EventBatch(raw.ts, events)
 
 
 def is_snapshot(batch: EventBatch) -> bool:

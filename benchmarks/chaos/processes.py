@@ -25,7 +25,7 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.logs import Logs
 from benchmarks.chaos.network import Loopback, Network
 from benchmarks.chaos.shim import Shim
-from benchmarks.local_cluster import family, free_ports
+from benchmarks.local_cluster import family, free_ports, kv_events
 from node.parent import PARENT_PID
 
 __all__ = ["Cluster", "Node", "Struck", "family"]
@@ -308,8 +308,8 @@ class Cluster:
         place = self.network.place(name)
         argv = [*place.prefix, sys.executable, "-m", "kvrelay.cli", role, f"--host={place.host}", f"--port={ports[0]}"]
         if role != "router":
-            argv += [f"--kv-host={place.host}", f"--kv-port={ports[1]}", f"--kv-events-port={ports[2]}"]
-            argv += [] if place.host == "127.0.0.1" else [f"--kv-events-host={place.host}"]
+            argv += [f"--kv-host={place.host}", f"--kv-port={ports[1]}"]
+            argv += [kv_events(*(f"tcp://{place.host}:{port}" for port in ports[2:4]))]
         argv += flags
         log = self.folder / f"{name}.log"
         return Node(name, role, place.host, ports, argv, log, self._popen(argv, log, name, role))

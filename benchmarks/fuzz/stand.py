@@ -25,7 +25,7 @@ import aiohttp
 
 from benchmarks.chaos.model import flags_of
 from benchmarks.listening import Port, listening
-from benchmarks.local_cluster import family, free_ports
+from benchmarks.local_cluster import family, free_ports, kv_events
 from kv_transfer.leases import LeaseId
 from node.parent import PARENT_PID
 
@@ -237,7 +237,7 @@ class Stand:
         node = [*model, "--router", f"tcp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
         ranks = ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
         node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50", *self.flags]
-        node += ["--kv-events-port", "0"]
+        node += [kv_events()]
         ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
         router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--no-conditional-disaggregation"]
         self._launch("router", router)

@@ -6,7 +6,7 @@ what was sent there. Nothing here delays a request.
 
 A vLLM node does not say where its events are, nor which number comes next: the ports are configured, a loss at the end
 is looked for once the node is quiet, and where its replays reach back too little, what is told of it is not all that it
-holds.
+holds. Batches of both kinds are read in one way, and name no process: what is newer with a lower number is another's.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class _Source:
         whose replays may end with less than all that it holds."""
         self.told_at = told_at
         self._url = url
-        self._generation, events, self._replays = told_at
+        _, events, self._replays = told_at
         self._stream = EventStream(rebuilds=contents is None)
         self._contents = contents
         self._newest = 0.0
@@ -233,10 +233,8 @@ class _Source:
         except NodeFailed as why:
             _log.warning("node %s: %s", self._url, why.message)
             return
-        if batch.generation and batch.generation != self._generation:
-            return  # another process listens there now; the next health report says so
-        if self._contents is not None and number < self._stream.next_number and batch.ts > self._newest:
-            self._restarted()  # its batches name no process, and its health may not either
+        if number < self._stream.next_number and batch.ts > self._newest and not is_snapshot(batch):
+            self._restarted()  # its health may not say so yet, or ever
         self._apply(self._stream.heard(number, batch))
 
     def _apply(self, batches: Sequence[EventBatch]) -> None:
@@ -276,7 +274,7 @@ class _Source:
             self._trust()
 
     def _restarted(self) -> None:
-        self._stream = EventStream(rebuilds=False)
+        self._stream = EventStream(rebuilds=self._contents is None)
         self._index.doubt(self._url)
         self._forget(whole=bool(self._replays))
 
@@ -301,7 +299,7 @@ class _Source:
             self._apply(batches)
             why = "batches are missing after the replay" if self._stream.gap else ""
         except TimeoutError:
-            why = f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s; its kv_events_host must listen there"
+            why = f"no replay from {self._replays} within {REPLAY_DEADLINE_S:g} s; its replay_endpoint must be there"
         except (zmq.ZMQError, NodeFailed) as error:
             why = f"the replay failed: {error}"
         self._replay = None

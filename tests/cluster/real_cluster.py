@@ -18,7 +18,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from benchmarks.local_cluster import free_ports
+from benchmarks.local_cluster import free_ports, kv_events
 from router.drawn_keys import stored_key
 from wire.outputs import Load
 
@@ -157,6 +157,8 @@ class Cluster:
     router: Process | None = None
     others: list[Process] = field(default_factory=list)
     """Further routers."""
+    events: bool = True
+    """Whether nodes tell KV events."""
 
     @property
     def url(self) -> str:
@@ -177,7 +179,7 @@ class Cluster:
         if role == "rank":
             return self._launch(role, port, [sys.executable, "-m", "kvrelay.cli", role, *flags], env)
         argv = [sys.executable, "-m", "kvrelay.cli", role, "--port", str(port), *flags]
-        argv += ["--kv-events-port=0"] if role in ("prefill", "decode") else []
+        argv += [kv_events()] if self.events and role in ("prefill", "decode") else []
         return self._launch(role, port, argv, env)
 
     def restart(self, process: Process, env: dict[str, str] | None = None) -> Process:

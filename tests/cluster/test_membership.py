@@ -48,7 +48,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-connector", "nixl"]
     flags += ["--kv-cache-memory", str(8 << 20)]
     heartbeats, olds = free_port(), free_port()
-    cluster = Cluster(folder, flags)
+    cluster = Cluster(folder, flags, events=False)  # the release before has other flags for them
     try:
         flags += ["--router", f"tcp://127.0.0.1:{heartbeats}", "--router", f"tcp://127.0.0.1:{olds}"]
         cluster.nodes = [cluster.start(role, flags, env=before) for role in ("prefill", "prefill", "decode", "decode")]

@@ -16,6 +16,7 @@ import kvrelay.cli
 from kvrelay.compose import ComposeConfig, compose_of
 from kvrelay.plan import ClusterConfig
 from wire.config import EngineConfig, NodeConfig, TransferConfig
+from wire.kv_events_config import KvEventsConfig
 
 SECRET = "a-secret-of-the-cluster"
 HERE = Path(__file__).parents[2] / "deploy" / "compose" / "compose.yaml"
@@ -84,6 +85,8 @@ def test_the_hand_over_listens_on_a_network_of_the_nodes_alone(
         assert file["networks"][kv] == {"internal": True}
         assert {other for other, service in services.items() if kv in networks(service)} == nodes
         assert config.transfer.cluster_secret == SECRET
+        # Routers reach both; prompts are told to nobody.
+        assert config.told_events == KvEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5558")
 
 
 @every_file

@@ -38,6 +38,7 @@ from node.drain import DRAIN_DEADLINE_S
 from node.process_log import LOG_FORMAT
 from router.app import create_app as router_app
 from wire.config import EngineConfig, NodeConfig, RanksConfig
+from wire.kv_events_config import address_of
 from wire.router_config import RouterConfig
 
 KINDS = {"router": RouterConfig, "prefill": NodeConfig, "decode": NodeConfig, "rank": RanksConfig}
@@ -118,8 +119,10 @@ def test_the_command_line_takes_every_containers_arguments(overlay: str, configs
             assert config.url == f"http://{POD_IP}:{pod.ports['http']}"
             assert (config.transfer.kv_host, config.transfer.kv_port) == (POD_IP, pod.ports["kv"])
             assert config.transfer.cluster_secret == SECRETS["KVRELAY_CLUSTER_SECRET"]
-            assert config.kv_events_host == POD_IP
-            assert config.kv_events_port == pod.ports["kv-events"] == pod.ports["kv-replay"] - 1
+            assert config.told_events is not None
+            assert address_of(config.told_events.endpoint) == (POD_IP, pod.ports["kv-events"])
+            assert address_of(config.told_events.replay_endpoint) == (POD_IP, pod.ports["kv-replay"])
+            assert not config.told_events.token_ids, "nobody who listens reads prompts"
             assert pod.labels["kvrelay/role"] == config.role
 
 
@@ -261,9 +264,9 @@ def listening(started: Started, overlay: str) -> list[Listening]:
         assert others == (0, 0), "no policy opens them"
     if isinstance(config, NodeConfig):
         found = [("http", config.port, {"router", *monitored}), ("kv", config.transfer.kv_port, ours)]
-        if config.kv_events_port:
-            found += [("kv-events", config.kv_events_port, {"router"})]
-            found += [("kv-replay", config.kv_events_port + 1, {"router"})]
+        if told := config.told_events:
+            found += [("kv-events", address_of(told.endpoint)[1], {"router"})]
+            found += [("kv-replay", address_of(told.replay_endpoint)[1], {"router"})]
         if config.engine.tensor_parallel_address:
             found += [("ranks", int(config.engine.tensor_parallel_address.rpartition(":")[2]), ours)]
     ranges = [Listening(name, port, port, frozenset(who)) for name, port, who in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,13 @@ def test_two_and_two_are_five_processes_that_know_each_other() -> None:
     assert "--decode=http://127.0.0.1:9004" in router
     assert "--port=9000" in router
     for spec in specs[:4]:
-        assert "--kv-events-port=0" in spec.command  # a free one, on the loopback
+        (told,) = [word for word in spec.command if word.startswith("--kv-events-config=")]
+        anywhere = "tcp://127.0.0.1:0"  # free ports, on the loopback
+        assert json.loads(told.partition("=")[2]) == {
+            "enable_kv_cache_events": True,
+            "endpoint": anywhere,
+            "replay_endpoint": anywhere,
+        }
         assert not [word for word in spec.command if "host" in word and "127.0.0.1" not in word]
     assert specs[2].command[5] == "decode"
     assert specs[2].log == Path("/logs/decode-0.log")

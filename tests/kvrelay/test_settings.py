@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvrelay.plan import ClusterConfig
 from kvrelay.settings import build, convert, flags_of, merge, nearest, settings_of
 from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
 from wire.errors import ConfigError
+from wire.kv_events_config import KvEventsConfig, address_of
 from wire.router_config import RouterConfig
 
 
@@ -207,23 +210,72 @@ def test_flags_of_an_engine_on_several_gpus_make_the_same_engine_again() -> None
     assert build(EngineConfig, merge(settings_of(EngineConfig), typed, None)) == engine
 
 
+VLLMS = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "endpoint": "tcp://*:5557",
+    "replay_endpoint": "tcp://*:5558",
+    "buffer_steps": 100,
+    "hwm": 50,
+    "max_queue_size": 7,
+    "topic": "kv-events",
+}
+
+
+def node(told: object, **more: object) -> NodeConfig:
+    given = {"kv_events_config": told} if told is not None else {}
+    return build(NodeConfig, merge(settings_of(NodeConfig), given, None) | {"model": "m"} | more)
+
+
+def test_kv_events_are_told_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    assert node(None).told_events is None
+    for off in ({}, {"enable_kv_cache_events": False}, {"enable_kv_cache_events": True, "publisher": "null"}):
+        assert node(json.dumps(off)).told_events is None
+    assert node(json.dumps(VLLMS), prefix_cache=False).told_events is None
+    told = node('{"enable_kv_cache_events": true, "publisher": null, "replay_endpoint": null}').told_events
+    assert told == KvEventsConfig(True)
+    assert (told.endpoint, told.replay_endpoint, told.topic) == ("tcp://127.0.0.1:5557", "", "")
+    assert not told.token_ids
+
+
+def test_kv_events_have_vllm_s_names_in_flags_and_in_files(tmp_path: Path) -> None:
+    config = node(json.dumps(VLLMS))
+    assert config.told_events == KvEventsConfig(**VLLMS)  # type: ignore[arg-type]
+    (flag,) = [flag for flag in flags_of(config) if "kv-events" in flag]
+    assert node(flag.removeprefix("--kv-events-config=")) == config
+    file = tmp_path / "node.yaml"
+    file.write_text(yaml.safe_dump({"kv-events-config": VLLMS}))
+    assert build(NodeConfig, merge(settings_of(NodeConfig), {}, str(file)) | {"model": "m"}) == config
+
+
 @pytest.mark.parametrize(
-    ("words", "port", "flags"),
-    [([], None, []), (["0"], 0, ["--kv-events-port=0"]), (["5557"], 5557, ["--kv-events-port=5557"])],
+    ("told", "why"),
+    [
+        ("x", "--kv-events-config must be a JSON object; its text is not JSON"),
+        ("[]", "--kv-events-config must be a mapping, got a list"),
+        ('{"endpint": "tcp://*:1"}', "unknown key 'endpint'; did you mean endpoint"),
+        ('{"buffer_steps": 0}', "buffer_steps must be positive, got 0"),
+        ('{"publisher": "kafka"}', "publisher 'kafka' is not one of zmq, null"),
+        ('{"event_format": "csv"}', "event_format 'csv' is not one of array, map"),
+        ('{"endpoint": ""}', "endpoint must be tcp://HOST:PORT, got ''"),
+        ('{"endpoint": "ipc:///tmp/x"}', "endpoint must be tcp://HOST:PORT, got 'ipc:///tmp/x'"),
+        ('{"replay_endpoint": "tcp://*:65536"}', "replay_endpoint must be tcp://HOST:PORT, got 'tcp://\\*:65536'"),
+        ('{"replay_endpoint": "tcp://127.0.0.1:5557"}', "are both tcp://127.0.0.1:5557; give one of them another"),
+    ],
 )
-def test_kv_events_are_told_only_on_a_port_that_is_named(words: list[str], port: int | None, flags: list[str]) -> None:
-    known = settings_of(NodeConfig)
-    assert known["kv_events_port"].kind is int
-    given = merge(known, dict.fromkeys(["kv_events_port"], words[0]) if words else {}, None)
-    config = build(NodeConfig, given | {"model": "m"})
-    assert (config.kv_events_port, config.kv_events_host) == (port, "127.0.0.1")
-    assert config.tells_kv_events is (port is not None)
-    assert [flag for flag in flags_of(config) if "kv-events" in flag] == flags
-    without = build(NodeConfig, given | {"model": "m", "prefix_cache": False, "host": "0.0.0.0"})
-    assert (without.tells_kv_events, without.kv_events_host) == (False, "127.0.0.1")
+def test_kv_events_that_cannot_be_told_are_refused(told: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        node(told)
 
 
-@pytest.mark.parametrize("port", ["-1", "65535"])
-def test_a_port_without_one_behind_it_is_refused(port: str) -> None:
-    with pytest.raises(ConfigError, match=f"kv_events_port must be between 0 and 65534, got {port}"):
-        build(NodeConfig, merge(settings_of(NodeConfig), {"kv_events_port": port}, None) | {"model": "m"})
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        ("tcp://*:5557", ("*", 5557)),
+        ("tcp://node-1.cluster:0", ("node-1.cluster", 0)),
+        ("tcp://[fd00::1]:5557", ("fd00::1", 5557)),
+        ("tcp://fd00::1:5557", ("fd00::1", 5557)),
+    ],
+)
+def test_an_endpoint_is_an_address(endpoint: str, address: tuple[str, int]) -> None:
+    assert address_of(KvEventsConfig(endpoint=endpoint).endpoint) == address

@@ -12,7 +12,7 @@ from node import event_log
 from node.event_log import EventLog
 from paged_engine.blocks import BlockPool
 from router.prefix.event_stream import MAX_AHEAD, EventStream
-from wire.engine_messages import CacheChanges
+from wire.engine_messages import BlockText, CacheChanges
 from wire.hashes import extend
 from wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, is_snapshot, read_batch
 
@@ -41,10 +41,10 @@ def chain(prompt: int, blocks: int) -> list[bytes]:
 class Cache:
     """A pool whose prompts come and go, and the log of it."""
 
-    def __init__(self, buffer_bytes: int) -> None:
+    def __init__(self, buffer_steps: int = 9_999) -> None:
         self.pool = BlockPool(9)
         self.pool.note_changes()
-        self.log = EventLog("g1", 1, buffer_bytes)
+        self.log = EventLog(1, buffer_steps)
         self.truth: set[bytes] = set()
 
     def serve(self, prompt: int, blocks: int) -> None:
@@ -69,12 +69,12 @@ steps = st.lists(
 )
 
 
-@given(steps, st.integers(0, 2**32), st.sampled_from([0, 600, 1 << 20]), st.booleans())
+@given(steps, st.integers(0, 2**32), st.sampled_from([1, 3, 9_999]), st.booleans())
 @settings(max_examples=60)
 def test_after_a_replay_the_listener_knows_what_the_node_holds(
-    told: list[list[tuple[int, int]]], seed: int, buffer_bytes: int, late: bool
+    told: list[list[tuple[int, int]]], seed: int, buffer_steps: int, late: bool
 ) -> None:
-    rng, cache = random.Random(seed), Cache(buffer_bytes)
+    rng, cache = random.Random(seed), Cache(buffer_steps)
     stream, held = EventStream(), set[bytes]()
     for at, prompts in enumerate(told):
         for prompt, blocks in prompts:
@@ -130,7 +130,7 @@ def read(told: tuple[int, bytes]) -> tuple[int, EventBatch]:
 @given(steps)
 @settings(max_examples=30)
 def test_changes_are_what_has_changed(told: list[list[tuple[int, int]]]) -> None:
-    cache, held = Cache(1 << 20), set[bytes]()
+    cache, held = Cache(), set[bytes]()
     for prompts in told:
         for prompt, blocks in prompts:
             cache.serve(prompt, blocks)
@@ -149,7 +149,7 @@ def test_nobody_asks_and_nothing_is_noted() -> None:
 
 
 def test_chains_are_told_with_their_parents() -> None:
-    log = EventLog("g1", 16)
+    log = EventLog(16, 99)
     one, two = chain(1, 4), chain(2, 4)
     stored = {h: p for run in (one, two[1:]) for p, h in zip([None, *run], run, strict=False)}
     stored[two[1]] = one[0]
@@ -159,12 +159,12 @@ def test_chains_are_told_with_their_parents() -> None:
         (None, one),
         (one[0], two[1:]),
     ]
-    assert batch.generation == "g1"
     assert all(isinstance(e, BlockStored) and not e.token_ids and e.block_size == 16 for e in batch.events)
 
 
-def test_who_comes_too_late_is_told_all_that_is_held() -> None:
-    log = EventLog("g1", 16, buffer_bytes=1_500)
+def test_who_comes_too_late_is_told_all_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "BUFFER_BYTES", 1_500)
+    log = EventLog(16, 9_999)
     assert log.since(0, 1.0) == []
     for at in range(40):
         log.note(CacheChanges({chain(at, 2)[1]: None}, [chain(at - 1, 2)[1]] if at else []), 1.0)
@@ -177,9 +177,25 @@ def test_who_comes_too_late_is_told_all_that_is_held() -> None:
     assert log.since(40, 1.0) == []
 
 
-def test_what_is_held_is_told_again_without_being_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "BUFFER_BATCHES", 10)
-    log = EventLog("g1", 16)
+def test_what_is_in_blocks_is_told_with_adapter_and_salt_and_told_again() -> None:
+    log = EventLog(2, buffer_steps=1, maps=True)
+    one, two = chain(1, 2), chain(2, 2)[1:]
+    texts = {one[0]: BlockText([1, 2], "lora", "salt"), one[1]: BlockText([3, 4], "lora"), two[0]: BlockText([5, 6])}
+    batches = [log.note(CacheChanges({one[0]: None, one[1]: one[0], two[0]: None}, [], texts), 1.0)]
+    log.note(CacheChanges({}, [two[0]]), 1.0)
+    (snapshot,) = log.since(0, 1.0)
+    for _, payload in (*batches, snapshot):
+        events = [event for event in read_batch(payload).events if isinstance(event, BlockStored)]
+        assert [(event.block_hashes, event.token_ids, event.lora_name, event.extra_keys) for event in events] == [
+            (one, [1, 2, 3, 4], "lora", [["lora", "salt"], ["lora"]]),
+            (two, [5, 6], None, None),
+        ][: len(events)]
+        assert all(event.medium == "GPU" for event in events)
+    assert len(events) == 1, "what is removed is told no more"
+
+
+def test_what_is_held_is_told_again_without_being_made_again() -> None:
+    log = EventLog(16, buffer_steps=10)
 
     def note() -> None:
         log.note(CacheChanges({chain(log.next_number, 2)[1]: None}, []), 1.0)

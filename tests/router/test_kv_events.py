@@ -24,17 +24,15 @@ from router.prefix.contents import keys_of_prompt
 from router.prefix.index import Prefix, PrefixIndex
 from router.prefix.kv_events import KvEvents, _Source
 from router.prefix.metrics import PrefixMetrics
-from wire.config import EngineConfig, NodeConfig
-from wire.engine_messages import CacheChanges, EngineReady
-from wire.kv_events import END, KvEventsReport, packed_number, read_batch
+from wire.engine_messages import CacheChanges
+from wire.errors import ConfigError
+from wire.kv_events import END, EventBatch, KvEventsReport, pack_batch, packed_number, read_batch
+from wire.kv_events import BlockStored as Stored
+from wire.kv_events_config import KvEventsConfig
 from wire.outputs import PromptBlocks
 
 URL = "http://127.0.0.1:9"
 DEADLINE_S = 20.0
-
-
-def ready(generation: str) -> EngineReady:
-    return EngineReady("prefill-1", generation, "m", 10, 100, 16, 10, 1, [], "", 0, 0.0)
 
 
 def chain(count: int, name: int = 0) -> list[bytes]:
@@ -59,13 +57,23 @@ async def until(condition: Callable[[], Any], what: str) -> None:
 
 
 @asynccontextmanager
-async def telling(generation: str = "g1", port: int = 0) -> AsyncIterator[Told]:
-    config = NodeConfig(EngineConfig("m"), kv_events_port=port)
-    node = Told(config, ready(generation), "m")
+async def telling(**config: Any) -> AsyncIterator[Told]:
+    anywhere = "tcp://127.0.0.1:0"
+    node = Told(KvEventsConfig(True, endpoint=anywhere, **{"replay_endpoint": anywhere} | config), 16)
     try:
         yield node
     finally:
         await node.close()
+
+
+def report_of(node: Told) -> KvEventsReport:
+    report = node.report()
+    assert report is not None
+    return report
+
+
+def port_of(node: Told) -> int:
+    return report_of(node).port
 
 
 class Listening:
@@ -161,13 +169,12 @@ def test_lost_batches_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_after_an_overrun_of_the_buffer_a_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router does not read while a node tells more than its sockets hold, and more than the node keeps."""
-    monkeypatch.setattr(kv_events, "_WAITING_BATCHES", 10)
     monkeypatch.setattr("router.prefix.kv_events._WAITING_BATCHES", 10)
     monkeypatch.setattr("router.prefix.kv_events._OPTIONS", ((zmq.LINGER, 0), (zmq.RCVHWM, 10), (zmq.RCVBUF, 4096)))
-    monkeypatch.setattr(event_log.EventLog.__init__, "__defaults__", (50_000,))
+    monkeypatch.setattr(event_log, "BUFFER_BYTES", 50_000)
 
     async def test() -> None:
-        async with telling() as node, listening() as router:
+        async with telling(hwm=10) as node, listening() as router:
             router.heard(node)
             await router.trusted()
             node.tell(stored(chain(100)))
@@ -196,16 +203,16 @@ def test_a_restarted_node_has_nothing_of_the_old_one() -> None:
                 router.heard(node)
                 await router.trusted()
                 assert router.has(chain(3)) == 3
-                port = node.report().port
-            async with telling("g2") as fresh:
+                port = port_of(node)
+            async with telling() as fresh:
                 for _ in range(3):
                     fresh.tell(stored(chain(1, 1)))
                 # As if it were the old one's: same place, higher numbers. Whatever is read of it is another process's.
-                router.events._sources[URL]._socket.connect(f"tcp://127.0.0.1:{fresh.report().port}")
+                router.events._sources[URL]._socket.connect(f"tcp://127.0.0.1:{port_of(fresh)}")
                 await asyncio.sleep(0.1)
                 for _ in range(3):
                     fresh.tell(stored(chain(2, 1)))
-                assert port != fresh.report().port
+                assert port != port_of(fresh)
                 assert router.has(chain(2, 1)) == 0
                 router.heard(fresh, "g2")
                 await router.trusted()
@@ -223,7 +230,7 @@ def test_a_node_that_answers_no_replay_is_doubted(monkeypatch: pytest.MonkeyPatc
         async with telling() as node, listening() as router:
             with zmq.Context.instance().socket(zmq.ROUTER) as deaf:
                 port = deaf.bind_to_random_port("tcp://127.0.0.1")
-                router.events.heard(URL, "g1", KvEventsReport(node.report().port, port, 1))
+                router.events.heard(URL, "g1", KvEventsReport(port_of(node), port, 1))
                 await until(lambda: router.count("kv_event_replays_total", outcome="failed") == 1, "counted")
                 assert router.count("kv_event_doubted_nodes") == 1
                 prefix = Prefix.of(0, b"y" * 4_000)
@@ -265,20 +272,17 @@ sys.stdin.read()
 """
 
 
-def test_strangers_cannot_keep_the_event_loop_busy(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_cannot_keep_the_event_loop_busy(caplog: pytest.LogCaptureFixture) -> None:
     """100,000 questions, nine of ten in odd frames; a router beside them is answered."""
-    monkeypatch.setattr(event_log, "BUFFER_BATCHES", 100)
     counted = Counter[str]()
 
     async def test() -> None:
-        async with telling() as node, listening() as router:
+        async with telling(buffer_steps=100) as node, listening() as router:
             node.counted = lambda outcome: counted.update([outcome])
             for at in range(200):
                 node.tell(stored(chain(200, at)))
             flood = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _FLOOD, str(node.report().replay_port)),
+                *(sys.executable, "-c", _FLOOD, str(report_of(node).replay_port)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -319,7 +323,7 @@ def test_who_does_not_read_what_he_asked_for_is_cut_off(monkeypatch: pytest.Monk
                 lazy.setsockopt(zmq.RCVBUF, 4096)
                 lazy.setsockopt(zmq.LINGER, 0)
                 events = node._replays.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                lazy.connect(f"tcp://127.0.0.1:{node.report().replay_port}")
+                lazy.connect(f"tcp://127.0.0.1:{report_of(node).replay_port}")
                 for _ in range(20):
                     await lazy.send_multipart((b"", packed_number(0)))
                 await asyncio.wait_for(events.recv_multipart(), DEADLINE_S)
@@ -331,7 +335,7 @@ def test_who_does_not_read_what_he_asked_for_is_cut_off(monkeypatch: pytest.Monk
 def test_a_node_that_cannot_be_listened_to_is_doubted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with telling() as node, listening() as router:
-            report = node.report()
+            report = report_of(node)
             for _ in range(2):
                 router.events.heard(URL, "g1", KvEventsReport(-1, report.replay_port, report.next_number))
             assert sum("cannot listen" in line for line in caplog.messages) == 1
@@ -349,7 +353,7 @@ def test_a_node_in_doubt_is_asked_again_though_nothing_is_missing(monkeypatch: p
 
     async def test() -> None:
         async with telling() as node, listening() as router:
-            report = node.report()
+            report = report_of(node)
             router.heard(node)
             await router.trusted()
             router.index.doubt(URL)
@@ -375,40 +379,134 @@ def test_there_may_be_a_thousand_nodes_and_more() -> None:
     run(test)
 
 
+class _Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """As vLLM's listeners declare them."""
+
+
+class BlockStored(_Event):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[bytes | int]
+    medium: str | None
+
+
+class _Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved]
+
+
 def test_a_listener_that_speaks_as_vllm_s_do() -> None:
-    """Subscribes with no topic, asks for a replay from a number on, and is told when it ends."""
+    """Subscribes to a topic, and asks for what it has missed by REQ, which takes the first answer alone."""
+    decoder = msgspec.msgpack.Decoder(_Batch)
+
+    async def heard(socket: zmq.asyncio.Socket) -> list[bytes]:
+        return await asyncio.wait_for(socket.recv_multipart(), DEADLINE_S)
 
     async def test() -> None:
-        async with telling() as node:
+        async with telling(topic="kv-events") as node:
             context = zmq.asyncio.Context.instance()
-            with context.socket(zmq.SUB) as sub, context.socket(zmq.DEALER) as replay:
-                report = node.report()
-                sub.subscribe(b"")
-                sub.connect(f"tcp://127.0.0.1:{report.port}")
-                replay.connect(f"tcp://127.0.0.1:{report.replay_port}")
+            with context.socket(zmq.SUB) as sub, context.socket(zmq.SUB) as other, context.socket(zmq.REQ) as replay:
+                for socket, topic in ((sub, b"kv-events"), (other, b"something-else")):
+                    socket.subscribe(topic)
+                    socket.connect(f"tcp://127.0.0.1:{port_of(node)}")
+                replay.connect(f"tcp://127.0.0.1:{report_of(node).replay_port}")
+                live = asyncio.ensure_future(sub.recv_multipart())
+                while not live.done():  # a subscription takes a moment, and until then nothing is told
+                    node.tell(stored(chain(3)))
+                    await asyncio.wait({live}, timeout=0.05)
+                topic, _, payload = live.result()
+                assert topic == b"kv-events"
+                assert decoder.decode(payload).events == [BlockStored(chain(3), None, [], 16, None, "GPU")]
+                node.tell(CacheChanges({}, chain(3)[2:]))
+                told = report_of(node).next_number
+                await replay.send(packed_number(told - 1))
+                number, payload = await heard(replay)
+                assert number == packed_number(told - 1)
+                assert decoder.decode(payload).events == [BlockRemoved(chain(3)[2:], "GPU")]
+                assert not await other.poll(0)
+
+    run(test)
+
+
+def test_odd_frames_are_not_answered_and_a_question_is_to_its_end() -> None:
+    async def test() -> None:
+        async with telling() as node:
+            with zmq.asyncio.Context.instance().socket(zmq.DEALER) as replay:
+                replay.connect(f"tcp://127.0.0.1:{report_of(node).replay_port}")
+                await replay.send_multipart((b"odd", b"frames"))
                 node.tell(stored(chain(3)))
                 node.tell(stored(chain(3, 1)))
                 await replay.send_multipart((b"", packed_number(1)))
                 _, number, payload = await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S)
-                assert (number, read_batch(payload).generation) == (packed_number(1), "g1")
+                assert number == packed_number(1)
+                assert read_batch(payload).events == [Stored(chain(3, 1), None, [], 16, medium="GPU")]
                 assert await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S) == [b"", END, b""]
-                await replay.send_multipart((b"odd", b"frames"))
-                await replay.send_multipart((b"", packed_number(2)))
-                assert await asyncio.wait_for(replay.recv_multipart(), DEADLINE_S) == [b"", END, b""]
-                heard = asyncio.ensure_future(sub.recv_multipart())
-                while not heard.done():  # a subscription takes a moment, and until then nothing is told
-                    node.tell(stored(chain(3, 2)))
-                    await asyncio.wait({heard}, timeout=0.05)
-                topic, number, payload = heard.result()
-                assert topic == b"kv@prefill-1@m"
-                assert int.from_bytes(number, "big") < node.report().next_number
-                assert read_batch(payload).generation == "g1"
+
+    run(test)
+
+
+def test_without_replays_routers_are_told_of_no_port() -> None:
+    """They could not know what was held before they listened; others may."""
+
+    async def test() -> None:
+        async with telling(replay_endpoint="", event_format="map") as node:
+            assert node.report() is None
+            with zmq.asyncio.Context.instance().socket(zmq.SUB) as sub:
+                sub.subscribe(b"")
+                sub.connect(f"tcp://127.0.0.1:{node._port}")
+                live = asyncio.ensure_future(sub.recv_multipart())
+                while not live.done():
+                    node.tell(stored(chain(3)))
+                    await asyncio.wait({live}, timeout=0.05)
+                topic, _, payload = live.result()
+                assert topic == b""
+                ((event,), rank) = msgspec.msgpack.decode(payload)[1:]
+                assert (event["type"], event["block_hashes"], rank) == ("BlockStored", chain(3), 0)
+
+    run(test)
+
+
+def test_a_place_that_is_taken_is_named() -> None:
+    async def test() -> None:
+        async with telling() as node:
+            for name in ("endpoint", "replay_endpoint"):
+                taken = KvEventsConfig(
+                    True, **{"endpoint": "tcp://127.0.0.1:0"} | {name: f"tcp://127.0.0.1:{port_of(node)}"}
+                )
+                with pytest.raises(ConfigError, match=f"cannot listen at {name} '127.0.0.1', port {port_of(node)}"):
+                    Told(taken, 16)
+
+    run(test)
+
+
+def test_another_process_at_a_node_s_address_is_noticed_before_its_health_is_asked() -> None:
+    """Batches name no process. Those with lower numbers that are newer are not the old one's."""
+
+    async def test() -> None:
+        async with listening() as router, telling() as node:
+            for at in range(3):
+                node.tell(stored(chain(3, at)))
+            router.heard(node)
+            await router.trusted()
+            assert router.has(chain(3)) == 3
+            source = router.events._sources[URL]
+            payload = pack_batch(EventBatch(time.time() + 1, [Stored(chain(2, 9), None, [], 16)]))
+            source._take([packed_number(0), payload])
+            assert router.has(chain(3)) == 0
+            assert not router.index.trusts(URL)
 
     run(test)
 
 
 def test_a_node_of_vllm_is_listened_to() -> None:
-    """Arrays, integers as hashes, other media, no generation, and a replay that begins in the middle."""
+    """Arrays, integers as hashes, other media, and a replay that begins in the middle."""
 
     def batch(*events: list[Any]) -> bytes:
         return msgspec.msgpack.encode([1.0, list(events), 0])
