@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from wire.errors import KvrelayError
 __all__ = ["Answer", "ChatFailed", "Endpoint", "chat", "open_session", "proof", "stream_answer"]
 
 _DEADLINE = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
+_MODELS_DEADLINE = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
 _PROOF = "In one or two sentences: what is a key-value cache?"
 _PROOF_SAMPLING = {"max_tokens": 64, "temperature": 0}
 
@@ -62,20 +63,25 @@ class Endpoint:
         """What each request carries."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
-    async def model(self, session: aiohttp.ClientSession) -> str:
-        """The first model that the server names. Raises ChatFailed."""
+    async def model(self, session: aiohttp.ClientSession, wanted: str = "") -> str:
+        """The wanted model, else the first one that the server names. Raises ChatFailed."""
+        url = f"{self.url}/v1/models"
         try:
-            async with session.get(f"{self.url}/v1/models", headers=self.headers) as response:
+            async with session.get(url, headers=self.headers, timeout=_MODELS_DEADLINE) as response:
                 if response.status != 200:
                     raise ChatFailed(_refusal(response.status, await response.text()))
-                models = json.loads(await response.text())["data"]
-                if not models:
-                    raise ChatFailed(f"no node is up yet behind {self.url}; {self.url}/health says what is missing")
-                return str(models[0]["id"])
-        except (aiohttp.ClientError, TimeoutError) as why:
+                models = [str(card["id"]) for card in json.loads(await response.text())["data"]]
+        except TimeoutError as why:
+            raise ChatFailed(f"{url} did not answer within {_MODELS_DEADLINE.total:g} s") from why
+        except aiohttp.ClientError as why:
             raise ChatFailed(_unreachable(self.url, why)) from why
         except (ValueError, LookupError, TypeError) as why:
-            raise ChatFailed(f"{self.url}/v1/models does not answer like an OpenAI server") from why
+            raise ChatFailed(f"{url} does not answer like an OpenAI server") from why
+        if not models:
+            raise ChatFailed(f"no node is up yet behind {self.url}; {self.url}/health says what is missing")
+        if wanted and wanted not in models:
+            raise ChatFailed(f"{self.url} does not serve {wanted!r}; it serves {', '.join(models)}")
+        return wanted or models[0]
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -170,14 +176,41 @@ async def proof(session: aiohttp.ClientSession, endpoint: Endpoint, console: Con
     return answer
 
 
-def chat(endpoint: Endpoint, console: Console) -> int:
-    """Talk until /exit, Ctrl-D or Ctrl-C. From a pipe: one question per line, plain output, 1 if any failed."""
-    talk = asyncio.run(_greet(endpoint))
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """What all questions of a conversation have in common."""
+
+    endpoint: Endpoint
+    model: str
+    beginning: list[Message]
+    sampling: Mapping[str, float]
+
+    def ask(self, history: list[Message], console: Console) -> Answer:
+        """The answer to the last message, shown as it comes. Raises ChatFailed."""
+
+        async def answer() -> Answer:
+            async with open_session() as session:
+                messages = self.beginning + history
+                show = _printer(console)
+                return await stream_answer(session, self.endpoint, self.model, messages, show, **self.sampling)
+
+        return asyncio.run(answer())
+
+
+def chat(endpoint: Endpoint, console: Console, model: str, system: str, sampling: Mapping[str, float]) -> int:
+    """Talk until /exit, Ctrl-D or Ctrl-C. From a pipe: one question per line, plain output, 1 if any failed.
+
+    An empty `model` is the first that is served; `sampling` goes into each request. Raises ChatFailed.
+    """
+    beginning = [{"role": "system", "content": system}] if system else []
+    talk = _Talk(endpoint, asyncio.run(_greet(endpoint, model)), beginning, sampling)
     if not sys.stdin.isatty():
-        return _piped(endpoint, talk, console)
+        return _piped(talk, console)
     import readline  # noqa: F401 - arrow keys and history at the prompt
 
-    console.print(f"{talk} at {endpoint.url}. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer.")
+    console.print(
+        f"{talk.model} at {endpoint.url}. /reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
+    )
     history: list[Message] = []
     while (line := _typed(console)) is not None:
         if line == "/exit":
@@ -186,13 +219,13 @@ def chat(endpoint: Endpoint, console: Console) -> int:
             history = []
             console.print("[dim]forgotten[/]")
         elif line:
-            history = _turn(endpoint, talk, history, line, console)
+            history = _turn(talk, history, line, console)
     return 0
 
 
-async def _greet(endpoint: Endpoint) -> str:
+async def _greet(endpoint: Endpoint, model: str) -> str:
     async with open_session() as session:
-        return await endpoint.model(session)
+        return await endpoint.model(session, model)
 
 
 def _typed(console: Console) -> str | None:
@@ -204,11 +237,11 @@ def _typed(console: Console) -> str | None:
         return None
 
 
-def _turn(endpoint: Endpoint, model: str, history: list[Message], line: str, console: Console) -> list[Message]:
+def _turn(talk: _Talk, history: list[Message], line: str, console: Console) -> list[Message]:
     """Ask one question; return the conversation with its answer, or as it was if that failed or was stopped."""
     asked = [*history, {"role": "user", "content": line}]
     try:
-        answer = asyncio.run(_ask(endpoint, model, asked, _printer(console)))
+        answer = talk.ask(asked, console)
     except KeyboardInterrupt:
         console.print("\n[dim]stopped[/]")
         return history
@@ -219,7 +252,7 @@ def _turn(endpoint: Endpoint, model: str, history: list[Message], line: str, con
     return [*asked, {"role": "assistant", "content": answer.text}]
 
 
-def _piped(endpoint: Endpoint, model: str, console: Console) -> int:
+def _piped(talk: _Talk, console: Console) -> int:
     """Answers go to stdout, figures and errors to stderr."""
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     history: list[Message] = []
@@ -232,7 +265,7 @@ def _piped(endpoint: Endpoint, model: str, console: Console) -> int:
             continue
         history.append({"role": "user", "content": line})
         try:
-            answer = asyncio.run(_ask(endpoint, model, history, _printer(console)))
+            answer = talk.ask(history, console)
         except ChatFailed as why:
             failed = True
             history.pop()
@@ -242,11 +275,6 @@ def _piped(endpoint: Endpoint, model: str, console: Console) -> int:
         console.print()
         notes.print(Text(answer.summary, style="dim"))
     return int(failed)
-
-
-async def _ask(endpoint: Endpoint, model: str, messages: list[Message], on_text: Callable[[str], None]) -> Answer:
-    async with open_session() as session:
-        return await stream_answer(session, endpoint, model, messages, on_text)
 
 
 def _printer(console: Console) -> Callable[[str], None]:

@@ -31,6 +31,7 @@ from node.last_words import leave
 from node.parent import die_with_parent
 from node.process_log import LOG_FORMAT, log_to_stderr
 from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
+from wire.config_checks import base_url
 from wire.errors import ConfigError, KvrelayError
 from wire.router_config import RouterConfig
 
@@ -160,7 +161,7 @@ def _running_batch(values: dict[str, object]) -> int:
         if values:
             flag = "--" + next(iter(values)).replace("_", "-")
             raise ConfigError(f"--url names a running server and {flag} an engine to start; leave one of them out")
-        endpoint = Endpoint(str(url).rstrip("/").removesuffix("/v1"), str(key))
+        endpoint = Endpoint(base_url(str(url)), str(key))
         return run_batch(*files, lambda: over_http(endpoint), int(str(at_once)), console)
     read_batch(files[0])  # before a model is loaded for nothing
     config = _with_model_here(build(NodeConfig, _named(values) | {"role": Role.AGGREGATED}))

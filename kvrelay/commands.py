@@ -18,7 +18,7 @@ from kvrelay.embedded import embedded_model
 from kvrelay.plan import ADMIN_KEY, API_KEY, NODE_API_KEY
 from router.drawn_keys import stored_key
 from wire.config import EngineConfig
-from wire.config_checks import is_base_url, is_loopback
+from wire.config_checks import base_url, is_base_url, is_loopback
 from wire.key_config import KeyConfig
 from wire.versions import RELEASE
 
@@ -53,11 +53,22 @@ def add_commands(app: typer.Typer) -> None:
 def _chat(
     url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str, typer.Option(help="The key that it wants.", envvar=API_KEY)] = "",
+    model: Annotated[str, typer.Option(help="Model or adapter to talk to. [default: the first that it serves]")] = "",
+    system: Annotated[str, typer.Option(help="System message of the conversation.")] = "",
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy. [default: the model's own]", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer. [default: the model's own]", show_default=False)
+    ] = None,
 ) -> int:
     """Talk to a running cluster in the terminal. From a pipe: one question per line."""
     from kvrelay.chat import Endpoint, chat
 
-    return chat(Endpoint(url.rstrip("/").removesuffix("/v1"), api_key), Console(highlight=False, soft_wrap=True))
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    console = Console(highlight=False, soft_wrap=True)
+    return chat(Endpoint(base_url(url), api_key), console, model, system, sampling)
 
 
 def _key(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> int:

@@ -23,6 +23,7 @@ from rich.text import Text
 from kvrelay.plan import NODE_API_KEY
 from kvrelay.verdict import NodeSeen, PairSeen, Report, Sample, judge
 from wire.config import Role
+from wire.config_checks import base_url
 from wire.engine_messages import ProbeFetched, ProbeOffered, ProbeRefused
 from wire.errors import ConfigError, KvrelayError, Unavailable
 from wire.sampling import PLAIN_SAMPLING, SamplingDefaults
@@ -81,20 +82,14 @@ def run(router: str, prefill: Sequence[str], decode: Sequence[str], node_api_key
             raise ConfigError("name either a --router, or at least one --prefill URL and one --decode URL")
         nodes = [_Listed(Role.PREFILL, url) for url in prefill] + [_Listed(Role.DECODE, url) for url in decode]
     else:
-        nodes = asyncio.run(_nodes_of_router(_base(router or "http://127.0.0.1:8000")))
-    nodes = [_Listed(node.role, _base(node.url), node.kind) for node in nodes]
+        nodes = asyncio.run(_nodes_of_router(base_url(router or "http://127.0.0.1:8000")))
+    nodes = [_Listed(node.role, base_url(node.url), node.kind) for node in nodes]
     report = asyncio.run(_examine(nodes, node_api_key))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report)).decode() + "\n")
     else:
         _show(report, Console(highlight=False, soft_wrap=True))
     return 0 if report.healthy else 1
-
-
-def _base(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"address {url!r} must start with http:// or https://")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 async def _nodes_of_router(url: str) -> list[_Listed]:

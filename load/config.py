@@ -10,7 +10,7 @@ from load.arrivals import ARRIVALS
 from load.measures import Slo
 from load.prompts import FIRST_TOKEN
 from load.sessions import LENGTHS, Arrival, Lengths, Work
-from wire.config_checks import is_base_url, require
+from wire.config_checks import base_url, require
 from wire.errors import ConfigError
 
 __all__ = ["BenchConfig"]
@@ -97,8 +97,7 @@ class BenchConfig:
     prompts cached. The result has it."""
 
     def __post_init__(self) -> None:
-        for url in self.base_urls:
-            require(is_base_url(url), f"url {url!r} must be http:// or https://, a host and a port")
+        _ = self.base_urls
         require(self.endpoint in _ENDPOINTS, f"endpoint {self.endpoint!r} is not one of {', '.join(_ENDPOINTS)}")
         require(self.arrivals in ARRIVALS, f"arrivals {self.arrivals!r} is not one of {', '.join(ARRIVALS)}")
         positive = ("turns", "duration_s", "variation", "gpus", "deadline_s", "precision")
@@ -140,8 +139,8 @@ class BenchConfig:
 
     @property
     def base_urls(self) -> Sequence[str]:
-        """What routes are put behind: of each server."""
-        return [each.strip().rstrip("/").removesuffix("/v1") for each in self.url.split(",")]
+        """What routes are put behind: of each server. Raises ConfigError."""
+        return [base_url(each) for each in self.url.split(",")]
 
     @property
     def fixed(self) -> Lengths:

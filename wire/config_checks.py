@@ -9,7 +9,16 @@ from urllib.parse import urlsplit
 from wire.errors import ConfigError
 from wire.log_lines import LOG_FORMATS
 
-__all__ = ["MAX_URL_CHARS", "check_log_format", "is_address", "is_base_url", "is_loopback", "positive", "require"]
+__all__ = [
+    "MAX_URL_CHARS",
+    "base_url",
+    "check_log_format",
+    "is_address",
+    "is_base_url",
+    "is_loopback",
+    "positive",
+    "require",
+]
 
 MAX_URL_CHARS = 512
 
@@ -55,3 +64,11 @@ def is_base_url(url: str) -> bool:
         return False
     plain = not (parts.query or parts.fragment) and parts.username is None and url.isprintable() and " " not in url
     return parts.scheme in ("http", "https") and bool(parts.hostname) and plain and len(url) <= MAX_URL_CHARS
+
+
+def base_url(typed: str) -> str:
+    """Read the address of a server as people type it: host:port is http, and /v1 is left out. Raises ConfigError."""
+    plain = typed.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    url = f"http://{plain}" if is_address(plain) else plain
+    require(is_base_url(url), f"{typed!r} is no address of a server; give one like http://127.0.0.1:8000")
+    return url

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
+from typing import Any
 
+import aiohttp
 import pytest
 from rich.console import Console
 from stand_in_server import StandIn
 
+from kvrelay import chat as chat_module
+from kvrelay import cli
 from kvrelay.chat import Answer, ChatFailed, Endpoint, chat, open_session, proof, stream_answer
 
 
@@ -79,7 +85,7 @@ def test_piped_questions_are_answered_line_by_line_with_history(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
     out = Console(file=io.StringIO(), highlight=False)
-    assert chat(endpoint, out) == 0
+    assert chat(endpoint, out, "", "", {}) == 0
     text = "A cache of keys and values."
     assert out.file.getvalue().splitlines() == [f"{text} (1)", f"{text} (3)", f"{text} (1)"]  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("TTFT") == 3
@@ -90,6 +96,85 @@ def test_a_piped_question_that_fails_is_exit_code_1_and_the_rest_is_asked(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("refuse\none\n"))
     out = Console(file=io.StringIO(), highlight=False)
-    assert chat(endpoint, out) == 1
+    assert chat(endpoint, out, "", "", {}) == 1
     assert out.file.getvalue() == "A cache of keys and values. (1)\n"  # type: ignore[attr-defined]
     assert "not today" in capsys.readouterr().err
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The bodies that the stand-in server gets."""
+    bodies: list[dict[str, Any]] = []
+    answered = StandIn.do_POST
+
+    def keep(self: StandIn) -> None:
+        raw = self.rfile.read(int(self.headers["content-length"]))
+        bodies.append(json.loads(raw))
+        self.rfile = io.BytesIO(raw)
+        answered(self)
+
+    monkeypatch.setattr(StandIn, "do_POST", keep)
+    return bodies
+
+
+@pytest.mark.parametrize("typed", ["{url}", "{url}/", "{url}/v1", "{url}/v1/", "{host}", "{host}/v1"])
+def test_an_address_may_be_typed_as_people_have_it(
+    typed: str, endpoint: Endpoint, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    host = endpoint.url.removeprefix("http://")
+    assert cli.run(["chat", "--url", typed.format(url=endpoint.url, host=host)]) == 0
+    assert asked == [
+        {
+            "model": "stand-in",
+            "messages": [{"role": "user", "content": "one"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_what_is_given_goes_into_every_request(
+    endpoint: Endpoint, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n/reset\ntwo\n"))
+    flags = ["--temperature", "0", "--max-tokens", "5", "--system", "Be brief.", "--model", "stand-in"]
+    assert cli.run(["chat", "--url", endpoint.url, *flags]) == 0
+    for body, question in zip(asked, ("one", "two"), strict=True):
+        assert (body["temperature"], body["max_tokens"], body["model"]) == (0, 5, "stand-in")
+        assert body["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": question},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--url", "ftp://r"], 2, "'ftp://r' is no address of a server"),
+        (["--url", "nowhere"], 2, "'nowhere' is no address of a server"),
+        (["--url", ""], 2, "'' is no address of a server"),
+        (["--url", "127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1"),
+        (["--temperature", "-1"], 2, "temperature"),
+        (["--max-tokens", "0"], 2, "max-tokens"),
+        (["--model", "other"], 1, "does not serve 'other'; it serves stand-in"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_no_question_is_asked(
+    flags: list[str], code: int, said: str, endpoint: Endpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["chat", "--url", endpoint.url, *flags]) == code
+    told = capfd.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
+def test_a_server_that_says_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An open port of something else, for which a question waited ten minutes."""
+    monkeypatch.setattr(chat_module, "_MODELS_DEADLINE", aiohttp.ClientTimeout(total=0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert cli.run(["chat", "--url", url]) == 1
+    assert capfd.readouterr().err == f"{url}/v1/models did not answer within 0.2 s\n"

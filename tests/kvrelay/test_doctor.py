@@ -128,8 +128,8 @@ def test_nodes_of_one_model_that_sample_differently_are_a_warning() -> None:
     [
         (["--prefill", "http://a"], 2, "at least one --prefill URL and one --decode URL"),
         (["--router", "http://r", "--prefill", "http://a", "--decode", "http://b"], 2, "either a --router"),
-        (["--router", "r:8000"], 2, "'r:8000' must start with http:// or https://"),
-        (["--router", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9/health cannot be reached"),
+        (["--router", "ftp://r"], 2, "'ftp://r' is no address of a server; give one like http://127.0.0.1:8000"),
+        (["--router", "127.0.0.1:9/v1"], 1, "http://127.0.0.1:9/health cannot be reached"),
     ],
 )
 def test_what_cannot_be_examined_is_one_line(
