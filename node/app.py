@@ -136,7 +136,6 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
         return await _complete(node, request, chat=True)
 
     key = partial(authorize, node.config.api_key)
-    chat_with = partial(_complete, node, chat=True)
     add_routes(
         app,
         Directly(
@@ -145,7 +144,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
             node.sandbox,
             key,
             partial(_node_body, node),
-            lambda req, body: chat_with(req, body=body),
+            lambda req, body, chat: _complete(node, req, chat=chat, body=body),
         ),
     )
 
@@ -252,7 +251,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
 async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | None = None) -> Response:
     """One request, from its bytes to its answer. Errors before the first token are plain HTTP errors.
 
-    `body`: what the client means as a chat completion, if it has said it in another dialect; then it gets no frames.
+    `body`: what the client means as a completion, if it has said it in another dialect; then it gets no frames.
     """
     began = time.monotonic()
     authorize(node.config.api_key, request)

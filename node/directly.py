@@ -21,7 +21,7 @@ from node.serving import Serving
 from openai_api.beside import beside
 from openai_api.dialect import Dialect, Speak
 from openai_api.json_body import check_shape
-from wire.errors import EngineDead, ErrorBody, NodeFailed
+from wire.errors import EngineDead, ErrorBody, NodeFailed, RequestError
 
 __all__ = ["Directly"]
 
@@ -34,7 +34,7 @@ class Directly:
     """The Server of openai_api/routes.py on a node.
 
     `ready` is the serving half or raises EngineDead, `alive` whether it may still get so, `read` a request's checked
-    body, `check` looks at its key only, and `chat` answers a chat completion in its own bytes.
+    body, `check` looks at its key only, and `answer` answers a completion, of a chat or not, in its own bytes.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Directly:
         sandbox: Sandbox,
         check: Callable[[Request], None],
         read: Callable[[Request], Awaitable[bytes]],
-        chat: Callable[[Request, bytes], Awaitable[Response]],
+        answer: Callable[[Request, bytes, bool], Awaitable[Response]],
     ) -> None:
-        self._ready, self._sandbox, self._check, self._read, self._chat = ready, sandbox, check, read, chat
+        self._ready, self._sandbox, self._check, self._read, self._answer = ready, sandbox, check, read, answer
         self.alive = alive
 
     def check_key(self, request: Request) -> None:
@@ -74,14 +74,17 @@ class Directly:
     async def complete(
         self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
     ) -> Response:
-        """A chat completion in a dialect. Raises KvrelayError."""
+        """A completion in a dialect. Raises KvrelayError."""
         self._ready()
         body = await self._read(request)
         await beside(len(body), check_shape, body)
         if learn is not None:
             await learn(body)
         body, dialect = await beside(len(body), speak, body)
-        return _spoken(await self._chat(request, body), dialect)
+        try:
+            return _spoken(await self._answer(request, body, dialect.chat), dialect)
+        except RequestError as why:  # of a field by its name in a completion
+            return Response(dialect.error(why.status, why.body()), why.status, media_type="application/json")
 
     async def tokenized(self, request: Request, path: str, translate: Callable[[bytes], bytes]) -> bytes:
         """POST /tokenize and /detokenize. Raises KvrelayError."""
@@ -94,7 +97,7 @@ class Directly:
 
 
 def _spoken(answer: Response, dialect: Dialect) -> Response:
-    """The answer to a chat completion in the client's dialect."""
+    """The answer to a completion in the client's dialect."""
     if isinstance(answer, StreamingResponse):
         answer.body_iterator = _events(cast("AsyncGenerator[bytes, None]", answer.body_iterator), dialect)
         return answer

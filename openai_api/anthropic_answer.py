@@ -46,6 +46,8 @@ def speak_anthropic(body: bytes, message_id: str) -> tuple[bytes, Dialect]:
 class AnthropicAnswer:
     """One answer in the Anthropic API."""
 
+    chat = True
+
     def __init__(self, request: MessagesRequest, message_id: str) -> None:
         self._request = request
         self._id = message_id

@@ -5,14 +5,16 @@ Only for answers that are wanted in another dialect; plain chat completions are 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from wire.errors import ErrorBody, NodeFailed
 from wire.frames import MALFORMED
 
-__all__ = ["ChatChoice", "ChatEvent", "ChatEvents", "ChatUsage", "Said", "ToolCall", "whole_chat"]
+__all__ = ["ChatChoice", "ChatEvent", "ChatEvents", "ChatUsage", "Events", "Said", "ToolCall", "decoded", "whole_chat"]
+
+T = TypeVar("T")
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -100,17 +102,18 @@ class ChatEvent(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(ChatEvent)
 
 
-class ChatEvents:
+class Events(Generic[T]):
     """Cuts a byte stream into events. `done` once [DONE] has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: msgspec.json.Decoder[T]) -> None:
         self.done = False
+        self._decoder = decoder
         self._rest = b""
 
-    def feed(self, payload: bytes) -> list[ChatEvent]:
+    def feed(self, payload: bytes) -> list[T]:
         """All events completed by `payload`; comments are skipped. Raises NodeFailed on one that is malformed."""
         *blocks, self._rest = (self._rest + payload).split(b"\n\n")
-        events: list[ChatEvent] = []
+        events: list[T] = []
         for block in blocks:
             if not block.startswith(b"data: "):
                 continue
@@ -118,20 +121,28 @@ class ChatEvents:
             if data == b"[DONE]":
                 self.done = True
             else:
-                events.append(_decode(data))
+                events.append(decoded(self._decoder, data))
         return events
+
+
+class ChatEvents(Events[ChatEvent]):
+    """Those of a chat completion."""
+
+    def __init__(self) -> None:
+        super().__init__(_decoder)
 
 
 def whole_chat(body: bytes) -> ChatEvent:
     """A whole answer. Raises NodeFailed if it is none."""
-    answer = _decode(body)
+    answer = decoded(_decoder, body)
     if not answer.choices:
         raise NodeFailed("a node sent an answer without a choice; send the request again")
     return answer
 
 
-def _decode(data: bytes) -> ChatEvent:
+def decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    """A node's JSON. Raises NodeFailed if it is malformed."""
     try:
-        return _decoder.decode(data)
+        return decoder.decode(data)
     except MALFORMED as why:
-        raise NodeFailed(f"a node sent a malformed chat completion: {why}") from why
+        raise NodeFailed(f"a node sent a malformed completion: {why}") from why

@@ -23,6 +23,9 @@ KEEP_ALIVE = b": keep-alive\n\n"
 class Dialect(Protocol):
     """One answer, from the bytes of a chat completion to those that the client wants. Used for one answer only."""
 
+    chat: bool
+    """False: it is made of a text completion instead."""
+
     def events(self, payload: bytes) -> bytes:
         """Bytes of a streamed chat completion, cut anywhere, as events; an error event in them too."""
         ...
@@ -51,6 +54,8 @@ def openai_error(status: int, error: ErrorBody) -> bytes:
 
 class _AsIs:
     """Chat completions (and text completions): a move of bytes."""
+
+    chat = True
 
     def events(self, payload: bytes) -> bytes:
         return payload

@@ -17,6 +17,7 @@ from openai_api.anthropic_request import CountRequest, MessagesRequest
 from openai_api.body import MAX_CHOICES
 from openai_api.chat_fields import PASSED_ON
 from openai_api.responses_request import ResponsesRequest
+from openai_api.token_generation import GENERATE_PATH, Generated, GenerateRequest
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized
 from openai_api.types import (
     ChatCompletion,
@@ -245,6 +246,14 @@ _OPERATIONS = (
         InputTokens,
         error=AnthropicErrorAnswer,
     ),
+    _Operation(
+        "post",
+        GENERATE_PATH,
+        "Continue token ids with token ids, as vLLM's route does.",
+        (GenerateRequest,),
+        Generated,
+        streams=True,
+    ),
     _Operation("get", "/v1/models", "The served models.", (), ModelList),
     _Operation("get", "/v1/models/{model}", "One of them.", (), ModelCard, parameters=_MODEL),
     _Operation(
@@ -275,7 +284,14 @@ def document(title: str, version: str, models: Sequence[str] = ()) -> Schema:
     schema_of = dict(zip(types, schemas, strict=True))
     for name, limits in _LIMITS.items():
         _limit(components[name]["properties"], limits)
-    for request in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "CountRequest"):
+    for request in (
+        "ChatRequest",
+        "CompletionRequest",
+        "ResponsesRequest",
+        "MessagesRequest",
+        "CountRequest",
+        "GenerateRequest",
+    ):
         named: Schema = {"enum": list(models)} if models else {"type": "string"}
         components[request]["properties"]["model"] = named
         components[request]["required"] = sorted({*components[request]["required"], "model"})

@@ -52,6 +52,8 @@ class _Item:
 class ResponsesAnswer:
     """One answer in the Responses API. `response_id` begins with resp_; items get its rest as the end of their ids."""
 
+    chat = True
+
     def __init__(
         self, request: ResponsesRequest, response_id: str, created_at: int, finished: Finished | None = None
     ) -> None:

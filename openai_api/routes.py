@@ -23,6 +23,7 @@ from openai_api.dialect import Speak, openai_error
 from openai_api.docs_page import DOCS_PAGE
 from openai_api.response_store import KeptHere, Responses
 from openai_api.responses_call import Recalled, speak_responses, stored_items
+from openai_api.token_generation import GENERATE_PATH, speak_generate
 from openai_api.tokenize_types import Tokenized
 from wire.errors import ErrorBody, RequestError
 
@@ -30,7 +31,7 @@ __all__ = ["ANTHROPIC_PATH", "GUARDED", "RESPONSES_PATH", "Server", "add_routes"
 
 RESPONSES_PATH = "/v1/responses"
 ANTHROPIC_PATH = "/v1/messages"
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/inference")
 """Beginnings of the paths that want the API key."""
 
 _SHOWN_BYTES = 2000
@@ -51,7 +52,7 @@ class Server(Protocol):
     async def complete(
         self, request: Request, speak: Speak, learn: Callable[[bytes], Awaitable[None]] | None = None
     ) -> Response:
-        """A chat completion, asked for and answered in a dialect; `learn` is given the body before `speak` is.
+        """A chat or text completion, asked for and answered in a dialect; `learn` is given the body before `speak` is.
 
         Raises KvrelayError."""
         ...
@@ -104,6 +105,11 @@ def add_routes(app: FastAPI, server: Server, responses: Responses | None = None)
     _add_responses(app, server, responses or KeptHere())
     _add_anthropic(app, server)
     _add_docs(app, server)
+
+    @app.post(GENERATE_PATH, response_model=None)
+    async def generate(request: Request) -> Response:
+        server.check_key(request)
+        return await server.complete(request, speak_generate)
 
     async def tokenization(request: Request) -> Response:
         server.check_key(request)

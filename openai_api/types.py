@@ -212,11 +212,11 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character."""
+    """One of the most likely tokens. `bytes` are UTF-8, perhaps a part of a character; None beside ids."""
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
@@ -224,7 +224,7 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 

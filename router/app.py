@@ -219,7 +219,7 @@ class Router:
             if learn is not None:
                 await learn(body)
             body, dialect = await beside(len(body), speak, body)
-            leg_path = path if dialect is AS_IS else CHAT_PATH
+            leg_path = path if dialect is AS_IS else CHAT_PATH if dialect.chat else COMPLETIONS_PATH
             if request.state.job_id in self._live:  # since the body was waited for
                 request.state.job_id = self._new_id("")
             session = header(SESSION_HEADER, "")

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openai_api.routes import ANTHROPIC_PATH, GUARDED, RESPONSES_PATH, error_shape, given_key
+from openai_api.token_generation import GENERATE_PATH
 from router.admission.keys import Caller, Keyring
 from router.client import arrived, headers_of
 from router.metrics import Metrics
@@ -21,7 +22,7 @@ from wire.errors import BodyTooLarge, KvrelayError, NotFound, RequestError, Requ
 
 __all__ = ["KeyGate", "add_error_answers", "answer_any", "caller_of", "read_body"]
 
-_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH)
+_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, ANTHROPIC_PATH, GENERATE_PATH)
 _WANT_KEYS = (*GUARDED, *OPERATED)
 _CALLER = "kvrelay.caller"  # key of the ASGI scope
 

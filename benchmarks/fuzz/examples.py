@@ -30,6 +30,7 @@ _SAMPLED = {
     "allowed_token_ids": [5, 6, 7, 8], "include_stop_str_in_output": True, "skip_special_tokens": False,
 }  # fmt: skip
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", 3]}}, "required": ["a"], "additionalProperties": False}
+_USAGE = {"include_usage": True}
 _COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0}
 _TICKET = {
     "do_remote_prefill": True, "remote_engine_id": "prefill-1", "remote_block_ids": [[1, 2]], "remote_request_id": "r1",
@@ -54,7 +55,7 @@ def asks(key: str) -> list[Example]:
     """List what the router and a node asked directly have in common."""
     chats = [
         _CHAT,
-        _CHAT | {"stream": True, "stream_options": {"include_usage": True}},
+        _CHAT | {"stream": True, "stream_options": _USAGE},
         _CHAT | _SAMPLED,
         _CHAT | {"logprobs": True, "top_logprobs": 3, "return_token_ids": True},
         _CHAT | {"tools": _TOOLS, "tool_choice": "auto"},
@@ -71,6 +72,8 @@ def asks(key: str) -> list[Example]:
     responses = {"model": "tiny", "input": "hi", "max_output_tokens": 3, "store": True, "instructions": "Be brief."}
     said = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
     message = {"model": "tiny", "max_tokens": 3, "system": "x", "messages": [{"role": "user", "content": "hi"}]}
+    sampling = {"max_tokens": 3, "temperature": 0.7, "logprobs": 2, "n": 2, "detokenize": False, "stop_token_ids": [7]}
+    tokens = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": sampling, "request_id": "r1", "priority": 0}
     return [
         *(Example("POST", "/v1/chat/completions", key, chat) for chat in chats),
         *(Example("POST", "/v1/completions", key, completion) for completion in completions),
@@ -82,6 +85,8 @@ def asks(key: str) -> list[Example]:
         Example("POST", "/v1/messages", key, message, (("anthropic-version", "2023-06-01"),)),
         Example("POST", "/v1/messages", key, message | {"stream": True, "tools": [{"name": "n", "input_schema": {}}]}),
         Example("POST", "/v1/messages/count_tokens", key, message),
+        Example("POST", "/inference/v1/generate", key, tokens),
+        Example("POST", "/inference/v1/generate", key, tokens | {"stream": True, "stream_options": _USAGE}),
         Example("POST", "/tokenize", key, {"model": "tiny", "prompt": "hi", "return_token_strs": True}),
         Example("POST", "/tokenize", key, {"model": "tiny", "messages": _CHAT["messages"]}),
         Example("POST", "/detokenize", key, {"model": "tiny", "tokens": [5, 6]}),

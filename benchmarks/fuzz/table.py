@@ -24,7 +24,7 @@ from openai_api.chat_fields import PASSED_ON
 from openai_api.openapi import _OPERATIONS
 from openai_api.responses_request import ResponsesRequest
 from openai_api.structured import _KINDS, _Tag, _Tags
-from openai_api.types import CalledFunction, ChatRequest
+from openai_api.types import CalledFunction, ChatRequest, SamplingFields
 from router.admin import _Add, _Flip, _Name
 
 __all__ = ["INSIDE", "OPEN", "ROUTES", "Place", "Route", "places"]
@@ -97,12 +97,13 @@ _StructuredOutputs = msgspec.defstruct(
 INSIDE: Mapping[str, Any] = {
     "tools": list[_Tool], "tool_calls": list[_Call], "tool_choice": str | _Choice, "structures": list[_Tag],
     "structured_outputs": _StructuredOutputs, "input": str | list[_Item], "format": _Format, "metadata": _User,
-    "system": str | list[_Part], "messages.content": str | list[_Part],
+    "sampling_params": SamplingFields, "system": str | list[_Part], "messages.content": str | list[_Part],
 }  # fmt: skip
 """Contents of fields whose types do not say it, by the end of their path without numbers."""
 OPEN = frozenset(
     {
         "documents", "chat_template_kwargs", "conversation", "prompt", "container", "mcp_servers", "schema", "json",
+        "features",
         "guided_json", "parameters", "input_schema", "messages",
     }
 )  # fmt: skip

@@ -1,0 +1,184 @@
+"""POST /inference/v1/generate, vLLM's tokens in, tokens out: the text completion that it means, and its answer. Pure.
+
+Shapes are those of vllm/entrypoints/serve/disagg/protocol.py. Text is made on the way and dropped here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from openai_api import sse
+from openai_api.chat_events import Events, decoded
+from openai_api.dialect import KEEP_ALIVE, Dialect, openai_error
+from openai_api.json_body import reading
+from openai_api.types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, StreamOptions, TopLogprob, Usage
+from wire.errors import ErrorBody, NodeFailed, RequestError
+
+__all__ = ["GENERATE_PATH", "GenerateRequest", "Generated", "speak_generate"]
+
+GENERATE_PATH = "/inference/v1/generate"
+
+_encode = msgspec.json.Encoder().encode
+_NULL, _TRUE = Raw(b"null"), Raw(b"true")
+_BESIDE = ("model", "stream", "stream_options", "request_id", "cache_salt", "priority", "kv_transfer_params")
+"""Fields of a request that a completion has, too."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /inference/v1/generate. `sampling_params` are fields of a completion; without max_tokens as many as fit."""
+
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    sampling_params: dict[str, Any]
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    features: dict[str, Any] | None = None
+
+
+class GeneratedChoice(msgspec.Struct, frozen=True):
+    """One choice, or what an event adds to it. Log-probabilities name tokens `token_id:` and the id."""
+
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int]
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """A whole answer, or one event of a stream; the last event has the usage, if it was asked for, and no choice."""
+
+    request_id: str
+    choices: list[GeneratedChoice]
+    usage: Usage | UnsetType = UNSET
+    prompt_logprobs: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    """Of a completion what is read here."""
+
+    index: int
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: Raw | UnsetType = UNSET
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    """A whole completion, a chunk of one, or an error."""
+
+    id: str = ""
+    choices: list[_Choice] = []
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+    error: ErrorBody | None = None
+
+
+_request_decoder = msgspec.json.Decoder(GenerateRequest)
+_raw_decoder = msgspec.json.Decoder(dict[str, Raw])
+_completion_decoder = msgspec.json.Decoder(_Completion)
+
+
+def speak_generate(body: bytes) -> tuple[bytes, Dialect]:
+    """A Speak (openai_api/dialect.py). Raises RequestError."""
+    with reading():
+        request = _request_decoder.decode(body)
+    if not request.token_ids:
+        raise RequestError("token_ids holds no token; send at least one", param="token_ids")
+    if request.features:
+        raise RequestError(
+            "features is not supported; text is all that models served here read",
+            param="features",
+            code="unsupported_parameter",
+        )
+    given = _raw_decoder.decode(body)
+    sampling = _raw_decoder.decode(given["sampling_params"])
+    if request.sampling_params.get("detokenize") is False:
+        if request.sampling_params.get("stop"):
+            raise RequestError("stop looks for texts, and detokenize is false; send stop_token_ids", param="stop")
+        del sampling["detokenize"]
+    completion = {
+        "max_tokens": _NULL,  # vLLM's nodes read it as fit_max_tokens
+        **sampling,
+        **{name: given.get(name, _NULL) for name in _BESIDE},
+        "prompt": given["token_ids"],
+        "echo": _NULL,
+        "fit_max_tokens": _TRUE,
+        "return_token_ids": _TRUE,
+        "return_tokens_as_token_ids": _TRUE,
+    }
+    return _encode(completion), _GenerateAnswer(request.request_id)
+
+
+class _GenerateAnswer:
+    """One answer in tokens."""
+
+    chat = False
+
+    def __init__(self, request_id: str | None) -> None:
+        self._request_id = request_id
+        self._chunks = Events(_completion_decoder)
+        self._over = False
+
+    def events(self, payload: bytes) -> bytes:
+        """Bytes of a streamed completion as events with its tokens."""
+        if self._over:
+            return b""
+        try:
+            sent = [self._event(chunk) for chunk in self._chunks.feed(payload)]
+        except NodeFailed as why:
+            self._over = True
+            return sse.error_event(why)
+        self._over = self._chunks.done
+        return b"".join(sent) + (sse.DONE if self._over else b"")
+
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return KEEP_ALIVE
+
+    def whole(self, body: bytes) -> bytes:
+        """The answer as one object. Raises NodeFailed."""
+        answer = decoded(_completion_decoder, body)
+        if not answer.choices:
+            raise NodeFailed("a node sent an answer without a choice; send the request again")
+        scored = answer.choices[0].prompt_logprobs
+        choices = [_generated(choice) for choice in answer.choices]
+        told = Generated(self._id(answer), choices, answer.usage or UNSET, scored, answer.kv_transfer_params)
+        return _encode(told)
+
+    def error(self, status: int, error: ErrorBody) -> bytes:
+        """OpenAI's error body, with this API's name of the field."""
+        param = "token_ids" if error.param == "prompt" else error.param
+        return openai_error(status, msgspec.structs.replace(error, param=param))
+
+    def _event(self, chunk: _Completion) -> bytes:
+        """An event; nothing for a chunk that is about the prompt alone."""
+        if chunk.error is not None:
+            return sse.event(self.error(0, chunk.error))
+        choices = [_generated(each) for each in chunk.choices if each.token_ids or each.finish_reason]
+        if chunk.choices and not choices:
+            return b""
+        return sse.event(_encode(Generated(self._id(chunk), choices, chunk.usage or UNSET)))
+
+    def _id(self, answer: _Completion) -> str:
+        return self._request_id or answer.id.removeprefix("cmpl-")
+
+
+def _generated(choice: _Choice) -> GeneratedChoice:
+    told = choice.logprobs
+    logprobs = None
+    if told is not None:
+        each = zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True)
+        logprobs = ChatLogprobs([_scored(token, value, top or {}) for token, value, top in each])
+    return GeneratedChoice(choice.index, logprobs, choice.finish_reason, choice.token_ids or [])
+
+
+def _scored(token: str, logprob: float | None, top: dict[str, float]) -> ChatTokenLogprob:
+    likeliest = [TopLogprob(name, value, None) for name, value in top.items()]
+    return ChatTokenLogprob(token, logprob or 0.0, None, likeliest)
