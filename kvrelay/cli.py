@@ -344,6 +344,7 @@ _add(
         "max_body_bytes",
         "kv_events_config",
         "profiler_config",
+        *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
         "log_format",
         "otlp_traces_endpoint",
         *settings_of(TransferConfig),

@@ -22,9 +22,10 @@ import uvloop
 from kvrelay.supervisor import Backoff, ChildFailed, fate_of
 from node.parent import PARENT_PID, die_with_parent
 from node.process_log import log_to_stderr
+from openai_api.tls import server_context
 from router.reload import Reread, reload_on_hangup
 from router.server import settle
-from router.tls import check_certificate
+from router.tls import trusted
 from router.workers.listening import shared_port
 from router.workers.parent import Parent
 from router.workers.worker import serve_worker
@@ -44,7 +45,8 @@ def run_workers(config: RouterConfig, reread: Reread | None = None) -> int:
 
     Raises ConfigError, RequestError, ChildFailed.
     """
-    check_certificate(config)
+    server_context(config)  # else each worker would say what is wrong
+    trusted(config)
     with shared_port(config.host, config.port) as held, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(config, held.getsockname()[1], reread))
 
@@ -81,7 +83,7 @@ async def _ready(parent: Parent, config: RouterConfig, port: int) -> None:
         parent.changed.clear()
         await parent.changed.wait()
     host = f"[{config.host}]" if ":" in config.host else config.host
-    _log.info("%d workers serve http%s://%s:%d", config.workers, "s" if config.tls_cert else "", host, port)
+    _log.info("%d workers serve http%s://%s:%d", config.workers, "s" if config.ssl_certfile else "", host, port)
 
 
 class _Worker:

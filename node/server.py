@@ -24,6 +24,7 @@ from node.metrics import NodeMetrics
 from node.process_log import log_as
 from openai_api.beside import give_large_blocks_back
 from openai_api.connections import connections
+from openai_api.tls import server_context
 from openai_api.tracing import tracing_to
 from wire.config import NodeConfig
 from wire.errors import EngineDead, KvrelayError
@@ -41,29 +42,30 @@ _TICK_S = 0.02
 
 
 def run(config: NodeConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once.
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends it at once. Raises ConfigError.
 
     Exit code 0 after an orderly end, 1 when the engine failed.
     """
     give_large_blocks_back()
+    context = server_context(config)
     tracing = tracing_to(config.otlp_traces_endpoint, f"kvrelay-{config.role}")
     node = Node(config, EngineClient(config), created=int(time.time()), tracing=tracing)
-    server = _Server(
-        node,
-        uvicorn.Config(
-            create_app(node, lambda app: _lifespan(app, node, server)),
-            host=config.host,
-            port=config.port,
-            loop="uvloop",
-            http=connections(_MAX_CONNECTIONS),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            # Of what is under way when the node has drained, or could not in time.
-            timeout_graceful_shutdown=_CUT_S,
-        ),
+    served = uvicorn.Config(
+        create_app(node, lambda app: _lifespan(app, node, server)),
+        host=config.host,
+        port=config.port,
+        loop="uvloop",
+        http=connections(_MAX_CONNECTIONS),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        # Of what is under way when the node has drained, or could not in time.
+        timeout_graceful_shutdown=_CUT_S,
     )
+    served.load()
+    served.ssl = context  # uvicorn's own would never read the files again
+    server = _Server(node, served)
     server.run()
     return 1 if node.failure is not None else 0
 
@@ -176,9 +178,11 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     node.serving = serving
     changed()
     log.info(
-        "%s node serves %s on http://%s:%d: %d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
+        "%s node serves %s on http%s://%s:%d: "
+        "%d blocks of %d tokens (%d tokens, %.0f MiB), context %d, loaded in %.1f s",
         config.role,
         name,
+        "s" if config.ssl_certfile else "",
         config.host,
         config.port,
         info.num_blocks,

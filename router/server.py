@@ -17,11 +17,12 @@ import uvloop
 
 from openai_api.beside import give_large_blocks_back
 from openai_api.connections import connections
+from openai_api.tls import server_context
 from router.app import Router, create_app
 from router.client import ClientConnection
 from router.reload import Reread, reload_on_hangup
 from router.shared import Alone, Make
-from router.tls import check_certificate
+from router.tls import trusted
 from wire.router_config import RouterConfig
 
 __all__ = ["settle", "make_server", "run", "serve"]
@@ -62,25 +63,25 @@ class _Server(uvicorn.Server):
 
 def make_server(config: RouterConfig, shared: Make = Alone) -> uvicorn.Server:
     """A server that is not yet started; its `started` and `should_exit` are uvicorn's. Raises ConfigError."""
-    check_certificate(config)
-    return _Server(
-        uvicorn.Config(
-            create_app(config, shared=shared),
-            host=config.host,
-            port=config.port,
-            loop="uvloop",
-            http=connections(config.max_connections, of=ClientConnection),
-            ws="none",
-            proxy_headers=False,  # nobody asks where a client is
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=_KEEP_CONNECTION_S,
-            timeout_graceful_shutdown=math.ceil(config.drain_deadline_s),
-            ssl_certfile=config.tls_cert or None,
-            ssl_keyfile=config.tls_key or None,
-        )
+    context = server_context(config)
+    trusted(config)  # raises
+    served = uvicorn.Config(
+        create_app(config, shared=shared),
+        host=config.host,
+        port=config.port,
+        loop="uvloop",
+        http=connections(config.max_connections, of=ClientConnection),
+        ws="none",
+        proxy_headers=False,  # nobody asks where a client is
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_CONNECTION_S,
+        timeout_graceful_shutdown=math.ceil(config.drain_deadline_s),
     )
+    served.load()
+    served.ssl = context  # uvicorn's own would never read the files again
+    return _Server(served)
 
 
 async def serve(

@@ -1,42 +1,31 @@
-"""TLS of the router: its own certificate towards clients, and whom it trusts as nodes."""
+"""TLS of the router towards https:// nodes: whom it trusts, and who it says that it is."""
 
 from __future__ import annotations
 
 import ssl
 
-from wire.errors import ConfigError
+from openai_api.tls import load_chain, renewed
 from wire.router_config import RouterConfig
 
-__all__ = ["check_certificate", "trusted"]
-
-
-def check_certificate(config: RouterConfig) -> None:
-    """Raise ConfigError, before anything listens, if the certificate cannot be served with its key."""
-    if not config.tls_cert:
-        return
-    try:
-        # Never asks at a terminal for a password.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            config.tls_cert, config.tls_key or None, password=lambda: ""
-        )
-    except (OSError, ValueError) as why:
-        raise ConfigError(
-            f"tls_cert {config.tls_cert!r} with tls_key {config.tls_key!r} cannot be served: {_words(why)}; both must "
-            "be PEM files that belong together, the key without a password"
-        ) from why
+__all__ = ["trusted"]
 
 
 def trusted(config: RouterConfig) -> ssl.SSLContext | bool:
-    """For connections to https:// nodes: those whom tls_ca names, or the system's. Raises ConfigError."""
-    if not config.tls_ca:
+    """Make the context for connections to nodes; True for the system's authorities alone. Raises ConfigError."""
+    if not (config.ssl_ca_certs or config.node_ssl_certfile):
         return True
-    try:
-        return ssl.create_default_context(cafile=config.tls_ca)
-    except (OSError, ValueError) as why:
-        raise ConfigError(
-            f"tls_ca {config.tls_ca!r} cannot be read: {_words(why)}; it must be a PEM file of certificates"
-        ) from why
 
+    def make() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=config.ssl_ca_certs or None)
+        if config.node_ssl_certfile:
+            load_chain(context, config.node_ssl_certfile, config.node_ssl_keyfile)
+        return context
 
-def _words(why: Exception) -> str:
-    return " ".join(str(why).split()) or type(why).__name__
+    return renewed(
+        make,
+        {
+            "ssl_ca_certs": config.ssl_ca_certs,
+            "node_ssl_certfile": config.node_ssl_certfile,
+            "node_ssl_keyfile": config.node_ssl_keyfile,
+        },
+    )

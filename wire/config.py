@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from wire.config_checks import check_log_format, is_address, is_loopback, positive, require
+from wire.config_checks import check_log_format, check_ssl, is_address, is_loopback, positive, require
 from wire.errors import ConfigError
 from wire.kv_events_config import KvEventsConfig
 from wire.profiler_config import ProfilerConfig
@@ -343,6 +343,16 @@ class NodeConfig:
     """How the model reasons: think (<think>...</think>). Reasoning then is reasoning_content and not content."""
     api_key: str = field(default="", repr=False)
     """If set, all routes that do more than say how the node is want `Authorization: Bearer <api_key>`."""
+    ssl_certfile: str = ""
+    """A PEM file with the node's certificate and its chain: it then serves https. Read again when it changes, as all of
+    these files are."""
+    ssl_keyfile: str = ""
+    """The PEM file with the certificate's private key, if that is a file of its own."""
+    ssl_ca_certs: str = ""
+    """A PEM file with the authorities whose certificates clients must have, with ssl_cert_reqs."""
+    ssl_cert_reqs: int = 0
+    """2 serves only clients with a certificate of ssl_ca_certs, health checks too; 1 checks one that a client brings, 0
+    asks for none."""
     max_body_bytes: int = 16 << 20
     """Longest request body. What a leg is handed over beside it does not count."""
     request_deadline_s: float = 600.0
@@ -369,6 +379,11 @@ class NodeConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
+        require(
+            bool(self.ssl_cert_reqs) or not self.ssl_ca_certs,
+            "ssl_ca_certs is for clients' certificates and none is asked for; set ssl_cert_reqs 2, too",
+        )
         check_log_format(self.log_format)
         for router in self.router:
             scheme, _, address = router.partition("://")
@@ -398,4 +413,5 @@ class NodeConfig:
     def url(self) -> str:
         """Where others reach this node: its host, or kv_host if it listens on all addresses."""
         host = self.transfer.kv_host if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if self.ssl_certfile else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"

@@ -13,6 +13,7 @@ __all__ = [
     "MAX_URL_CHARS",
     "base_url",
     "check_log_format",
+    "check_ssl",
     "is_address",
     "is_base_url",
     "is_loopback",
@@ -39,6 +40,16 @@ def positive(owner: object, *names: str) -> None:
 def check_log_format(log_format: str) -> None:
     """Raises ConfigError for one that there is not."""
     require(log_format in LOG_FORMATS, f"log_format {log_format!r} is not one of {', '.join(LOG_FORMATS)}")
+
+
+def check_ssl(certfile: str, keyfile: str, ca_certs: str, cert_reqs: int) -> None:
+    """Raises ConfigError for settings of TLS that do not belong together."""
+    require(bool(certfile) or not keyfile, "ssl_keyfile needs ssl_certfile, the certificate that it belongs to")
+    require(cert_reqs in range(3), f"ssl_cert_reqs must be 0, 1 or 2, got {cert_reqs}")
+    require(
+        not cert_reqs or bool(certfile and ca_certs),
+        f"ssl_cert_reqs {cert_reqs} needs ssl_certfile, to serve https, and ssl_ca_certs, whose certificates are good",
+    )
 
 
 def is_address(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from wire.config_checks import check_log_format, is_base_url, is_loopback, positive, require
+from wire.config_checks import check_log_format, check_ssl, is_base_url, is_loopback, positive, require
 from wire.key_config import KeyConfig
 from wire.node_hosts import check_node_allow, is_node_allowed
 
@@ -88,12 +88,20 @@ class RouterConfig:
     stricter one as x-slo-tpot-ms."""
     max_connections: int = 16384
     """Connections of clients at once; more are refused with 503. Divided among workers."""
-    tls_cert: str = ""
-    """A PEM file with the router's certificate and its chain: it then serves https."""
-    tls_key: str = ""
+    ssl_certfile: str = ""
+    """A PEM file with the router's certificate and its chain: it then serves https. Read again when it changes, as all
+    of these files are."""
+    ssl_keyfile: str = ""
     """The PEM file with the certificate's private key, if that is a file of its own."""
-    tls_ca: str = ""
-    """A PEM file with the authorities to trust for https:// nodes; empty takes the system's."""
+    ssl_ca_certs: str = ""
+    """A PEM file with the authorities to trust for https:// nodes, empty takes the system's; and for clients, with
+    ssl_cert_reqs."""
+    ssl_cert_reqs: int = 0
+    """2 serves only clients with a certificate of ssl_ca_certs, 1 checks one that a client brings, 0 asks for none."""
+    node_ssl_certfile: str = ""
+    """A PEM file with the certificate that https:// nodes are shown, if they ask for one (their ssl_cert_reqs)."""
+    node_ssl_keyfile: str = ""
+    """The PEM file with its private key, if that is a file of its own."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
     prefill_policy: str = "cost"
@@ -261,7 +269,11 @@ class RouterConfig:
         for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must not be negative, got {value}")
-        require(bool(self.tls_cert) or not self.tls_key, "tls_key needs tls_cert, the certificate that it belongs to")
+        check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
+        require(
+            bool(self.node_ssl_certfile) or not self.node_ssl_keyfile,
+            "node_ssl_keyfile needs node_ssl_certfile, the certificate that it belongs to",
+        )
         for field_name in ("name", "sha256"):
             values = [getattr(key, field_name) for key in self.keys]
             twice = sorted({key.name for key in self.keys if values.count(getattr(key, field_name)) > 1})

@@ -14,6 +14,7 @@ from router.chores import Chores
 from router.legs.leg_endings import LOST
 from router.legs.legs import LegFailed, Refused, read_rest, read_short
 from router.nodes.node import Lease, Node
+from router.tls import trusted
 from router.vllm.bodies import error_in, told_error
 from wire.errors import ErrorBody, KvrelayError, NodeFailed
 from wire.router_config import RouterConfig
@@ -42,7 +43,7 @@ class VllmLegs:
         self._auth = {"authorization": f"Bearer {config.node_api_key}"} if config.node_api_key else {}
         # vLLM's server closes kept connections after 5 s; see router/legs/legs.py.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0, ssl=trusted(config)),
             timeout=aiohttp.ClientTimeout(total=None, connect=config.connect_deadline_s),
             auto_decompress=False,
         )

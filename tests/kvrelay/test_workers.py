@@ -237,9 +237,9 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         write(tmp_path, p, d, alias=[f"best={MODEL}"])
         assert await r.json(1, "/admin/reload", {}) == {"changed": ["alias"]}
         await until(partial(serve, "best"))
-        write(tmp_path, p, d, alias=[f"better={MODEL}"], tls_ca="ca.pem")
+        write(tmp_path, p, d, alias=[f"better={MODEL}"], ssl_ca_certs="ca.pem")
         told = await r.json(0, "/admin/reload", {})
-        assert told["error"]["message"].startswith("tls_ca cannot change while the router runs")
+        assert told["error"]["message"].startswith("ssl_ca_certs cannot change while the router runs")
         write(tmp_path, p, d, keys=[])
         told = await r.json(0, "/admin/reload", {})
         assert told["error"]["message"].startswith("the new configuration has no API keys")

@@ -7,25 +7,18 @@ import json
 import logging
 import random
 import socket
-import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from router_doubles import WHOLE, Call, Cluster, cluster, decode, decode_ok, prefill, refuse, until
 
 import router.server as server_module
 from openai_api.connections import connections
-from router.server import make_server
-from wire.errors import ConfigError
 from wire.frames import FRAMES_MEDIA_TYPE, Frame, FrameKind
 from wire.leg_stream import LEGS_VERSION_HEADER
-from wire.router_config import RouterConfig
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}]}'
@@ -281,51 +274,3 @@ async def test_a_client_that_reads_slowly_gets_all_of_its_answer(monkeypatch: py
                 read += len(some)
                 await asyncio.sleep(0.02)
         assert read > padding
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with cert.pem and key.pem of 127.0.0.1, self-signed."""
-    folder = tmp_path_factory.mktemp("tls")
-    words = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=kvrelay "
-        "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
-    )
-    try:
-        subprocess.run(words.split(), cwd=folder, check=True, capture_output=True, timeout=60)
-    except FileNotFoundError:
-        pytest.skip("there is no openssl here to make a certificate")
-    return folder
-
-
-async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(certificate: Path) -> None:
-    cert, key = str(certificate / "cert.pem"), str(certificate / "key.pem")
-    context = ssl.create_default_context(cafile=cert)
-    async with cluster(tls_cert=cert, tls_key=key) as inner:  # stands in for an https node: it has a /health
-        inner_url = inner.url.replace("http://", "https://")
-        async with inner.http.get(f"{inner_url}/health", ssl=context) as answer:
-            assert answer.status == 503
-        with pytest.raises(aiohttp.ClientConnectorCertificateError):
-            await inner.http.get(f"{inner_url}/health")
-        for ca, told in (("", "CERTIFICATE_VERIFY_FAILED"), (cert, "its health check answers 503")):
-            async with _over(inner_url, ca) as outer:
-                await until(lambda: told in outer.router.pool.nodes[0].reason)  # noqa: B023
-
-
-@asynccontextmanager
-async def _over(node_url: str, ca: str) -> AsyncIterator[Cluster]:
-    from router_doubles import router_over
-
-    config = RouterConfig(prefill=(node_url,), decode=(), tls_ca=ca, health_interval_s=0.05, health_deadline_s=2.0)
-    async with router_over(config) as outer:
-        yield outer
-
-
-def test_files_that_cannot_be_served_are_told_before_anything_listens(certificate: Path, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong.pem"
-    wrong.write_text("no certificate")
-    for cert in (wrong, tmp_path / "missing.pem"):
-        with pytest.raises(ConfigError, match="cannot be served"):
-            make_server(RouterConfig(tls_cert=str(cert)))
-    with pytest.raises(ConfigError, match="tls_key needs tls_cert"):
-        RouterConfig(tls_key="key.pem")

@@ -1,0 +1,130 @@
+"""TLS of servers and of the router as a client of nodes: contexts whose files are read again when they have changed.
+
+Nothing has to be told and nothing runs beside: a connection that begins looks at the files, once a second at most.
+Connections that are open keep what they began with. Files that cannot be used leave everything as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from wire.errors import ConfigError
+
+__all__ = ["Served", "load_chain", "renewed", "server_context"]
+
+_LOOK_S = 1.0
+
+_log = logging.getLogger("kvrelay.http")
+
+_Stamp = list[tuple[int, int, int] | None]
+
+
+class Served(Protocol):
+    """The settings of a server that decide how it serves; see RouterConfig and NodeConfig."""
+
+    @property
+    def ssl_certfile(self) -> str: ...
+    @property
+    def ssl_keyfile(self) -> str: ...
+    @property
+    def ssl_ca_certs(self) -> str: ...
+    @property
+    def ssl_cert_reqs(self) -> int: ...
+
+
+def server_context(config: Served) -> ssl.SSLContext | None:
+    """Make the context to serve https with; None for http. Raises ConfigError."""
+    if not config.ssl_certfile:
+        return None
+
+    def make() -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        load_chain(context, config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_cert_reqs:
+            context.load_verify_locations(config.ssl_ca_certs)
+            context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+        return context
+
+    authorities = config.ssl_ca_certs if config.ssl_cert_reqs else ""
+    return renewed(
+        make,
+        {"ssl_certfile": config.ssl_certfile, "ssl_keyfile": config.ssl_keyfile, "ssl_ca_certs": authorities},
+    )
+
+
+def renewed(make: Callable[[], ssl.SSLContext], files: dict[str, str]) -> ssl.SSLContext:
+    """Make a context that is made anew when one of these files has changed; by setting, empty for none.
+
+    Raises ConfigError if it cannot be made now."""
+    files = {setting: path for setting, path in files.items() if path}
+    stamp = _stamp(files.values())
+    try:
+        made = make()
+    except (OSError, ValueError) as why:
+        named = " and ".join(f"{setting} {path!r}" for setting, path in files.items())
+        raise ConfigError(
+            f"{named} cannot be used: {_words(why)}; they must be PEM files, a certificate and its key must belong "
+            "together, and the key have no password"
+        ) from why
+    return _Renewed(made, make, list(files.values()), stamp)
+
+
+class _Renewed(ssl.SSLContext):
+    """The context that servers and clients are given. Each connection is made by the newest one that there is."""
+
+    def __new__(cls, made: ssl.SSLContext, *_: Any) -> _Renewed:
+        return super().__new__(cls, made.protocol)
+
+    def __init__(
+        self, made: ssl.SSLContext, make: Callable[[], ssl.SSLContext], paths: Sequence[str], stamp: _Stamp
+    ) -> None:
+        self._made, self._make, self._paths, self._stamp = made, make, paths, stamp
+        self._looked_at = time.monotonic()
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """Begin a connection, as event loops do."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._look()
+        return self._made.wrap_bio(*args, **kwargs)
+
+    def _look(self) -> None:
+        stamp = _stamp(self._paths)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        names = ", ".join(self._paths)
+        try:
+            self._made = self._make()
+        except (OSError, ValueError) as why:
+            _log.error("%s changed and cannot be used: %s; the certificates from before stay", names, _words(why))
+        else:
+            _log.info("%s changed and are used from now on", names)
+
+
+def load_chain(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
+    """Give a context its own certificate, with the key's file if that is another one. Raises OSError."""
+    # Never asks at a terminal for a password.
+    context.load_cert_chain(certfile, keyfile or None, password=lambda: "")
+
+
+def _stamp(paths: Iterable[str]) -> _Stamp:
+    return [_file_stamp(path) for path in paths]
+
+
+def _file_stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        seen = os.stat(path)
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_size, seen.st_ino
+
+
+def _words(why: Exception) -> str:
+    return " ".join(str(why).split()) or type(why).__name__

@@ -1,0 +1,171 @@
+"""TLS of the router: its certificate, which changes while it serves, and the nodes that it trusts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import ssl
+from pathlib import Path
+
+import aiohttp
+import pytest
+from router_doubles import Cluster, cluster, router_over, until
+
+from openai_api import tls
+from router.server import make_server
+from tests.cluster.certificates import authority, signed
+from wire.config import EngineConfig, NodeConfig
+from wire.errors import ConfigError
+from wire.router_config import RouterConfig
+
+FILES = ("cert.pem", "key.pem")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an authority and the certificates `first` and `second`."""
+    folder = authority(tmp_path_factory.mktemp("tls"))
+    signed(folder, "first")
+    signed(folder, "second")
+    return folder
+
+
+def put(made: Path, name: str, there: Path) -> dict[str, str]:
+    """Have a certificate served; the settings for it."""
+    for kind, file in zip((".pem", ".key"), FILES, strict=True):
+        shutil.copy(made / f"{name}{kind}", there / f"new-{file}")
+        (there / f"new-{file}").replace(there / file)
+    return {"ssl_certfile": str(there / FILES[0]), "ssl_keyfile": str(there / FILES[1])}
+
+
+async def connected(c: Cluster, made: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = ssl.create_default_context(cafile=made / "ca.pem")
+    return await asyncio.open_connection("127.0.0.1", int(c.url.rpartition(":")[2]), ssl=context)
+
+
+def name_of(writer: asyncio.StreamWriter) -> str:
+    ((_, name),) = writer.get_extra_info("peercert")["subject"][0]
+    return str(name)
+
+
+async def served(c: Cluster, made: Path) -> str:
+    """The name in the certificate that a new connection is shown."""
+    _, writer = await connected(c, made)
+    writer.close()
+    return name_of(writer)
+
+
+async def alive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).splitlines()[0]
+
+
+async def test_new_connections_get_the_certificate_that_is_in_the_file_now(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "_LOOK_S", 0.0)
+    caplog.set_level(logging.INFO, "kvrelay.http")
+    async with cluster(**put(made, "first", tmp_path)) as c:
+        old = await connected(c, made)
+        assert name_of(old[1]) == "first"
+        put(made, "second", tmp_path)
+        assert await served(c, made) == "second"
+        assert await alive(*old) == b"HTTP/1.1 200 OK"
+
+        # A certificate without its key, half a file, no file: what was served before is served on, and told once.
+        shutil.copy(made / "first.pem", tmp_path / FILES[0])
+        assert [await served(c, made) for _ in range(3)] == ["second"] * 3
+        (tmp_path / FILES[0]).write_text("-----BEGIN CERTIFICATE-----\nMIIB")
+        assert await served(c, made) == "second"
+        (tmp_path / FILES[0]).unlink()
+        assert await served(c, made) == "second"
+        errors = [line.message for line in caplog.records if line.levelno == logging.ERROR]
+        assert len(errors) == 3
+        assert all("the certificates from before stay" in line for line in errors)
+
+        put(made, "first", tmp_path)
+        assert await served(c, made) == "first"
+        assert await alive(*old) == b"HTTP/1.1 200 OK"
+        old[1].close()
+
+
+async def test_the_files_are_looked_at_once_a_second_at_most(made: Path, tmp_path: Path) -> None:
+    async with cluster(**put(made, "first", tmp_path)) as c:
+        assert await served(c, made) == "first"
+        put(made, "second", tmp_path)
+        looked: list[str] = []
+        async with asyncio.timeout(10):
+            while (name := await served(c, made)) != "second":
+                looked.append(name)
+        assert set(looked) <= {"first"}
+
+
+async def test_the_router_serves_https_and_trusts_nodes_by_their_authority(made: Path, tmp_path: Path) -> None:
+    ca = str(made / "ca.pem")
+    context = ssl.create_default_context(cafile=ca)
+    async with cluster(**put(made, "first", tmp_path)) as inner:  # stands in for an https node: it has a /health
+        inner_url = inner.url.replace("http://", "https://")
+        async with inner.http.get(f"{inner_url}/health", ssl=context) as answer:
+            assert answer.status == 503
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await inner.http.get(f"{inner_url}/health")
+        for trusted, told in (("", "CERTIFICATE_VERIFY_FAILED"), (ca, "its health check answers 503")):
+            config = RouterConfig(
+                prefill=(inner_url,), ssl_ca_certs=trusted, health_interval_s=0.05, health_deadline_s=2.0
+            )
+            async with router_over(config) as outer:
+                await until(lambda: told in outer.router.pool.nodes[0].reason)  # noqa: B023
+
+
+async def test_who_has_no_certificate_is_not_served_where_one_is_wanted(made: Path, tmp_path: Path) -> None:
+    ca = str(made / "ca.pem")
+    wanted = {"ssl_ca_certs": ca, "ssl_cert_reqs": 2}
+    async with cluster(**put(made, "first", tmp_path), **wanted) as c:
+        url = c.url.replace("http://", "https://")
+        context = ssl.create_default_context(cafile=ca)
+        with pytest.raises(aiohttp.ClientError):
+            await c.http.get(f"{url}/live", ssl=context)
+        context = ssl.create_default_context(cafile=ca)
+        context.load_cert_chain(made / "second.pem", made / "second.key")
+        async with c.http.get(f"{url}/live", ssl=context) as answer:
+            assert answer.status == 200
+
+
+def test_files_that_cannot_be_used_are_told_before_anything_listens(made: Path, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    for setting in ("ssl_certfile", "ssl_ca_certs", "node_ssl_certfile"):
+        for file in (wrong, tmp_path / "missing.pem"):
+            with pytest.raises(ConfigError, match=f"{setting} .*cannot be used"):
+                make_server(RouterConfig(**{setting: str(file)}))
+    with pytest.raises(ConfigError, match="key values mismatch"):
+        make_server(RouterConfig(ssl_certfile=str(made / "first.pem"), ssl_keyfile=str(made / "second.key")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
+        ({"ssl_cert_reqs": 3, "ssl_certfile": "c", "ssl_ca_certs": "a"}, "ssl_cert_reqs must be 0, 1 or 2, got 3"),
+        ({"ssl_cert_reqs": 2, "ssl_ca_certs": "a"}, "ssl_cert_reqs 2 needs ssl_certfile"),
+        ({"ssl_cert_reqs": 2, "ssl_certfile": "c"}, "ssl_cert_reqs 2 needs .* ssl_ca_certs"),
+    ],
+)
+def test_settings_that_do_not_belong_together_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        RouterConfig(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=said):
+        NodeConfig(EngineConfig("m"), **settings)  # type: ignore[arg-type]
+
+
+def test_only_a_router_has_a_use_for_authorities_or_a_second_certificate() -> None:
+    with pytest.raises(ConfigError, match="ssl_ca_certs is for clients"):
+        NodeConfig(EngineConfig("m"), ssl_certfile="c", ssl_ca_certs="a")
+    with pytest.raises(ConfigError, match="node_ssl_keyfile needs node_ssl_certfile"):
+        RouterConfig(node_ssl_keyfile="k")
+
+
+def test_a_node_with_a_certificate_announces_an_https_address() -> None:
+    assert NodeConfig(EngineConfig("m"), port=8100, ssl_certfile="c").url == "https://127.0.0.1:8100"
+    assert NodeConfig(EngineConfig("m"), host="::1", port=8100, ssl_certfile="c").url == "https://[::1]:8100"
