@@ -54,12 +54,12 @@ class BenchConfig:
     concurrency: int = 0
     """Clients that ask again when they are answered (closed loop), instead of a rate."""
     requests: int = 0
-    """End after so many sessions, instead of --duration-s."""
+    """End after so many sessions behind the warm-up, instead of --duration-s."""
     duration_s: float = 60.0
     """Seconds that count, of each rate."""
     warm_up_s: float = -1.0
     """Seconds before them that do not. Below 0: as long as an answer may take that meets its targets, with --turns all
-    answers of a session, and 5 at least; 5 with --requests."""
+    answers of a session, and 5 at least; 0 with --requests."""
     find_rate: bool = False
     """Find the highest rate at which --attainment of the requests meet their targets, by several runs."""
     attainment: float = 0.9

@@ -76,7 +76,7 @@ class Experiment:
         asked = list(itertools.islice(sessions(config.work, config.arrival(1.0), "0"), None if config.trace else _SOME))
         self._trace_requests = len(asked)
         self._answer_s, session_s = usual_s(asked, config.slo)
-        default_s = _LEAST_WARM_UP_S if config.requests else max(_LEAST_WARM_UP_S, session_s)
+        default_s = 0.0 if config.requests else max(_LEAST_WARM_UP_S, session_s)
         self._warm_up_s = config.warm_up_s if config.warm_up_s >= 0 else default_s
         text = config.endpoint == "chat"
         servers = [await ask_server(url, config.api_key, config.model, chat=text) for url in config.base_urls]
@@ -158,7 +158,7 @@ class Experiment:
         drawn, slo, start_s = config.arrival(rate), config.slo, self._warm_up_s
         if config.requests:
             return (
-                Load(config.work, drawn, seed, config.concurrency, config.requests),
+                Load(config.work, drawn, seed, config.concurrency, config.requests, warm_up_s=start_s),
                 Window(start_s, float("inf")),
                 0.0,
             )

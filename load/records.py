@@ -55,9 +55,10 @@ class Asking(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """How much is asked, by all processes together: an open loop, or a closed one of `clients`.
 
-    It ends after `sending_s`, or with `requests` sessions. Sessions that begin within `judged_s` are waited for, the
-    others not. A request is cut `drain_s` after `sending_s`, but never before `drain_s` after the time that it has:
-    `first_s`, and `token_s` for each token that it asks for.
+    It ends after `sending_s`, or with `requests` sessions, those that begin within `warm_up_s` not counted.
+    Sessions that begin within `judged_s` are waited for, the others not. A request is cut `drain_s` after
+    `sending_s`, but never before `drain_s` after the time that it has: `first_s`, and `token_s` for each token that
+    it asks for.
     """
 
     work: Work
@@ -70,6 +71,7 @@ class Load(msgspec.Struct, frozen=True):
     drain_s: float = float("inf")
     first_s: float = 0.0
     token_s: float = 0.0
+    warm_up_s: float = 0.0
 
 
 class Share(msgspec.Struct, frozen=True):

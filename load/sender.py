@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import math
 import os
 import resource
 import sys
@@ -60,8 +61,9 @@ class Sender:
     def _own(self) -> Iterator[Session]:
         load = self._load
         every = sessions(load.work, load.arrival, load.seed)
-        if load.requests:
-            every = itertools.islice(every, load.requests)
+        if load.requests and not load.clients:
+            number = itertools.count()
+            every = itertools.takewhile(lambda each: each.at < load.warm_up_s or next(number) < load.requests, every)
         mine = itertools.islice(every, self._share.index, None, self._share.of)
         if load.clients:
             return mine  # a closed loop knows no times but its own
@@ -128,15 +130,26 @@ class Sender:
 
     async def _closed(self) -> None:
         """Clients that ask again when they are answered, until the time or the requests are used up."""
-        own = self._load.clients // self._share.of + (self._share.index < self._load.clients % self._share.of)
+        own, counted = map(self._part, (self._load.clients, self._load.requests))
         ends, loop = self._begin + self._load.sending_s, asyncio.get_running_loop()
+        counts_from = self._load.warm_up_s if self._load.requests else math.inf
 
         async def client() -> None:
+            nonlocal counted
             while time.monotonic() < ends and (following := self._next()) is not None:
+                due = time.monotonic() - self._begin
+                if due >= counts_from:
+                    counted -= 1
+                    if counted < 0:
+                        return
                 loop.call_soon(self._write_one)  # once this one is sent
-                await self._session(*following, time.monotonic() - self._begin)
+                await self._session(*following, due)
 
         await asyncio.gather(*(client() for _ in range(own)))
+
+    def _part(self, count: int) -> int:
+        """Of what all processes do together."""
+        return count // self._share.of + (self._share.index < count % self._share.of)
 
     async def _session(self, session: Session, first: bytes, due: float) -> None:
         said: list[dict[str, Any]] = []

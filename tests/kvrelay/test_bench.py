@@ -96,6 +96,15 @@ def test_each_command_has_prompts_of_its_own_unless_told(server: Double, tmp_pat
     assert len({tuple(told.body["prompt"]) for told in server.told}) == 6
 
 
+@pytest.mark.parametrize("how", [("--concurrency", "1"), ("--rate", "20")])
+def test_three_requests_are_measured_when_three_are_asked_for(
+    how: tuple[str, str], server: Double, tmp_path: Path
+) -> None:
+    path = tmp_path / "three.json"
+    assert run(["bench", "--url", server.url, "--lengths=16:4", *how, "--requests", "3", "--output", str(path)]) == 0
+    assert read_result(path).runs[0].measures.requests == len(server.told) == 3
+
+
 def test_a_closed_loop_by_requests(server: Double, tmp_path: Path) -> None:
     path = tmp_path / "closed.json"
     flags = ("--concurrency", "2", "--requests", "6", "--endpoint", "chat", "--turns", "2", "--think-s", "0")

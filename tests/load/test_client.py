@@ -13,6 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from openai_double import Double, Told, begin, end, event, over, paced, serving, token, whole
 
@@ -57,6 +58,20 @@ async def test_what_is_measured_is_what_happened() -> None:
         assert ttft_ms(record) >= 60
     assert statistics.median(off_first) < 10
     assert statistics.median(off_gap) < 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_the_requests_that_were_asked_for_come_behind_the_warm_up(processes: int) -> None:
+    async with serving(paced(0.05, 0.0)) as double:
+        alone = await put(asking(double), closed(3, clients=2), processes)
+        assert len(alone.records) == 3
+        several = await put(asking(double), msgspec.structs.replace(closed(3, clients=2), warm_up_s=0.3), processes)
+        rate = Arrival("constant", 20.0)
+        load = Load(Work(16, 2), rate, "s", requests=3, warm_up_s=0.3)
+        arriving = await put(asking(double), load, processes)
+    for outcome in (several, arriving):
+        assert len(outcome.records) > 3
+        assert sum(record.due_s >= 0.3 for record in outcome.records) == 3
 
 
 async def test_an_open_loop_sends_on_time_whatever_is_answered() -> None:

@@ -66,9 +66,9 @@ async def test_rates_are_run_one_after_the_other(loads: list[Load]) -> None:
 
 
 async def test_a_number_of_requests_ends_with_its_last_answer(loads: list[Load]) -> None:
-    bench = Experiment(BenchConfig(lengths="512:64", concurrency=2, requests=5, warm_up_s=0))
+    bench = Experiment(BenchConfig(lengths="512:64", concurrency=2, requests=5))
     await bench.run()
-    assert (loads[0].clients, loads[0].requests) == (2, 5)
+    assert (loads[0].clients, loads[0].requests, loads[0].warm_up_s) == (2, 5, 0)
     (run,) = bench.runs
     last = max(row.due_s + row.e2e_ms / 1e3 for row in run.rows)
     assert run.window_s == pytest.approx(last, abs=0.01)
@@ -78,6 +78,7 @@ async def test_a_number_of_requests_ends_with_its_last_answer(loads: list[Load])
 async def test_a_warm_up_that_takes_all_is_told(loads: list[Load]) -> None:
     with pytest.raises(KvrelayError, match="no request came after the warm-up"):
         await Experiment(BenchConfig(concurrency=2, requests=5, warm_up_s=100)).run()
+    assert loads[0].warm_up_s == 100
 
 
 async def test_a_client_that_is_too_slow_ends_the_search(loads: list[Load], monkeypatch: pytest.MonkeyPatch) -> None:
