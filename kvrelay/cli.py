@@ -22,6 +22,7 @@ from rich.text import Text
 from kvrelay.commands import add_commands
 from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
+from kvrelay.help import ALL, GroupedCommand, GroupedCommands
 from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
 from kvrelay.settings import CPU, Setting, build, merge, nearest, settings_of
@@ -50,13 +51,16 @@ _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
 
 app = typer.Typer(
+    cls=GroupedCommands,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="kvrelay: LLM serving with prefill and decode on different nodes.",
     # --max_model_len is --max-model-len.
     context_settings={
         "token_normalize_func": lambda word: word.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
+        "help_option_names": ["-h", "--help", ALL],
+        "max_content_width": 100,
     },
 )
 
@@ -237,7 +241,7 @@ def _add(
     command.__doc__ = about
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name)(command)
+    app.command(name, cls=GroupedCommand)(command)
 
 
 def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parameter:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from kvrelay.embedded import embedded_model
+from kvrelay.help import GroupedCommand
 from kvrelay.plan import ADMIN_KEY, API_KEY, NODE_API_KEY
 from router.drawn_keys import stored_key
 from wire.config import EngineConfig
@@ -44,10 +45,10 @@ def add_commands(app: typer.Typer) -> None:
         ("top", _top),
         ("version", _version),
     ):
-        app.command(name)(command)
+        app.command(name, cls=GroupedCommand)(command)
     # Its flags are the other command's.
     theirs = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
-    app.command("supervise", context_settings=theirs)(_supervise)
+    app.command("supervise", cls=GroupedCommand, context_settings=theirs)(_supervise)
 
 
 def _chat(

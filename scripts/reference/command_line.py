@@ -54,7 +54,11 @@ def commands() -> tuple[Command, ...]:
 def general_flags() -> set[str]:
     """The flags of `kvrelay` itself, and those that every command has."""
     root: Any = typer.main.get_command(app)
-    return {flag for each in root.params for flag in (*each.opts, *each.secondary_opts)} | {"--help", "-h"}
+    return {flag for each in root.params for flag in (*each.opts, *each.secondary_opts)} | {
+        "--help",
+        "--help-all",
+        "-h",
+    }
 
 
 def _command(found: Any) -> Command:

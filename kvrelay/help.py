@@ -1,0 +1,84 @@
+"""What `--help` prints: option names whole at any width, in groups, and the common settings unless all are wanted.
+
+Owns which settings are common and how commands are grouped. Their texts are where commands and settings are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["ALL", "COMMON", "GROUPS", "GroupedCommand", "GroupedCommands"]
+
+ALL = "--help-all"
+GROUPS = {
+    "Serve": ("up", "serve", "prefill", "decode", "router", "rank", "supervise"),
+    "Ask": ("chat", "batch"),
+    "Prepare": ("key", "prefetch", "compose", "version"),
+    "Watch and steer": ("top", "doctor", "drain", "role"),
+    "Measure and plan": ("bench", "profile", "plan", "replay"),
+}
+"""Every command, as `kvrelay --help` lists them."""
+COMMON = frozenset(
+    {
+        # The engine and its KV
+        *("model", "device", "dtype", "quantization", "max_model_len", "max_running", "kv_cache_memory"),
+        *("gpu_memory_utilization", "tensor_parallel", "lora", "kv_host", "cluster_secret"),
+        # Clusters, nodes and routers
+        *("prefill", "decode", "host", "port", "api_key", "served_model_name", "tool_call_parser", "reasoning_parser"),
+        *("demo", "log_dir", "router", "heartbeat_port", "node_api_key", "admin_key", "keys", "workers", "gpus"),
+        *("ttft_target_ms", "tpot_target_ms"),
+        # bench
+        *("url", "endpoint", "lengths", "rate", "concurrency", "requests", "duration_s", "find_rate", "ttft_ms"),
+        *("tpot_ms", "output"),
+    }
+)
+"""Settings that most people look for."""
+
+
+class _HelpInOrder:
+    """A command whose help options are named in the order of the settings: click makes a set of them."""
+
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        """The spellings."""
+        return list(ctx.help_option_names)
+
+
+class GroupedCommand(_HelpInOrder, TyperCommand):
+    """A command whose help has a section for each group of settings."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Remember which help is wanted: both options end the command in the same way."""
+        ctx.meta[ALL] = ALL in args
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for arguments, each group of settings with the common ones first, and other options."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        left = 0
+        for param in sorted(self.get_params(ctx), key=lambda each: each.name not in COMMON):
+            group = getattr(param, "rich_help_panel", None)
+            record = param.get_help_record(ctx)
+            if group and param.name not in COMMON and not ctx.meta[ALL]:
+                left += 1
+            elif record is not None:
+                title = "Arguments" if param.param_type_name == "argument" else group or "Options"
+                sections.setdefault(title, []).append(record)
+        for title, rows in sorted(sections.items(), key=lambda each: each[0] != "Arguments"):
+            with formatter.section(title):
+                formatter.write_dl(rows)
+        if left:
+            formatter.write_paragraph()
+            formatter.write_text(f"{left} more settings: {ctx.command_path} {ALL}")
+
+
+class GroupedCommands(_HelpInOrder, TyperGroup):
+    """The program: its commands in groups, each with its first paragraph."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each group."""
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                about = {name: (self.commands[name].help or "").partition("\n\n")[0] for name in names}
+                formatter.write_dl([(name, " ".join(text.split())) for name, text in about.items()])
