@@ -83,7 +83,7 @@ class NixlPlane:
             from nixl import _bindings
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
-            raise ConfigError(f"kv_connector nixl needs NIXL ({error}): pip install kvrelay[node]") from error
+            raise ConfigError(f"kv_connector nixl needs NIXL ({error}): pip install 'kvrelay[node,nixl]'") from error
         self._np = np
         self._disconnected: type[Exception] = _bindings.nixlRemoteDisconnectError
         # NIXL's errors have no common root but Exception.

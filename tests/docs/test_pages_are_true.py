@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from kvrelay.metrics_reference import metrics_reference
 from kvrelay.settings import convert
+from paged_engine.model_config import ROPE_KINDS
 from router.app import create_app
 from scripts.reference.command_line import Command, general_flags
 from scripts.reference.command_line import commands as all_commands
@@ -54,6 +56,23 @@ def check(command: list[str]) -> None:
         module = ROOT / command[command.index("-m") + 1].replace(".", "/")
         text = (module / "__main__.py" if module.is_dir() else module.with_suffix(".py")).read_text()
         assert not [word for word in command if word.startswith("--") and f'"{word}"' not in text], command
+
+
+def test_rope_scalings_are_those_that_the_engine_has() -> None:
+    text = (DOCS / "guides" / "models.md").read_text(encoding="utf-8")
+    sentence = re.search(r"Rope scaling may be ([^;]*);", text)
+    assert sentence is not None
+    assert tuple(re.findall(r"`(\w+)`", sentence[1])) == ROPE_KINDS
+
+
+def test_extras_that_errors_name_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    sources = [
+        path for folder in ("kv_transfer", "openai_api", "router", "node") for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = {one for path in sources for one in re.findall(r"pip install '?kvrelay\[([\w,]+)\]", path.read_text())}
+    assert "node,nixl" in named
+    assert {extra for one in named for extra in one.split(",")} <= set(extras)
 
 
 @pytest.mark.parametrize("page", OURS, ids=lambda page: str(page.relative_to(ROOT)))

@@ -34,7 +34,7 @@ def test_missing_nixl_is_a_config_error_naming_the_extra(monkeypatch: pytest.Mon
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nixl", None)
     config, before = replace(CONFIG, kv_connector="nixl"), set(threading.enumerate())
-    with pytest.raises(ConfigError, match=r"pip install kvrelay\[node\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'kvrelay\[node,nixl\]'"):
         open_connector("x", FINGERPRINT, PoolRegion(0, 1, 4096, "cpu"), config, lambda: None)
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("kv-")]
 
