@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -140,3 +141,16 @@ async def test_the_balance_of_roles_is_shown_where_one_is_kept() -> None:
             HOSTILE,
         ]
         assert await page.locator("img").count() == 0
+
+
+async def test_a_single_value_in_a_chart_is_seen() -> None:
+    async with opened() as page, cluster(prefill(), decode()) as c:
+        recent, now = c.router.lookout._recent, time.monotonic()
+        for ended, ttft_s in ((now - 100, 0.1), (now - 50, 0.2), (now - 45, 0.2)):
+            recent.ended(ended, 200, ttft_s, None, 1.0)
+        await page.goto(f"{c.url}/console#key=operator")
+        dots = page.locator("#chart-ttft .dots")
+        await page.locator("#chart-ttft-now", has_text="highest").wait_for()
+        assert len(re.findall("M", await dots.get_attribute("d"))) == 1  # the two newer ones are a line
+        assert float((await dots.evaluate("path => getComputedStyle(path).strokeWidth")).removesuffix("px")) >= 4
+        assert len(re.findall("[ML]", await page.locator("#chart-ttft .stroke").get_attribute("d"))) == 2

@@ -2,21 +2,22 @@
 
 import { h, s, say } from "./dom.js";
 
-/** A line with an area under it, in an <svg>. Gaps (null) are gaps. `top` is the least that its top stands for. */
+/** A line with an area under it, in an <svg>. Gaps (null) are gaps, and a value between two of them is a dot. `top` is the least that its top stands for. */
 export function line(svg, values, top) {
   const width = Math.max(1, values.length - 1);
   const most = Math.max(top, ...values.map((value) => value ?? 0)) * 1.08;
   svg.setAttribute("viewBox", `0 0 ${width} 100`);
-  if (!svg.firstChild) svg.append(s("path", { class: "area" }), s("path", { class: "stroke" }));
+  if (!svg.firstChild) svg.append(s("path", { class: "area" }), s("path", { class: "stroke" }), s("path", { class: "dots" }));
   let stroke = "";
+  let dots = "";
   let area = "";
   let begun = -1;
   const y = (value) => (100 - (value / most) * 100).toFixed(1);
   values.forEach((value, at) => {
     if (value === null) return;
     const alone = begun < 0 && (values[at + 1] ?? null) === null;
-    stroke += begun < 0 ? `M${at} ${y(value)}` : `L${at} ${y(value)}`;
-    if (alone) stroke += `l0.01 0`; // a round cap makes a dot of it
+    if (alone) dots += `M${at} ${y(value)}l0.01 0`; // round caps make a dot of it
+    else stroke += begun < 0 ? `M${at} ${y(value)}` : `L${at} ${y(value)}`;
     if (begun < 0) begun = at;
     if ((values[at + 1] ?? null) === null) {
       area += `M${begun} 100`;
@@ -25,8 +26,7 @@ export function line(svg, values, top) {
       begun = -1;
     }
   });
-  svg.firstChild.setAttribute("d", area);
-  svg.lastChild.setAttribute("d", stroke);
+  [area, stroke, dots].forEach((path, at) => svg.children[at].setAttribute("d", path));
 }
 
 /** A bar of a share between 0 and 1, with its figure. */
