@@ -180,8 +180,8 @@ def _edges(picture: Picture) -> RenderableType:
             _short(edge.decode),
             f"{edge.handovers * 60 / picture.edge_window_s:.1f}",
             f"{edge.bytes / picture.edge_window_s / 1e6:.2f}" if known else "-",
-            _time(edge.transfer_s / edge.handovers if known else None),
-            _time(edge.exposed_s / edge.handovers if known else None),
+            _time(edge.transfer_s / edge.fetches if known else None),
+            _time(edge.exposed_s / edge.fetches if known else None),
         )
     return table
 

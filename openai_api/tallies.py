@@ -1,4 +1,4 @@
-"""Prometheus counters and histograms for what happens many times per request. Not for threads.
+"""Prometheus counters, histograms and gauges for what happens many times per request. Not for threads.
 
 prometheus_client's own take a lock and walk through their buckets, 1 to 3 us each; these are made into its families
 when somebody asks. For what is rare, its own are the better choice.
@@ -7,24 +7,44 @@ when somebody asks. For what is rare, its own are the better choice.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-__all__ = ["Spread", "Tally"]
+__all__ = ["Level", "Spread", "Tally", "Zeros"]
+
+Zeros = Callable[[], Iterable[tuple[str, ...]]]
+"""Values of labels that are shown as zero before anything was counted, so that a rate can be taken of the first time.
+Asked for at every scrape: once shown they stay."""
+
+
+def _none() -> Iterable[tuple[str, ...]]:
+    return ()
+
+
+def _one() -> Iterable[tuple[str, ...]]:
+    return ((),)
 
 
 class Tally(Collector):
     """A counter, by the values of its labels."""
 
-    def __init__(self, name: str, about: str, registry: CollectorRegistry, labels: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        registry: CollectorRegistry,
+        labels: Sequence[str] = (),
+        zeros: Zeros | None = None,
+    ) -> None:
         self._name, self._about, self._labels = name, about, labels
-        self._counts: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
+        self._zeros = zeros or (_none if labels else _one)
+        self._counts: dict[tuple[str, ...], float] = {}
         registry.register(self)
 
     def add(self, count: float, *values: str) -> None:
@@ -34,13 +54,15 @@ class Tally(Collector):
     def collect(self) -> Iterator[Metric]:
         """For one scrape."""
         family = CounterMetricFamily(self._name, self._about, labels=self._labels)
+        for values in self._zeros():
+            self._counts.setdefault(values, 0.0)
         for values, count in self._counts.items():
             family.add_metric(values, count)
         yield family
 
 
 class Spread(Collector):
-    """A histogram, by the value of one label if it has one; labels that are the same for all of it are `fixed`."""
+    """A histogram, by the values of its labels; labels that are the same for all of it are `fixed`."""
 
     def __init__(
         self,
@@ -48,33 +70,63 @@ class Spread(Collector):
         about: str,
         bounds: Sequence[float],
         registry: CollectorRegistry,
-        label: str = "",
-        values: Sequence[str] = ("",),
+        labels: Sequence[str] = (),
+        zeros: Zeros | None = None,
         fixed: Mapping[str, str] | None = None,
     ) -> None:
-        """`bounds` of the buckets, ascending. Values of the label that are named here are shown as zero."""
+        """`bounds` of the buckets, ascending."""
         self._name, self._about, self._bounds = name, about, bounds
         self._fixed = dict(fixed or {})
-        self._label = [label] if label else []
-        self._counts = {value: [0] * (len(bounds) + 1) for value in values}
-        self._sums = dict.fromkeys(values, 0.0)
+        self._labels = labels
+        self._zeros = zeros or (_none if labels else _one)
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
         registry.register(self)
 
-    def observe(self, size: float, value: str = "") -> None:
-        """One more."""
-        counts = self._counts.get(value)
+    def observe(self, size: float, *values: str) -> None:
+        """One more of these values, one for each label."""
+        counts = self._counts.get(values)
         if counts is None:
-            counts = self._counts[value] = [0] * (len(self._bounds) + 1)
-            self._sums[value] = 0.0
+            counts = self._begin(values)
         counts[bisect_left(self._bounds, size)] += 1
-        self._sums[value] += size
+        self._sums[values] += size
+
+    def _begin(self, values: tuple[str, ...]) -> list[int]:
+        self._sums[values] = 0.0
+        counts = self._counts[values] = [0] * (len(self._bounds) + 1)
+        return counts
 
     def collect(self) -> Iterator[Metric]:
         """For one scrape."""
-        family = HistogramMetricFamily(self._name, self._about, labels=[*self._fixed, *self._label])
+        family = HistogramMetricFamily(self._name, self._about, labels=[*self._fixed, *self._labels])
         names = [str(floatToGoString(bound)) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
-        for value, counts in self._counts.items():
+        for values in self._zeros():
+            if values not in self._counts:
+                self._begin(values)
+        for values, counts in self._counts.items():
             buckets = list(zip(names, map(float, accumulate(counts)), strict=True))
-            own = [value] if self._label else []
-            family.add_metric([*self._fixed.values(), *own], buckets, self._sums[value])
+            family.add_metric([*self._fixed.values(), *values], buckets, self._sums[values])
+        yield family
+
+
+class Level(Collector):
+    """A gauge by the values of one label, asked of `read`; 0 for those of `known` that it leaves out."""
+
+    def __init__(
+        self,
+        name: str,
+        about: str,
+        registry: CollectorRegistry,
+        label: str,
+        known: Callable[[], Iterable[str]],
+    ) -> None:
+        self._name, self._about, self._label, self._known = name, about, label, known
+        self.read: Callable[[], Mapping[str, float]] = dict
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """For one scrape."""
+        family = GaugeMetricFamily(self._name, self._about, labels=[self._label])
+        for value, level in (dict.fromkeys(self._known(), 0.0) | dict(self.read())).items():
+            family.add_metric([value], level)
         yield family

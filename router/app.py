@@ -113,7 +113,6 @@ class Router:
         self.keyring = Keyring(config.api_key, config.keys)
         self.pairs = Pairs()
         self.metrics = Metrics(self.pool, self.doors, [caller.name for caller in self.keyring.callers])
-        self.metrics.running.set_function(self.running_now)
         self.tracing = tracing_to(config.otlp_traces_endpoint, "kvrelay-router")
         self.shared = shared(self.pool, self.doors, self.metrics)
         self.shared.reloads(config, self.take_over)
@@ -158,6 +157,7 @@ class Router:
                 hearing(self.pool, config.host, config.heartbeat_port, config.node_api_key),
                 discovering(self.pool, config.kubernetes_selector, config.kubernetes_namespace, self.metrics.registry),
                 warming(self.pool, self.pairs, legs, self._met) if self.shared.leads else nullcontext(),
+                self.endings.flow.looking(),
                 hearing_pings(self.pool, config.host, config.p2p_nccl_port, self.may_be_node),
                 balancing(
                     lambda: self.config,
@@ -255,6 +255,7 @@ class Router:
             _log.info("id=%s body=%s", job.id, shown(body))
         walk.on_placed = partial(self.gate.placed, turn)
         self._live.add(job.id)
+        self.endings.begins(walk, turn.caller.name)
 
         def finished(status: int, why: KvrelayError | None) -> None:
             sent = walk.timeline.sent is not None

@@ -1,5 +1,5 @@
-"""Where a request that has ended leaves what was measured of it: metrics, console, balance of roles, one log line, the
-span of its trace.
+"""Where a request leaves what was measured of it when it has ended: metrics, console, balance of roles, one log line,
+the span of its trace. Its tokens are counted before, by router/flow.py.
 
 Measures nothing itself: a timeline and a walk have it all. Without tracing a request costs nothing for it.
 """
@@ -16,6 +16,7 @@ from openai_api.tracing import Attribute, RequestSpan, Tracing, sane_trace, trac
 from router.balance.work import Counted
 from router.console.lookout import Lookout
 from router.entry import shown_error
+from router.flow import Flow
 from router.metrics import Metrics
 from router.relay import CLIENT_GONE
 from router.timeline import Timeline
@@ -62,12 +63,17 @@ class Endings:
 
     def __init__(self, metrics: Metrics, lookout: Lookout, counted: Counted | None = None) -> None:
         self._metrics, self._lookout, self._counted = metrics, lookout, counted
+        self.flow = Flow(metrics, lookout.flowed)
+
+    def begins(self, walk: Walk | JoinedWalk | VllmWalk, key: str) -> None:
+        """A request begins, or waits for its turn; `finished` must follow."""
+        self.flow.begins(walk, key, self._metrics.model_of(walk.job.model))
 
     def refused(
         self, job_id: str, path: str, key: str, why: KvrelayError, traced: Traced | None, job: Job | None = None
     ) -> None:
         """A request was refused before it began; `job`: what was understood of it."""
-        self._metrics.refused(path, why.status)
+        self._metrics.refused(path, why.status, "" if job is None else job.model)
         more = Fields() if job is None else Fields(model=job.model, prompt_tokens=job.prompt_tokens)
         more["error"] = shown_error(why)
         _log.info("id=%s path=%s status=%d key=%s %s", job_id, path, why.status, key, more)
@@ -89,7 +95,8 @@ class Endings:
         timeline.ended = ended = time.monotonic()
         stages_s = timeline.stages_s(ended)
         failed = "" if why is None else shown_error(why)
-        self._metrics.finished(path, status, timeline, stages_s, walk.output_tokens, walk.answers)
+        model = self.flow.ends(walk, ended)
+        self._metrics.finished(model, path, status, timeline, stages_s, walk.output_tokens, walk.answers)
         self._lookout.ended(walk, path, status, key, failed, stages_s)
         if self._counted is not None and not isinstance(walk, VllmWalk):
             self._counted.ended(walk, status)

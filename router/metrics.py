@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from openai_api.stages import STAGES
-from openai_api.tallies import Spread, Tally
+from openai_api.tallies import Level, Spread, Tally
 from router.admission.metrics import AdmissionMetrics
 from router.nodes.breaker import State
 from router.nodes.doors import Doors
@@ -29,42 +29,49 @@ LOCAL_REASONS = ("no_prefill_node", "incompatible", Reason.CHEAPER.value, Reason
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LATENCY_S)
 _BREAKER = {State.CLOSED: 0, State.HALF_OPEN: 1, State.OPEN: 2}
+_MODEL = "model_name"
+"""vLLM's name of the label."""
 _INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 
 
 class Metrics:
-    """All metrics of one router. All times are taken by the router's one clock."""
+    """All metrics of one router. All times are taken by the router's one clock.
+
+    The label `model_name` is the model that a request was for, also where it has named an adapter or an alias; empty if
+    it named none that is served."""
 
     def __init__(self, pool: Pool, doors: Doors, keys: Iterable[str]) -> None:
         """`keys`: the names of the API keys."""
         self.registry = registry = CollectorRegistry()
-        self.admission = AdmissionMetrics(registry, keys)
+        self._pool = pool
+        self.on_handover: Callable[[str, str], None] = lambda _prefill, _decode: None
+        """Told the nodes of each hand-over that is counted."""
+        self.admission = AdmissionMetrics(registry, keys, pool.models)
         self.requests = Tally(
             "kvrelay_router_requests",
             "Finished requests; 499: the client went away.",
             registry,
-            ["path", "status"],
+            [_MODEL, "path", "status"],
         )
-        self.running = Gauge("kvrelay_router_requests_running", "Requests being answered now.", registry=registry)
-        self.ttft = Spread(
-            "kvrelay_router_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S, registry
-        )
-        self.e2e = Spread("kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S, registry)
-        self.inter_token = Spread(
+        self.running = self._level("kvrelay_router_requests_running", "Requests being answered now.")
+        self.ttft = self._spread("kvrelay_router_time_to_first_token_seconds", "Arrival to first token.", _LATENCY_S)
+        self.e2e = self._spread("kvrelay_router_e2e_request_latency_seconds", "Arrival to end.", _LATENCY_S)
+        self.inter_token = self._spread(
             "kvrelay_router_inter_token_latency_seconds",
             "Mean time between tokens, one observation per request.",
             _INTER_TOKEN_S,
-            registry,
         )
         self.stage = Spread(
             "kvrelay_router_stage_seconds",
             "Time in each stage of a request, as openai_api/stages.py names them.",
             _STAGE_S,
             registry,
-            "stage",
-            [name for name in STAGES if name != "total"],
+            [_MODEL, "stage"],
+            lambda: [(model, name) for model in pool.models() for name in STAGES if name != "total"],
         )
-        self.output_tokens = Tally("kvrelay_router_output_tokens", "Tokens seen from the nodes.", registry)
+        self.output_tokens = self._tally(
+            "kvrelay_router_output_tokens", "Tokens seen from the nodes, counted every second."
+        )
         self.failovers = Counter(
             "kvrelay_failovers", "Legs continued on another node after theirs broke.", ["leg"], registry=registry
         )
@@ -77,14 +84,15 @@ class Metrics:
             "kvrelay_router_releases", "KV given back because no decode leg would take it.", ["told"], registry=registry
         )
         registry.register(_Choices(pool))
-        self.disaggregated = Tally(
-            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node.", registry
+        self.disaggregated = self._tally(
+            "kvrelay_router_disaggregated", "Requests handed from a prefill node to a decode node."
         )
-        self.local_prefills = Counter(
+        self.local_prefills = Tally(
             "kvrelay_router_local_prefills",
             "Prompts computed on a decode node, though nothing of their answers was there, and why.",
-            ["reason"],
-            registry=registry,
+            registry,
+            [_MODEL, "reason"],
+            lambda: [(model, reason) for model in pool.models() for reason in LOCAL_REASONS],
         )
         self.kv_failures = Counter(
             "kvrelay_router_kv_failures",
@@ -107,9 +115,7 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
-        self.waiting_for_room = Gauge(
-            "kvrelay_router_waiting_for_room", "Decode legs that wait for KV room.", registry=registry
-        )
+        self.waiting_for_room = self._level("kvrelay_router_waiting_for_room", "Decode legs that wait for KV room.")
         self.room_waits = Counter(
             "kvrelay_router_room_waits",
             "Decode legs that have waited for KV room, by how that ended.",
@@ -133,7 +139,7 @@ class Metrics:
         self.role_changes = Counter(
             "kvrelay_router_role_changes",
             "Decisions to have one node more take a role, by model, this role and how it ended.",
-            ["model", "role", "outcome"],
+            [_MODEL, "role", "outcome"],
             registry=registry,
         )
         registry.register(_Nodes(pool))
@@ -145,7 +151,6 @@ class Metrics:
         stopped disaggregating is to be seen."""
         legs = tuple(role.value for role in (Role.PREFILL, Role.DECODE))
         for counter, values in (
-            (self.local_prefills, LOCAL_REASONS),
             (self.failovers, legs),
             (self.full, legs),
             (self.releases, ("yes", "no")),
@@ -157,26 +162,57 @@ class Metrics:
             for value in values:
                 counter.labels(value)
 
-    def refused(self, path: str, status: int) -> None:
-        """Count a request that was refused at the door."""
-        self.requests.add(1, path, str(status))
+    def _models(self) -> list[tuple[str, ...]]:
+        return [(name,) for name in self._pool.models()]
+
+    def _tally(self, name: str, about: str) -> Tally:
+        return Tally(name, about, self.registry, [_MODEL], self._models)
+
+    def _spread(self, name: str, about: str, bounds: tuple[float, ...]) -> Spread:
+        return Spread(name, about, bounds, self.registry, [_MODEL], self._models)
+
+    def _level(self, name: str, about: str) -> Level:
+        return Level(name, about, self.registry, _MODEL, self._pool.models)
+
+    def model_of(self, asked: str) -> str:
+        """The label of requests that ask for this model or adapter; empty if no node has reported it."""
+        return self._pool.base_of(asked)
+
+    def refused(self, path: str, status: int, asked: str = "") -> None:
+        """Count a request that was refused at the door. `asked`: the model, adapter or alias that it named."""
+        self.requests.add(1, self.model_of(asked), path, str(status))
+
+    def handed_over(self, asked: str, prefill: str, decode: str) -> None:
+        """Count a request whose KV goes from one node to the other, which are named by their addresses."""
+        self.disaggregated.add(1, self.model_of(asked))
+        self.on_handover(prefill, decode)
+
+    def local(self, asked: str, reason: str) -> None:
+        """Count a prompt that is computed on a decode node."""
+        self.local_prefills.add(1, self.model_of(asked), reason)
 
     def finished(
-        self, path: str, status: int, timeline: Timeline, stages_s: Mapping[str, float], tokens: int, answers: int
+        self,
+        model: str,
+        path: str,
+        status: int,
+        timeline: Timeline,
+        stages_s: Mapping[str, float],
+        tokens: int,
+        answers: int,
     ) -> None:
-        """Count one finished request, of so many answers with so many tokens in all."""
-        self.requests.add(1, path, str(status))
-        self.output_tokens.add(tokens)
+        """Count one finished request, of so many answers with so many tokens in all, which were counted already."""
+        self.requests.add(1, model, path, str(status))
         for name, seconds in stages_s.items():
             if name == "total":
-                self.e2e.observe(seconds)
+                self.e2e.observe(seconds, model)
             else:
-                self.stage.observe(seconds, name)
+                self.stage.observe(seconds, model, name)
         if timeline.first_token is not None:
-            self.ttft.observe(timeline.first_token - timeline.arrived)
+            self.ttft.observe(timeline.first_token - timeline.arrived, model)
         inter_token_s = timeline.inter_token_s(tokens, answers)
         if inter_token_s is not None:
-            self.inter_token.observe(inter_token_s)
+            self.inter_token.observe(inter_token_s, model)
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -208,7 +244,7 @@ class _Nodes(Collector):
         """Two gauges."""
         labels = ("node", "role")
         says = "1 if the node takes legs. No model: it has not told yet."
-        up = GaugeMetricFamily("kvrelay_router_node_up", says, labels=(*labels, "model"))
+        up = GaugeMetricFamily("kvrelay_router_node_up", says, labels=(*labels, _MODEL))
         depth = GaugeMetricFamily("kvrelay_router_queue_depth", "Depth that the choice sees.", labels=labels)
         for node in (*self._pool.nodes, *self._pool.leaving):
             up.add_metric((node.url, node.role, node.model), float(node.up))

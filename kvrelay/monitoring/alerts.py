@@ -33,14 +33,19 @@ def _burns(times: float, long: str, short: str) -> str:
     return f"({_broken(long)}) > {limit} and ({_broken(short)}) > {limit}"
 
 
+def _late(what: str, bound_s: float) -> str:
+    """Of some model, fewer than the target are within this bound."""
+    return f"({share_within(f'kvrelay_router_{what}_seconds', bound_s, 'model_name', span='10m')}) < {IN_TIME}"
+
+
 _UP = "max by (node, role) (kvrelay_router_node_up)"
 # By model; a node whose model is not known yet is none of a model of its own.
-_UP_OF_MODEL = 'max by (node, role, model) (kvrelay_router_node_up{model=~".+"})'
+_UP_OF_MODEL = 'max by (node, role, model_name) (kvrelay_router_node_up{model_name=~".+"})'
 _BREAKER = "kvrelay_router_breaker_state"
 
 
 def _of_any_model(expr: str) -> str:
-    return f'label_replace({expr}, "model", "any model", "", "")'
+    return f'label_replace({expr}, "model_name", "any model", "", "")'
 
 
 ALERTS = (
@@ -55,19 +60,19 @@ ALERTS = (
     Alert(
         "KvrelayNothingServes",
         _of_any_model('absent(kvrelay_router_node_up{role="decode"})')
-        + ' or group by (model) (kvrelay_router_node_up{role="prefill",model=~".+"})'
-        ' unless on (model) group by (model) (kvrelay_router_node_up{role="decode"})',
+        + ' or group by (model_name) (kvrelay_router_node_up{role="prefill",model_name=~".+"})'
+        ' unless on (model_name) group by (model_name) (kvrelay_router_node_up{role="decode"})',
         "1m",
         "critical",
-        "no router is scraped that knows a decode node of {{ $labels.model }}: nobody is answered",
+        "no router is scraped that knows a decode node of {{ $labels.model_name }}: nobody is answered",
     ),
     Alert(
         "KvrelayRoleDown",
-        f"sum by (role, model) ({_UP_OF_MODEL}) == 0 or on (role) " + _of_any_model(f"sum by (role) ({_UP}) == 0"),
+        f"sum by (role, model_name) ({_UP_OF_MODEL}) == 0 or on (role) " + _of_any_model(f"sum by (role) ({_UP}) == 0"),
         "30s",
         "critical",
-        "no {{ $labels.role }} node of {{ $labels.model }} takes requests: without decode nodes nothing is answered, "
-        "without prefill nodes decode nodes compute prompts",
+        "no {{ $labels.role }} node of {{ $labels.model_name }} takes requests: without decode nodes nothing is "
+        "answered, without prefill nodes decode nodes compute prompts",
     ),
     Alert(
         "KvrelayNodeDown", f"{_UP} == 0", "5m", "warning", "{{ $labels.role }} node {{ $labels.node }} takes nothing"
@@ -92,19 +97,19 @@ ALERTS = (
     ),
     Alert(
         "KvrelayFirstTokenLate",
-        f"({share_within('kvrelay_router_time_to_first_token_seconds', FIRST_TOKEN_S, '10m')}) < {IN_TIME}",
+        _late("time_to_first_token", FIRST_TOKEN_S),
         "10m",
         "warning",
-        f"fewer than {IN_TIME:.0%} of first tokens come within {FIRST_TOKEN_S:g} s: the stages say where they wait; "
-        "more prefill nodes, or fewer requests",
+        f"fewer than {IN_TIME:.0%} of first tokens of {{{{ $labels.model_name }}}} come within {FIRST_TOKEN_S:g} s: "
+        "the stages say where they wait; more prefill nodes, or fewer requests",
     ),
     Alert(
         "KvrelayTokensSlow",
-        f"({share_within('kvrelay_router_inter_token_latency_seconds', NEXT_TOKEN_S, '10m')}) < {IN_TIME}",
+        _late("inter_token_latency", NEXT_TOKEN_S),
         "10m",
         "warning",
-        f"fewer than {IN_TIME:.0%} of answers have at most {NEXT_TOKEN_S:g} s between tokens: more decode nodes, or "
-        "fewer requests on each",
+        f"fewer than {IN_TIME:.0%} of answers of {{{{ $labels.model_name }}}} have at most {NEXT_TOKEN_S:g} s between "
+        "tokens: more decode nodes, or fewer requests on each",
     ),
     Alert(
         "KvrelayRefusing",
@@ -115,17 +120,19 @@ ALERTS = (
     ),
     Alert(
         "KvrelayQueueing",
-        "min_over_time(sum(kvrelay_router_queue_waiting)[10m:30s]) > 0",
+        "min_over_time(sum by (model_name) (kvrelay_router_queue_waiting)[10m:30s]) > 0",
         "5m",
         "warning",
-        "requests wait to begin all the time: all nodes are busy",
+        "requests for {{ $labels.model_name }} wait to begin all the time: all its nodes are busy",
     ),
     Alert(
         "KvrelayNotDisaggregating",
-        'sum by (reason) (rate(kvrelay_router_local_prefills_total{reason=~"no_prefill_node|incompatible"}[5m])) > 0',
+        "sum by (model_name, reason) "
+        '(rate(kvrelay_router_local_prefills_total{reason=~"no_prefill_node|incompatible"}[5m])) > 0',
         "5m",
         "warning",
-        "decode nodes compute prompts ({{ $labels.reason }}): `kvrelay doctor` says which pairs of nodes work",
+        "decode nodes compute prompts of {{ $labels.model_name }} ({{ $labels.reason }}): `kvrelay doctor` says "
+        "which pairs of nodes work",
     ),
     Alert(
         "KvrelayFetchesFail",

@@ -8,7 +8,7 @@ from kvrelay.monitoring.targets import AVAILABLE, FIRST_TOKEN_S, IN_TIME, NEXT_T
 __all__ = ["DASHBOARDS"]
 
 # Each router sees all nodes, so the largest of what they say and not the sum.
-_UP = "max by (node, role, model) (kvrelay_router_node_up)"
+_UP = "max by (node, role, model_name) (kvrelay_router_node_up)"
 _ALL = rate("kvrelay_router_requests_total")
 _BROKEN = rate('kvrelay_router_requests_total{status=~"5.."}')
 
@@ -20,6 +20,13 @@ _TRAFFIC = Row(
             (Query(rate("kvrelay_router_requests_total", "status"), "{{status}}"),),
             "reqps",
             "Finished requests; 499: the client went away.",
+            stacked=True,
+        ),
+        Panel(
+            "Requests by model",
+            (Query(rate("kvrelay_router_requests_total", "model_name"), "{{model_name}}"),),
+            "reqps",
+            "No name: refused before it was known.",
             stacked=True,
         ),
         Panel(
@@ -40,6 +47,13 @@ _TRAFFIC = Row(
             "Tokens per second, where they were computed.",
         ),
         Panel(
+            "Tokens of answers, by model",
+            (Query(rate("kvrelay_router_output_tokens_total", "model_name"), "{{model_name}}"),),
+            "cps",
+            "Counted every second, while they come.",
+            stacked=True,
+        ),
+        Panel(
             "Where prompts are computed",
             (
                 Query(rate("kvrelay_router_disaggregated_total"), "prefill node"),
@@ -53,7 +67,7 @@ _TRAFFIC = Row(
 _NODES = Row(
     "Nodes",
     (
-        Panel("Nodes up", (Query(f"sum by (role, model) ({_UP})", "{{role}} {{model}}"),)),
+        Panel("Nodes up", (Query(f"sum by (role, model_name) ({_UP})", "{{role}} {{model_name}}"),)),
         Panel(
             "Roles of nodes",
             (Query("sum by (role) (kvrelay_node_role)", "{{role}}"),),
@@ -300,14 +314,24 @@ _PROMISES = Row(
         ),
         Panel(
             f"First tokens within {FIRST_TOKEN_S:g} s",
-            (Query(share_within("kvrelay_router_time_to_first_token_seconds", FIRST_TOKEN_S), "share"),),
+            (
+                Query(
+                    share_within("kvrelay_router_time_to_first_token_seconds", FIRST_TOKEN_S, "model_name"),
+                    "{{model_name}}",
+                ),
+            ),
             "percentunit",
             limit=IN_TIME,
             good="above",
         ),
         Panel(
             f"Requests with at most {NEXT_TOKEN_S:g} s between tokens",
-            (Query(share_within("kvrelay_router_inter_token_latency_seconds", NEXT_TOKEN_S), "share"),),
+            (
+                Query(
+                    share_within("kvrelay_router_inter_token_latency_seconds", NEXT_TOKEN_S, "model_name"),
+                    "{{model_name}}",
+                ),
+            ),
             "percentunit",
             limit=IN_TIME,
             good="above",
@@ -326,6 +350,12 @@ _LATENCIES = Row(
             "s",
             "Mean of each request.",
             NEXT_TOKEN_S,
+        ),
+        Panel(
+            "First token, by model",
+            quantiles("kvrelay_router_time_to_first_token_seconds", "model_name", of=(0.9,)),
+            "s",
+            limit=FIRST_TOKEN_S,
         ),
         Panel("Whole answer", quantiles("kvrelay_router_e2e_request_latency_seconds"), "s"),
         Panel(

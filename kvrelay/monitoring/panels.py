@@ -78,7 +78,8 @@ def quantiles(
     return tuple(Query(f"histogram_quantile({each}, {buckets})", f"p{each * 100:g}{named}") for each in of)
 
 
-def share_within(metric: str, bound: float, span: str = _SPAN) -> str:
-    """Share of what a histogram has seen that was at most `bound`, which is one of its bounds."""
-    within = f'sum(rate({metric}_bucket{{le="{float(bound)}"}}[{span}]))'
-    return f"{within} / sum(rate({metric}_count[{span}]))"
+def share_within(metric: str, bound: float, *labels: str, span: str = _SPAN) -> str:
+    """Share of what a histogram has seen, by these labels, that was at most `bound`, which is one of its bounds."""
+    total = by("sum", *labels)
+    within = f'{total} (rate({metric}_bucket{{le="{float(bound)}"}}[{span}]))'
+    return f"{within} / {total} (rate({metric}_count[{span}]))"

@@ -88,7 +88,7 @@ class Gate:
         self._metrics = metrics
         self._lines: dict[str, _Line] = {}
         self._looking: asyncio.Task[None] | None = None
-        metrics.waiting.set_function(self.waiting)
+        metrics.waiting.read = lambda: {model: requests for model, (requests, _) in self.waiting_by_model().items()}
 
     def take_over(self, config: RouterConfig) -> None:
         """Its limits and targets are for those who come from now on."""
@@ -161,7 +161,7 @@ class Gate:
         if turn.state is _State.BEGUN:
             line.admission.ended(turn.entrant, prompt_tokens, output_tokens, now)
             self._limits.give_back(turn.taken, prompt_tokens + output_tokens, now)
-            self._metrics.ended(turn.caller.name, prompt_tokens, output_tokens)
+            self._metrics.ended(turn.caller.name, prompt_tokens)
         else:
             if turn.state is _State.WAITING:
                 del line.waiting[turn.entrant]

@@ -5,11 +5,11 @@ Names come from the configuration and reasons from the code, so no client can ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from openai_api.tallies import Tally
+from openai_api.tallies import Level, Tally
 
 __all__ = ["AdmissionMetrics"]
 
@@ -19,8 +19,11 @@ _WAIT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 32
 class AdmissionMetrics:
     """All of them, in the router's registry."""
 
-    def __init__(self, registry: CollectorRegistry, keys: Iterable[str]) -> None:
-        self.waiting = Gauge("kvrelay_router_queue_waiting", "Requests that wait to begin.", registry=registry)
+    def __init__(
+        self, registry: CollectorRegistry, keys: Iterable[str], models: Callable[[], Iterable[str]] = tuple
+    ) -> None:
+        about = "Requests that wait to begin."
+        self.waiting = Level("kvrelay_router_queue_waiting", about, registry, "model_name", models)
         self._wait = Histogram(
             "kvrelay_router_queue_wait_seconds",
             "Time in the router's queue, of those that waited and began.",
@@ -60,7 +63,10 @@ class AdmissionMetrics:
         self._refused.labels(reason).inc()
         self._requests.add(1, key, "refused")
 
-    def ended(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
+    def ended(self, key: str, prompt_tokens: int) -> None:
         """A request that began is over."""
         self._tokens.add(prompt_tokens, key, "prompt")
-        self._tokens.add(output_tokens, key, "output")
+
+    def flowed(self, key: str, tokens: int) -> None:
+        """So many more of an answer have come."""
+        self._tokens.add(tokens, key, "output")

@@ -1,4 +1,5 @@
-"""What the console shows, taken from the router: of requests when they end, of nodes and queues when somebody looks.
+"""What the console shows, taken from the router: of requests when they are handed over and when they end, of their
+tokens once a second, of nodes and queues when somebody looks.
 
 Owns the clock of the console. What is counted and put together is in router/console/recent.py and picture.py.
 """
@@ -41,7 +42,12 @@ class Lookout:
         self._began = time.monotonic()
         self.balance: Callable[[], list[BalanceSeen]] = list
         """What is told of the balance of roles, where that is kept."""
+        metrics.on_handover = lambda prefill, decode: self._recent.handed_over(time.monotonic(), prefill, decode)
         shared.shows(self.seen)
+
+    def flowed(self, now: float, tokens: int) -> None:
+        """So many tokens more of answers came."""
+        self._recent.flowed(now, tokens)
 
     def ended(
         self,
@@ -58,14 +64,12 @@ class Lookout:
         assert now is not None
         ttft_s = None if first is None else first - timeline.arrived
         inter_token_s = timeline.inter_token_s(tokens, walk.answers)
-        recent.ended(now, status, tokens, ttft_s, inter_token_s, stages_s["total"])
+        recent.ended(now, status, ttft_s, inter_token_s, stages_s["total"])
         cached = moved = 0
         if not isinstance(walk, VllmWalk):
             for part in walk.parts:
                 cached += part.cached_tokens or 0
-                moved += self._moved(part.timeline.decode_ms, *part.nodes)
-        elif tokens and prefill != "-" and decode != "-":
-            recent.moved(prefill, decode, 0, 0.0, 0.0)
+                moved += self._moved(now, part.timeline.decode_ms, *part.nodes)
         recent.keep(
             Ended(
                 job.id,
@@ -89,12 +93,13 @@ class Lookout:
             )
         )
 
-    def _moved(self, told_ms: dict[str, float], prefill: str, decode: str) -> int:
+    def _moved(self, now: float, told_ms: dict[str, float], prefill: str, decode: str) -> int:
         """Note what a decode leg has fetched; its bytes."""
         if "transfer" not in told_ms:
             return 0
         size = int(told_ms.get(MOVED, 0))
-        self._recent.moved(prefill, decode, size, told_ms["transfer"] / 1e3, told_ms.get("exposed", 0.0) / 1e3)
+        exposed_s = told_ms.get("exposed", 0.0) / 1e3
+        self._recent.fetched(now, prefill, decode, size, told_ms["transfer"] / 1e3, exposed_s)
         return size
 
     def seen(self, since: float) -> WorkerSeen:

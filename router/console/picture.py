@@ -178,6 +178,9 @@ class EdgeRow(msgspec.Struct, frozen=True):
     prefill: str
     decode: str
     handovers: int
+    """As the router's metrics count them."""
+    fetches: int
+    """Ended ones of which the decode node has told; the next three are of these."""
     bytes: int
     transfer_s: float
     exposed_s: float
@@ -338,7 +341,7 @@ def _edges(slots: dict[int, list[Slot]], monotonic: float) -> list[EdgeRow]:
             for pair, edge in slot.edges.items():
                 sums.setdefault(pair, Edge()).add(edge)
     rows = [
-        EdgeRow(*pair, edge.handovers, edge.bytes, round(edge.transfer_s, 6), round(edge.exposed_s, 6))
+        EdgeRow(*pair, edge.handovers, edge.fetches, edge.bytes, round(edge.transfer_s, 6), round(edge.exposed_s, 6))
         for pair, edge in sums.items()
     ]
     return sorted(rows, key=lambda row: (-row.bytes, -row.handovers))[:_MOST_EDGES]

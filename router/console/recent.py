@@ -65,6 +65,9 @@ class Edge(msgspec.Struct):
     """KV that went from one node to another."""
 
     handovers: int = 0
+    """Begun, as the router's metrics count them."""
+    fetches: int = 0
+    """Ended ones of which the decode node has told."""
     bytes: int = 0
     """0 if the nodes do not say."""
     transfer_s: float = 0.0
@@ -74,13 +77,14 @@ class Edge(msgspec.Struct):
     def add(self, other: Edge) -> None:
         """And these."""
         self.handovers += other.handovers
+        self.fetches += other.fetches
         self.bytes += other.bytes
         self.transfer_s += other.transfer_s
         self.exposed_s += other.exposed_s
 
 
 class Slot(msgspec.Struct):
-    """What ended within SLOT_S. The spreads count by buckets."""
+    """What ended within SLOT_S, and the tokens that came. The spreads count by buckets."""
 
     number: int
     ended: int = 0
@@ -136,18 +140,13 @@ class Recent:
         self,
         now: float,
         status: int,
-        output_tokens: int,
         ttft_s: float | None,
         inter_token_s: float | None,
         total_s: float,
     ) -> None:
         """Count a request that has ended."""
-        slots, number = self._slots, now // SLOT_S
-        if not slots or slots[-1].number != number:
-            slots.append(Slot(int(number)))
-        slot = slots[-1]
+        slot = self._slot(now)
         slot.ended += 1
-        slot.output_tokens += output_tokens
         if ttft_s is not None:
             counts, bucket = slot.ttft, bucket_of(ttft_s)
             counts[bucket] = counts.get(bucket, 0) + 1
@@ -160,24 +159,37 @@ class Recent:
         elif status >= 500:
             slot.failed += 1
 
-    def moved(self, prefill: str, decode: str, size: int, transfer_s: float, exposed_s: float) -> None:
-        """KV of the request that has just ended went from one node to another."""
-        edges, pair = self._slots[-1].edges, (prefill, decode)
-        edge = edges.get(pair)
-        if edge is None:
-            if len(edges) == MAX_EDGES:
-                return
-            edge = edges[pair] = Edge()
-        edge.handovers += 1
-        edge.bytes += size
-        edge.transfer_s += transfer_s
-        edge.exposed_s += exposed_s
+    def flowed(self, now: float, tokens: int) -> None:
+        """Count tokens of answers."""
+        self._slot(now).output_tokens += tokens
+
+    def handed_over(self, now: float, prefill: str, decode: str) -> None:
+        """Count a request whose KV one node begins to have from another."""
+        self._add(now, prefill, decode, Edge(1))
+
+    def fetched(self, now: float, prefill: str, decode: str, size: int, transfer_s: float, exposed_s: float) -> None:
+        """A decode node has told how it fetched the KV of a request that has ended."""
+        self._add(now, prefill, decode, Edge(0, 1, size, transfer_s, exposed_s))
+
+    def _add(self, now: float, prefill: str, decode: str, edge: Edge) -> None:
+        edges, pair = self._slot(now).edges, (prefill, decode)
+        known = edges.get(pair)
+        if known is not None:
+            known.add(edge)
+        elif len(edges) < MAX_EDGES:
+            edges[pair] = edge
+
+    def _slot(self, now: float) -> Slot:
+        slots, number = self._slots, now // SLOT_S
+        if not slots or slots[-1].number != number:
+            slots.append(Slot(int(number)))
+        return slots[-1]
 
     def requests(self, since: float) -> list[Ended]:
         """Those that have ended after this Unix time, the newest last."""
         return [each for each in self._requests if each.ended > since]
 
     def slots(self, now: float) -> list[Slot]:
-        """Those of the last SLOTS in which something ended, the newest last."""
+        """Those of the last SLOTS in which anything happened, the newest last."""
         first = int(now // SLOT_S) - SLOTS
         return [slot for slot in self._slots if slot.number > first]

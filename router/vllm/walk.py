@@ -95,6 +95,7 @@ class VllmWalk:
         self._source: Node | None = None
         """The prefill node whose KV the decode leg fetches."""
         self._round = 0
+        self._handed = False
 
     @property
     def answers(self) -> int:
@@ -223,6 +224,9 @@ class VllmWalk:
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:
         """Pass the answer on. Raises Refused; LegFailed while the client has nothing of it, else NodeFailed."""
+        if self._source is not None and not self._handed:
+            self._handed = True
+            self._metrics.handed_over(self.job.model, *self.nodes)
         leg = self.timeline.begins(time.monotonic(), decoding=True, fetches=self._source is not None)
         complete = False
         try:

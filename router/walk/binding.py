@@ -71,7 +71,7 @@ class Binding:
         self._pool, self._doors, self._legs = pool, doors, legs
         self._chores, self._metrics = chores, metrics
         self._queue = RoomQueue()
-        metrics.waiting_for_room.set_function(lambda: len(self._queue))
+        metrics.waiting_for_room.read = self.waiting_by_model
 
     def __len__(self) -> int:
         return len(self._queue)

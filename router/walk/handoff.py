@@ -320,11 +320,11 @@ class Walk:
         if fetches:
             if not self._handed:
                 self._handed = True
-                self._metrics.disaggregated.add(1)
+                self._metrics.handed_over(self.job.model, *self.nodes)
             return params
         if not self._kv_left:
             self._kv_left = True
-            self._metrics.local_prefills.labels("incompatible").inc()
+            self._metrics.local(self.job.model, "incompatible")
         return self.progress.without_kv()
 
     async def _leg(

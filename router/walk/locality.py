@@ -78,7 +78,7 @@ class Locality:
             self._binding.computing(decode)
         except NoNode:
             raise otherwise from None
-        self._metrics.local_prefills.labels(reason).inc()
+        self._metrics.local(decode.model, reason)
 
     def _compared(self, prefill: Ask, paired: Sequence[Node]) -> Source | None:
         if not self._conditional:
@@ -87,5 +87,5 @@ class Locality:
         decision = self._binding.decide(told, node)
         if decision is None or not decision.local:
             return Source(told, node)
-        self._metrics.local_prefills.labels(decision.reason.value).inc()
+        self._metrics.local(prefill.model, decision.reason.value)
         return None

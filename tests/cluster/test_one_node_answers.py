@@ -129,7 +129,10 @@ def test_it_has_the_stages_of_one_node_and_is_counted_with_the_reason(cluster: C
     parts = sum(took for name, took in stages.items() if name in ("queue_ms", "prefill_ms", "decode_ms"))
     assert 0 < parts <= stages["total_ms"] + 1.0
     assert alone.metric("kvrelay_router_local_prefills_total") == before + 1
-    assert 'kvrelay_router_local_prefills_total{reason="no_prefill_node"}' in httpx2.get(f"{alone.url}/metrics").text
+    assert (
+        'kvrelay_router_local_prefills_total{model_name="tiny",reason="no_prefill_node"}'
+        in httpx2.get(f"{alone.url}/metrics").text
+    )
     assert cluster.router is not None
     assert cluster.router.metric("kvrelay_router_local_prefills_total") == 0
     assert cluster.router.metric("kvrelay_router_disaggregated_total") > 0

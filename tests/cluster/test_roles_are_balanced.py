@@ -121,7 +121,7 @@ async def test_prompts_that_one_node_cannot_compute_get_another_one(cluster: Clu
     # With two decode nodes left, which is the least, it stays so.
     wait_until(lambda: picture(cluster)["roles"]["prefill"]["nodes"] == 2, 30, "the balance sees both")
     text = httpx2.get(f"{cluster.url}/metrics", timeout=10).text
-    changes = r'kvrelay_router_role_changes_total\{model="tiny",outcome="(\w+)",role="prefill"\} (\S+)'
+    changes = r'kvrelay_router_role_changes_total\{model_name="tiny",outcome="(\w+)",role="prefill"\} (\S+)'
     assert re.findall(changes, text) == [("done", "1.0")]
     assert cluster.router is not None
     lines = [json.loads(line) for line in cluster.router.log.read_text().splitlines() if '"roles: ' in line]

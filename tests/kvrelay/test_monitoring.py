@@ -36,10 +36,11 @@ def test_the_files_are_those_that_the_source_makes(repository: Path, tmp_path: P
 
 
 def test_a_target_is_a_bound_of_its_histogram() -> None:
-    pool = Pool([], [], random.Random(0))
+    pool = Pool(["http://p:1"], [], random.Random(0))
+    pool.nodes[0].model = "m"
     text = Metrics(pool, Doors(pool, random.Random(0)), []).text().decode()
     for name, bound in (("time_to_first_token", FIRST_TOKEN_S), ("inter_token_latency", NEXT_TOKEN_S)):
-        assert f'kvrelay_router_{name}_seconds_bucket{{le="{float(bound)}"}}' in text
+        assert f'kvrelay_router_{name}_seconds_bucket{{le="{float(bound)}",model_name="m"}}' in text
 
 
 def test_each_panel_and_alert_says_what_it_is() -> None:
@@ -76,10 +77,10 @@ ROUTER, NODE = 'job="kvrelay-router",instance="r"', 'job="kvrelay-node",instance
 WRONG_AND_RIGHT: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "KvrelayTargetDown": ({f"up{{{NODE}}}": "0x99"}, {f"up{{{NODE}}}": "1x99"}),
     "KvrelayNothingServes": (
-        {'kvrelay_router_node_up{node="p",role="prefill",model=""}': "1x99"},
+        {'kvrelay_router_node_up{node="p",role="prefill",model_name=""}': "1x99"},
         {
-            'kvrelay_router_node_up{node="p",role="prefill",model="m"}': "1x99",
-            'kvrelay_router_node_up{node="d",role="decode",model="m"}': "1x99",
+            'kvrelay_router_node_up{node="p",role="prefill",model_name="m"}': "1x99",
+            'kvrelay_router_node_up{node="d",role="decode",model_name="m"}': "1x99",
         },
     ),
     "KvrelayRoleDown": (
@@ -215,12 +216,12 @@ ALSO: list[tuple[str, tuple[dict[str, str], dict[str, str]]]] = [
         "KvrelayRoleDown",
         (
             {
-                'kvrelay_router_node_up{node="d",role="decode",model="m"}': "1x8 0x91",
-                'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99",
+                'kvrelay_router_node_up{node="d",role="decode",model_name="m"}': "1x8 0x91",
+                'kvrelay_router_node_up{node="e",role="decode",model_name="n"}': "1x99",
             },
             {  # a node that starts is of no model of its own
-                'kvrelay_router_node_up{node="d",role="decode",model=""}': "0x99",
-                'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99",
+                'kvrelay_router_node_up{node="d",role="decode",model_name=""}': "0x99",
+                'kvrelay_router_node_up{node="e",role="decode",model_name="n"}': "1x99",
             },
         ),
     ),
@@ -228,10 +229,25 @@ ALSO: list[tuple[str, tuple[dict[str, str], dict[str, str]]]] = [
         "KvrelayNothingServes",
         (
             {
-                'kvrelay_router_node_up{node="p",role="prefill",model="m"}': "1x99",
-                'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99",
+                'kvrelay_router_node_up{node="p",role="prefill",model_name="m"}': "1x99",
+                'kvrelay_router_node_up{node="e",role="decode",model_name="n"}': "1x99",
             },
-            {'kvrelay_router_node_up{node="e",role="decode",model="n"}': "1x99"},
+            {'kvrelay_router_node_up{node="e",role="decode",model_name="n"}': "1x99"},
+        ),
+    ),
+    (  # a model that few ask for, beside one that many do
+        "KvrelayFirstTokenLate",
+        (
+            {
+                'kvrelay_router_time_to_first_token_seconds_bucket{le="1.0",model_name="m"}': "0+9x99",
+                'kvrelay_router_time_to_first_token_seconds_count{model_name="m"}': "0+10x99",
+                'kvrelay_router_time_to_first_token_seconds_bucket{le="1.0",model_name="n"}': "0+9990x99",
+                'kvrelay_router_time_to_first_token_seconds_count{model_name="n"}': "0+9990x99",
+            },
+            {
+                'kvrelay_router_time_to_first_token_seconds_bucket{le="1.0",model_name="m"}': "0+10x99",
+                'kvrelay_router_time_to_first_token_seconds_count{model_name="m"}': "0+10x99",
+            },
         ),
     ),
     (  # a drain of ten minutes

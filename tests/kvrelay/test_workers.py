@@ -189,9 +189,9 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
     async with nodes(p, d, d2), router(tmp_path, p, d) as r:
         # Metrics are of both, whoever is asked.
         assert [await r.ask(worker) for worker in (0, 1, 1)] == [200] * 3
-        done = 'kvrelay_router_requests_total{path="/v1/chat/completions",status="200"}'
+        done = f'kvrelay_router_requests_total{{model_name="{MODEL}",path="/v1/chat/completions",status="200"}}'
         assert [await r.metric(worker, done) for worker in (0, 1)] == [3, 3]
-        up = f'kvrelay_router_node_up{{model="{MODEL}",node="{d.url}",role="decode"}}'
+        up = f'kvrelay_router_node_up{{model_name="{MODEL}",node="{d.url}",role="decode"}}'
         assert (await r.metric(0, up), await r.metric(0, "kvrelay_router_workers")) == (1, 2)
 
         # So is the console's picture: the requests that each has answered, its legs, and who has told.

@@ -318,7 +318,7 @@ async def test_a_router_has_an_idle_node_change_and_shows_it() -> None:
         (seen,) = (await state(c))["balance"]
         assert (seen["model"], seen["roles"]["prefill"]["nodes"]) == (MODEL, 2)
         assert seen["changes"][0]["outcome"].startswith("done")
-        assert c.metric("kvrelay_router_role_changes_total", model=MODEL, role="prefill", outcome="done") == 1
+        assert c.metric("kvrelay_router_role_changes_total", model_name=MODEL, role="prefill", outcome="done") == 1
         await c.text()
 
 

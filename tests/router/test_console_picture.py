@@ -55,7 +55,8 @@ def request(at: float, **fields: Any) -> Ended:
 def note(recent: Recent, ended: float, now: float, **fields: Any) -> None:
     """A request ends there."""
     told = request(ended, **fields)
-    recent.ended(now, told.status, told.output_tokens, told.ttft_s, told.inter_token_s, told.stages_s["total"])
+    recent.flowed(now, told.output_tokens)
+    recent.ended(now, told.status, told.ttft_s, told.inter_token_s, told.stages_s["total"])
     recent.keep(told)
 
 
@@ -118,7 +119,7 @@ def test_what_is_kept_is_bounded_whatever_comes(steps: list[tuple[float, int]]) 
         for _ in range(times):
             note(recent, now, now)
             ended.append(now)
-            recent.moved(P, D, 1, 0.1, 0.1)
+            recent.handed_over(now, P, D)
     assert [each.ended for each in recent.requests(-1.0)] == ended[-KEPT_REQUESTS:]
     slots = recent.slots(now)
     assert len(slots) <= SLOTS
@@ -130,11 +131,11 @@ def test_pairs_of_nodes_are_counted_apart_up_to_a_bound() -> None:
     recent = Recent()
     note(recent, 0.0, 0.0)
     for at in range(MAX_EDGES + 50):
-        recent.moved(f"p{at}", D, 10, 0.5, 0.25)
-    recent.moved("p0", D, 5, 0.5, 0.25)
+        recent.handed_over(0.0, f"p{at}", D)
+    recent.fetched(0.0, "p0", D, 5, 0.5, 0.25)
     edges = recent.slots(0.0)[0].edges
     assert len(edges) == MAX_EDGES
-    assert edges["p0", D] == Edge(2, 15, 1.0, 0.5)
+    assert edges["p0", D] == Edge(1, 1, 5, 0.5, 0.25)
 
 
 @given(st.lists(st.floats(2e-4, 1000.0), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99]))
@@ -160,12 +161,13 @@ def test_nothing_has_no_percentile_and_any_time_has_a_bucket() -> None:
 def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
     one, two = Recent(), Recent()
     note(two, 4900.0, 900.0, ttft_s=0.4)
-    two.moved(P, D, 900, 0.5, 0.1)  # longer ago than a minute
+    two.fetched(900.0, P, D, 900, 0.5, 0.1)  # longer ago than a minute
     for at in range(10):
         note(one, 4990.0 + at, 990.0 + at, ttft_s=0.1)
         note(two, 4990.5 + at, 990.0 + at, ttft_s=0.4, status=500 if at == 9 else 200)
-    one.moved(P, D, 100, 0.5, 0.1)
-    two.moved(P, D, 300, 0.25, 0.1)
+    for recent, size, took_s in ((one, 100, 0.5), (two, 300, 0.25)):
+        recent.handed_over(998.0, P, D)
+        recent.fetched(999.0, P, D, size, took_s, 0.1)
     seen = shown(worker(1, one, nodes=[node(legs=3)]), worker(0, two, nodes=[node(legs=4)]), wanted=3)
     assert (seen.running, seen.waiting, seen.asked, seen.wanted) == (2, 4, 1, 3)
     assert [row.index for row in seen.workers] == [0, 1]
@@ -177,7 +179,7 @@ def test_what_workers_see_is_added_up_where_each_knows_a_part() -> None:
     assert seen.ttft.p50_s == pytest.approx(0.4, rel=0.03)
     assert seen.ttft.p99_s == pytest.approx(0.4, rel=0.03)
     assert seen.requests_per_s == pytest.approx(2.0)
-    assert [(edge.handovers, edge.bytes, edge.transfer_s) for edge in seen.edges] == [(2, 400, 0.75)]
+    assert [(edge.handovers, edge.fetches, edge.bytes, edge.transfer_s) for edge in seen.edges] == [(2, 2, 400, 0.75)]
     assert [each.ended for each in seen.requests[:3]] == [4999.5, 4999.0, 4998.5]
 
 
@@ -201,7 +203,7 @@ def test_a_picture_of_nothing_is_one() -> None:
 def test_what_workers_tell_each_other_of_it_arrives_as_it_was() -> None:
     recent = Recent()
     note(recent, 4999.0, 999.0)
-    recent.moved(P, D, 100, 0.5, 0.1)
+    recent.fetched(999.0, P, D, 100, 0.5, 0.1)
     told = Seen([worker(1, recent)])
     assert list(Frames(FromWorker).take(packed(-3, told))) == [(-3, told)]
     assert list(Frames(FromParent).take(packed(4, Look(12.5)))) == [(4, Look(12.5))]

@@ -160,8 +160,8 @@ async def test_a_node_is_asked_and_gets_what_its_new_role_gets() -> None:
         await under_way
         p.flipped()
         await until(lambda: c.node(p).up)
-        assert c.metric("kvrelay_router_node_up", node=p.url, role="decode", model=MODEL) == 1
-        assert c.metric("kvrelay_router_node_up", node=p.url, role="prefill", model=MODEL) == 0
+        assert c.metric("kvrelay_router_node_up", node=p.url, role="decode", model_name=MODEL) == 1
+        assert c.metric("kvrelay_router_node_up", node=p.url, role="prefill", model_name=MODEL) == 0
         before = len(p.calls)
         for _ in range(60):  # two decode nodes alike: each is the other's equal, and chance decides
             await c.text()

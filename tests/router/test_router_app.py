@@ -177,8 +177,11 @@ async def test_metrics_are_exposed() -> None:
         await c.text()
         async with c.http.get(f"{c.url}/metrics") as answer:
             text = await answer.text()
-        assert f'kvrelay_router_node_up{{model="{MODEL}",node="{p.url}",role="prefill"}} 1.0' in text
-        assert 'kvrelay_router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
+        assert f'kvrelay_router_node_up{{model_name="{MODEL}",node="{p.url}",role="prefill"}} 1.0' in text
+        assert (
+            f'kvrelay_router_requests_total{{model_name="{MODEL}",path="/v1/chat/completions",status="200"}} 1.0'
+            in text
+        )
         assert "kvrelay_router_queue_depth" in text
 
 

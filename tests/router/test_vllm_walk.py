@@ -108,6 +108,32 @@ async def test_the_first_token_of_a_whole_answer_is_that_of_the_prefill_leg() ->
         assert c.metric("kvrelay_router_inter_token_latency_seconds_sum") > 0.02
 
 
+async def test_a_hand_over_is_counted_and_shown_as_one() -> None:
+    p, d = pair()
+    async with cluster(p, d) as c:
+        await c.text({"max_tokens": 9})
+        await until(lambda: c.metric("kvrelay_router_disaggregated_total", model_name=MODEL) == 1)
+        (slot,) = c.router.lookout.seen(0.0).slots
+        assert [(pair, edge.handovers) for pair, edge in slot.edges.items()] == [((p.url, d.url), 1)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_one_node_gives_alone_is_no_wait(stream: bool) -> None:
+    async def slow(call: Call) -> web.StreamResponse:
+        await asyncio.sleep(0.3)
+        return await ok(call)
+
+    p, d = pair()
+    d.script = slow
+    async with cluster(p, d) as c:
+        await c.text({"stream": stream, "prompt": ["a", "b"]}, path="/v1/completions")
+        await until(lambda: c.router.lookout.seen(0.0).requests)
+        (ended,) = c.router.lookout.seen(0.0).requests
+        assert ended.prefill == "-"
+        assert ended.stages_s["queue"] < 0.2
+        assert ended.stages_s.get("prefill", 0.0) + ended.stages_s.get("decode", 0.0) > 0.25
+
+
 async def test_official_clients_of_three_apis_are_served() -> None:
     p, d = pair()
     async with cluster(p, d, api_key="key") as c:

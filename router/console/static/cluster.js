@@ -135,8 +135,8 @@ function edges(picture) {
     const [, , times, speed, fetch, exposed] = row.cells;
     say(times, `${rate((edge.handovers * 60) / window)}/min`);
     say(speed, edge.bytes ? `${bytes(edge.bytes / window)}/s` : "–");
-    say(fetch, edge.bytes ? time(edge.transfer_s / edge.handovers) : "–");
-    say(exposed, edge.bytes ? time(edge.exposed_s / edge.handovers) : "–");
+    say(fetch, edge.bytes ? time(edge.transfer_s / edge.fetches) : "–");
+    say(exposed, edge.bytes ? time(edge.exposed_s / edge.fetches) : "–");
   });
 }
 

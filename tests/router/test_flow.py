@@ -1,0 +1,71 @@
+"""Output tokens are counted while an answer comes, once each, by model and API key, and in the console."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from router_doubles import MODEL, Call, cluster, decode, event, prefill, until
+
+from router.admission.keys import hash_of
+from router.flow import Flow
+from router.metrics import Metrics
+from router.nodes.doors import Doors
+from router.nodes.pool import Pool
+from wire.frames import Frame, FrameKind
+from wire.key_config import KeyConfig
+
+TOKENS = "kvrelay_router_output_tokens_total"
+OF_ALICE = "kvrelay_router_key_tokens_total"
+
+
+class Growing:
+    output_tokens = 0
+
+
+def test_each_token_is_counted_once_also_where_an_answer_begins_anew() -> None:
+    pool = Pool([], [], random.Random(0))
+    metrics, answer = Metrics(pool, Doors(pool, random.Random(0)), []), Growing()
+    seen: list[tuple[float, int]] = []
+    flow = Flow(metrics, lambda now, tokens: seen.append((now, tokens)))
+    flow.begins(answer, "alice", "m")
+    for now, tokens in ((1.0, 0), (2.0, 5), (3.0, 0), (4.0, 4), (5.0, 9)):
+        answer.output_tokens = tokens
+        flow.look(now)
+    answer.output_tokens = 12
+    assert flow.ends(answer, 5.5) == "m"
+    flow.look(6.0)
+    assert seen == [(2.0, 5), (5.0, 4), (5.5, 3)]
+    told = metrics.registry.get_sample_value
+    assert told(TOKENS, {"model_name": "m"}) == 12
+    assert told(OF_ALICE, {"key": "alice", "kind": "output"}) == 12
+
+
+async def test_tokens_are_counted_before_the_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.flow.LOOK_S", 0.02)
+    more, last = asyncio.Event(), asyncio.Event()
+
+    async def slow(call: Call) -> None:
+        await call.tokens(12, "b", 2)
+        await more.wait()
+        await call.send(Frame(FrameKind.TOKENS, event("cde"), [13, 14, 15], 3))
+        await last.wait()
+        await call.send(Frame(FrameKind.END, b"", [16], 3, usage=(3, 6, 0)))
+
+    keys = (KeyConfig("alice", hash_of("a")),)
+    async with cluster(prefill(), decode(slow), keys=keys) as c:
+
+        def counted() -> tuple[float, float, float]:
+            tokens = c.metric(TOKENS, model_name=MODEL), c.metric(OF_ALICE, key="alice", kind="output")
+            return *tokens, sum(slot.output_tokens for slot in c.router.lookout.seen(0.0).slots)
+
+        async with c.post({"stream": True}, headers={"authorization": "Bearer a"}) as answer:
+            await until(lambda: counted() == (2, 2, 2))
+            more.set()
+            await until(lambda: counted() == (5, 5, 5))
+            assert c.metric("kvrelay_router_requests_running", model_name=MODEL) == 1
+            last.set()
+            await answer.read()
+        await until(lambda: c.metric("kvrelay_router_requests_running", model_name=MODEL) == 0)
+        assert counted() == (6, 6, 6)
