@@ -349,6 +349,7 @@ _add(
         "kv_events_config",
         "profiler_config",
         *("ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"),
+        *("root_path", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
         "log_format",
         "otlp_traces_endpoint",
         *settings_of(TransferConfig),

@@ -154,7 +154,18 @@ def _converted(kind: object, raw: object) -> object | None:
             raw = json.loads(raw) if isinstance(raw, str) else raw
         return raw if isinstance(raw, dict) else None
     items = [raw] if isinstance(raw, str) else raw
-    return tuple(items) if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items) else None
+    if not isinstance(items, (list, tuple)):
+        return None
+    texts = [text for item in items for text in _listed(item)]
+    return tuple(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def _listed(item: object) -> list[object]:
+    """The items of a list that was given as JSON, as vLLM's flags want it; else the one item."""
+    if isinstance(item, str) and item.startswith("["):
+        with contextlib.suppress(ValueError):
+            return list(json.loads(item))
+    return [item]
 
 
 def _whole(raw: object) -> int | None:

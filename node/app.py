@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from node.accounts import Account
 from node.adapter_calls import load_adapter, unload_adapter
@@ -39,6 +40,7 @@ from node.sandbox import Sandbox
 from node.serving import Call, Serving
 from openai_api.beside import beside
 from openai_api.body import asked_id
+from openai_api.front import Front, front_of
 from openai_api.join import joined_end
 from openai_api.json_body import check_shape, json_response
 from openai_api.leg import Leg
@@ -126,9 +128,22 @@ class Node:
         return True
 
 
+class _App(FastAPI):
+    front: Front | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.front is not None:
+            entered = await self.front.enter(scope, receive, send)
+            if entered is None:
+                return
+            send = entered
+        await super().__call__(scope, receive, send)
+
+
 def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]) -> FastAPI:
     """The routes over one node."""
-    app = FastAPI(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = _App(title="kvrelay node", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.front = front_of(node.config)
     answer_errors(app)
 
     @app.post(_COMPLETIONS[0])
@@ -146,6 +161,7 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
             partial(_node_body, node),
             lambda req, body, chat: _complete(node, req, chat=chat, body=body),
         ),
+        root_path=node.config.root_path,
     )
 
     @app.post(_COMPLETIONS[1])

@@ -277,8 +277,10 @@ _OPERATIONS = (
 )
 
 
-def document(title: str, version: str, models: Sequence[str] = ()) -> Schema:
-    """The OpenAPI 3.1 document. `models`: the names that requests may have; none if they are not known yet."""
+def document(title: str, version: str, models: Sequence[str] = (), root_path: str = "") -> Schema:
+    """The OpenAPI 3.1 document. `models`: the names that requests may have; none if they are not known yet.
+
+    `root_path`: what stands before the paths."""
     types = list(dict.fromkeys(kind for each in _OPERATIONS for kind in _types_of(each)))
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(types, schemas, strict=True))
@@ -306,6 +308,7 @@ def document(title: str, version: str, models: Sequence[str] = ()) -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": {name: components[name] for name in sorted(used)},

@@ -100,11 +100,11 @@ def version() -> str:
         return "unknown"
 
 
-def add_routes(app: FastAPI, server: Server, responses: Responses | None = None) -> None:
-    """Add them all. `responses`: where they are kept; in this process if nowhere else."""
+def add_routes(app: FastAPI, server: Server, responses: Responses | None = None, *, root_path: str = "") -> None:
+    """Add them all. `responses`: where they are kept, in this process if nowhere else; `root_path`: a proxy's."""
     _add_responses(app, server, responses or KeptHere())
     _add_anthropic(app, server)
-    _add_docs(app, server)
+    _add_docs(app, server, root_path)
 
     @app.post(GENERATE_PATH, response_model=None)
     async def generate(request: Request) -> Response:
@@ -177,14 +177,14 @@ def _add_anthropic(app: FastAPI, server: Server) -> None:
         return _json(msgspec.json.encode({"input_tokens": counted.count}))
 
 
-def _add_docs(app: FastAPI, server: Server) -> None:
+def _add_docs(app: FastAPI, server: Server, root_path: str) -> None:
     """The document, with the model names that are served now, and its page, which loads nothing from elsewhere."""
 
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
         from openai_api.openapi import document  # here, because a router starts without it in 10 ms less
 
-        return _json(msgspec.json.encode(document(app.title, version(), server.served())))
+        return _json(msgspec.json.encode(document(app.title, version(), server.served(), root_path)))
 
     @app.get("/docs", response_model=None)
     async def docs() -> Response:

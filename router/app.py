@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from openai_api.beside import beside
 from openai_api.body import sane_id
 from openai_api.dialect import AS_IS, Speak, as_it_is
+from openai_api.front import Front, front_of
 from openai_api.json_body import check_shape, json_response
 from openai_api.routes import add_routes, shown
 from openai_api.tracing import tracing_to
@@ -362,8 +363,14 @@ class _App(FastAPI):
 
     hot: ASGIApp
     has_hot: Callable[[Scope], bool]
+    front: Front | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.front is not None:
+            entered = await self.front.enter(scope, receive, send)
+            if entered is None:
+                return
+            send = entered
         await (self.hot(scope, receive, send) if self.has_hot(scope) else super().__call__(scope, receive, send))
 
 
@@ -378,6 +385,7 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
 
     app = _App(title="kvrelay router", lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.router = router
+    app.front = front_of(config)
     add_error_answers(app)
     app.add_middleware(KeyGate, keyring=router.keyring, metrics=router.metrics, admin_key=config.admin_key)
 
@@ -388,11 +396,11 @@ def create_app(config: RouterConfig, rng: random.Random | None = None, shared: M
     app.hot, app.has_hot = KeyGate(hot, router.keyring, router.metrics, config.admin_key), hot.has
     for path in (CHAT_PATH, COMPLETIONS_PATH):  # for what is not a POST
         app.post(path, response_model=None)(complete)
-    add_routes(app, router, router.shared.responses)
+    add_routes(app, router, router.shared.responses, root_path=config.root_path)
     read = partial(read_body, limit_bytes=_MAX_ADMIN_BYTES, deadline_s=_ADMIN_READ_S)
     add_admin_routes(app, router.pool, router.shared, router.legs, router.may_be_node, read)
     add_node_routes(app, router.pool, router.shared, router.legs, lambda: router.config, router.running_now)
-    add_console_routes(app, router.lookout.picture)
+    add_console_routes(app, router.lookout.picture, config.root_path)
 
     @app.post(LOAD_PATH, response_model=None)
     @app.post(UNLOAD_PATH, response_model=None)

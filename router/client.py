@@ -14,6 +14,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from openai_api.connections import Guarded
+from openai_api.front import CORS_HEADERS
 from router.reply import Flow
 
 __all__ = ["Client", "ClientConnection", "arrived", "client_of", "headers_of", "send_written"]
@@ -94,6 +95,8 @@ class Client:
         self._unsent: list[bytes] = []
         self.ending = False
         """`end` is about to be called: what waits is sent with it."""
+        self.headers: Iterable[tuple[bytes, bytes]] = ()
+        """Of the answer, whoever gives it."""
         self.pieces = 0
         """Of the body that were written."""
 
@@ -116,7 +119,7 @@ class Client:
         cycle.response_started, cycle.waiting_for_100_continue = True, False
         self._connection.streaming = True
         self._connection.flush_at_leisure()
-        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers, *self.headers)]
         close = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join((STATUS_LINE[status], *lines, close, b"transfer-encoding: chunked\r\n\r\n"))
         if not self._unsent:
@@ -188,4 +191,5 @@ def client_of(scope: Scope) -> Client:
     """Take the client of a request out of its scope, which it has itself. Once."""
     client = scope.pop(_KEY)
     assert isinstance(client, Client)
+    client.headers = scope.get(CORS_HEADERS, ())
     return client

@@ -3,8 +3,9 @@
 Where a request comes from says nothing: a proxy on this machine sends strangers' requests from loopback, and Host and
 Origin are what the sender writes. The key alone decides. A page of another site does not know it and no browser adds
 it: it is neither a cookie nor a password that HTTP asks for, but a header, which a page may send to another origin only
-with that origin's leave (CORS), and this router gives none. A page whose name was led to this machine (DNS rebinding)
-has an origin of its own, and so not what the console has stored in the browser. A router that has no key is closed.
+with that origin's leave (CORS), and this router gives none but to --allowed-origins. A page whose name was led to this
+machine (DNS rebinding) has an origin of its own, and so not what the console has stored in the browser. A router that
+has no key is closed.
 """
 
 from __future__ import annotations

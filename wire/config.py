@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from wire.config_checks import check_log_format, check_ssl, is_address, is_loopback, positive, require
+from wire.config_checks import check_front, check_log_format, check_ssl, is_address, is_loopback, positive, require
 from wire.errors import ConfigError
 from wire.kv_events_config import KvEventsConfig
 from wire.profiler_config import ProfilerConfig
@@ -353,6 +353,18 @@ class NodeConfig:
     ssl_cert_reqs: int = 0
     """2 serves only clients with a certificate of ssl_ca_certs, health checks too; 1 checks one that a client brings, 0
     asks for none."""
+    root_path: str = ""
+    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if the proxy takes it
+    away, without."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"] allows all. Unlike vLLM
+    none by default: what asks for no key would be open to every page that somebody in this network visits."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that these pages may use."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Headers that these pages may send."""
+    allow_credentials: bool = False
+    """Let these pages send what the browser adds by itself, such as a client's certificate; not with ["*"]."""
     max_body_bytes: int = 16 << 20
     """Longest request body. What a leg is handed over beside it does not count."""
     request_deadline_s: float = 600.0
@@ -379,6 +391,7 @@ class NodeConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)
         check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
         require(
             bool(self.ssl_cert_reqs) or not self.ssl_ca_certs,

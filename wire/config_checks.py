@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from wire.errors import ConfigError
@@ -12,6 +13,7 @@ from wire.log_lines import LOG_FORMATS
 __all__ = [
     "MAX_URL_CHARS",
     "base_url",
+    "check_front",
     "check_log_format",
     "check_ssl",
     "is_address",
@@ -40,6 +42,23 @@ def positive(owner: object, *names: str) -> None:
 def check_log_format(log_format: str) -> None:
     """Raises ConfigError for one that there is not."""
     require(log_format in LOG_FORMATS, f"log_format {log_format!r} is not one of {', '.join(LOG_FORMATS)}")
+
+
+def check_front(root_path: str, allowed_origins: Sequence[str], *, allow_credentials: bool) -> None:
+    """Raises ConfigError for a path or origins that no request could have, or that would let any page in."""
+    require(
+        re.fullmatch(r"(/[\w.~!$&'()*+,;=:@-]+)*", root_path) is not None,
+        f"root_path must begin with / and not end with it, for example /llm, got {root_path!r}",
+    )
+    for origin in allowed_origins:
+        require(
+            origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None,
+            f"allowed_origins must be * or like https://chat.example, without a path, got {origin!r}",
+        )
+    require(
+        not (allow_credentials and "*" in allowed_origins),
+        "allow_credentials with allowed_origins * would let any page act for whoever visits it; name the origins",
+    )
 
 
 def check_ssl(certfile: str, keyfile: str, ca_certs: str, cert_reqs: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from wire.config_checks import check_log_format, check_ssl, is_base_url, is_loopback, positive, require
+from wire.config_checks import check_front, check_log_format, check_ssl, is_base_url, is_loopback, positive, require
 from wire.key_config import KeyConfig
 from wire.node_hosts import check_node_allow, is_node_allowed
 
@@ -102,6 +102,18 @@ class RouterConfig:
     """A PEM file with the certificate that https:// nodes are shown, if they ask for one (their ssl_cert_reqs)."""
     node_ssl_keyfile: str = ""
     """The PEM file with its private key, if that is a file of its own."""
+    root_path: str = ""
+    """The path under which a proxy serves this, for example /llm. Requests may come with it or, if the proxy takes it
+    away, without."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask from a browser, for example '["https://chat.example"]'; ["*"] allows all. Unlike vLLM
+    none by default: what asks for no key would be open to every page that somebody in this network visits."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that these pages may use."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Headers that these pages may send."""
+    allow_credentials: bool = False
+    """Let these pages send what the browser adds by itself, such as a client's certificate; not with ["*"]."""
     attempts: int = 3
     """How many nodes a leg is tried on before the client gets an error."""
     prefill_policy: str = "cost"
@@ -269,6 +281,7 @@ class RouterConfig:
         for name in ("max_queue", "ttft_target_ms", "tpot_target_ms"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must not be negative, got {value}")
+        check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)
         check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
         require(
             bool(self.node_ssl_certfile) or not self.node_ssl_keyfile,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from router.console.picture import Picture
 from wire.errors import NotFound, RequestError
@@ -42,8 +42,13 @@ _HEADERS = {
 }
 
 
-def add_console_routes(app: FastAPI, picture: Callable[[float], Awaitable[Picture]]) -> None:
+def add_console_routes(app: FastAPI, picture: Callable[[float], Awaitable[Picture]], root_path: str) -> None:
     """Add them all. `picture` is asked for with the Unix time after which requests are news."""
+
+    async def home(_: Request) -> Response:
+        return RedirectResponse(root_path + CONSOLE_PATH)
+
+    app.add_route("/", home)
 
     @app.get(CONSOLE_PATH, response_model=None)
     async def page(request: Request) -> Response:

@@ -1,0 +1,86 @@
+"""The front of a server, before its routes and keys: the path that a proxy puts before ours, and other origins (CORS).
+
+What CORS says is starlette's to know. Its middleware is asked instead of wrapped around the server, because the router
+writes answers past ASGI. Where nothing is configured there is no front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Message, Receive, Scope, Send
+
+__all__ = ["CORS_HEADERS", "Front", "Fronted", "front_of"]
+
+CORS_HEADERS = "kvrelay.cors"
+"""Key of a request's scope: headers for its answer, for who writes it past `send`."""
+
+
+class Fronted(Protocol):
+    """The settings of a front; see RouterConfig and NodeConfig."""
+
+    @property
+    def root_path(self) -> str: ...
+    @property
+    def allowed_origins(self) -> Sequence[str]: ...
+    @property
+    def allowed_methods(self) -> Sequence[str]: ...
+    @property
+    def allowed_headers(self) -> Sequence[str]: ...
+    @property
+    def allow_credentials(self) -> bool: ...
+
+
+def front_of(config: Fronted) -> Front | None:
+    """Make the front that is configured, if any is."""
+    return Front(config) if config.root_path or config.allowed_origins else None
+
+
+class Front:
+    """See the module."""
+
+    def __init__(self, config: Fronted) -> None:
+        self._root = config.root_path
+        self._cors: CORSMiddleware | None = None
+        if config.allowed_origins:
+            self._cors = CORSMiddleware(
+                _nowhere,
+                config.allowed_origins,
+                config.allowed_methods,
+                config.allowed_headers,
+                config.allow_credentials,
+            )
+
+    async def enter(self, scope: Scope, receive: Receive, send: Send) -> Send | None:
+        """Let a request in, its path without the proxy's: how to answer it. None: it was a browser's question first."""
+        if scope["type"] != "http":
+            return send
+        path = scope["path"]
+        if self._root and (path == self._root or path.startswith(f"{self._root}/")):
+            scope["path"] = path[len(self._root) :] or "/"
+        headers = Headers(scope=scope)
+        if self._cors is None or "origin" not in headers:
+            return send
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            await self._cors.preflight_response(headers)(scope, receive, send)
+            return None
+        cors = self._cors
+        start: Message = {"type": "http.response.start"}
+        await cors.send(start, _nothing, headers)
+        scope[CORS_HEADERS] = start["headers"]
+
+        async def answer(message: Message) -> None:
+            await cors.send(message, send, headers)
+
+        return answer
+
+
+async def _nothing(_: Message) -> None:
+    pass
+
+
+async def _nowhere(_: Scope, __: Receive, ___: Send) -> None:
+    raise AssertionError("the middleware is asked, not called")
