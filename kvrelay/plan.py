@@ -70,10 +70,15 @@ class ClusterConfig:
     """A Jinja file that replaces the model's chat template."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
-    tool_call_parser: str = ""
-    """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
-    reasoning_parser: str = ""
-    """How the model reasons: think (<think>...</think>). Reasoning then is reasoning_content and not content."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder, deepseek_v3, deepseek_v31,
+    glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes it from the chat template or the model's type,
+    none finds no calls."""
+    reasoning_parser: str = "auto"
+    """How the model reasons: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2, openai_gptoss, granite, mistral,
+    seed_oss; auto: as with tool_call_parser, none leaves it in the content."""
+    tool_parser_plugin: str = ""
+    """A Python file, run at start, which adds parsers of tool calls and of reasoning."""
     api_key: str = ""
     """If set, clients must send `Authorization: Bearer <api_key>`. The nodes get a random key of their own."""
     max_body_bytes: int = 16 << 20
@@ -115,6 +120,7 @@ class ClusterConfig:
                 self.transfer,
                 tool_call_parser=self.tool_call_parser,
                 reasoning_parser=self.reasoning_parser,
+                tool_parser_plugin=self.tool_parser_plugin,
             )
 
     def engine_of(self, role: Role) -> EngineConfig:
@@ -258,6 +264,7 @@ def node_config(config: ClusterConfig, engine: EngineConfig, role: Role, port: i
         trust_request_chat_template=config.trust_request_chat_template,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
+        tool_parser_plugin=config.tool_parser_plugin,
         max_body_bytes=config.max_body_bytes,
         request_deadline_s=config.request_deadline_s,
         start_deadline_s=config.start_deadline_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 from node.engine_client import EngineClient
@@ -11,6 +12,7 @@ from node.sandbox_messages import Setup
 from node.serving import Serving
 from openai_api.chat_template import check_template
 from openai_api.generation_config import sampling_defaults
+from openai_api.model_formats import load_plugin, reasoning_format, tool_format
 from openai_api.tokenizer import Tokenizer
 from wire.config import NodeConfig
 from wire.engine_messages import EngineReady
@@ -18,13 +20,22 @@ from wire.errors import ConfigError
 
 __all__ = ["serving_of"]
 
+log = logging.getLogger("kvrelay.node")
+
 
 async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
     """Load the tokenizer while the started engine loads the model, and open the sandbox. Raises ConfigError,
     EngineDead."""
+    if config.tool_parser_plugin:
+        await asyncio.to_thread(load_plugin, config.tool_parser_plugin)
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
-    info = await engine.ready(config.start_deadline_s)
     template = await asyncio.to_thread(_template, config.chat_template)
+    formats = (template or tokenizer.tool_template, tokenizer.model_type)
+    tools = tool_format(config.tool_call_parser, *formats)
+    reasoning = reasoning_format(config.reasoning_parser, template or tokenizer.chat_template, tokenizer.model_type)
+    names = [row[0] if row else "none" for row in (tools, reasoning)]
+    log.info("tool calls are read as %s writes them, reasoning as %s", *names)
+    info = await engine.ready(config.start_deadline_s)
     sandbox.open(
         Setup(
             config.engine.model,
@@ -33,6 +44,8 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
             info.max_model_len,
             info.vocab_size,
             list(info.eos_token_ids),
+            names[0],
+            config.tool_parser_plugin,
         )
     )
     return Serving(
@@ -41,8 +54,8 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
         template,
         tokenizer,
         info,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
+        tool_format=tools[1] if tools else None,
+        reasoning=reasoning[1] if reasoning else None,
         trusts_request_templates=config.trust_request_chat_template,
         defaults=sampling_defaults(config.engine, info.model_name),
     )

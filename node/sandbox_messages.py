@@ -57,6 +57,10 @@ class Setup(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
+    tool_call_parser: str = "hermes"
+    """The name of a row of the table, or none."""
+    tool_parser_plugin: str = ""
+    """The operator's file with further rows; empty: none."""
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):

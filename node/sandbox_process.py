@@ -40,6 +40,7 @@ from node.sandbox_messages import (
     framed,
 )
 from openai_api.body import decode_chat, decode_completion
+from openai_api.model_formats import TOOL_FORMATS, load_plugin
 from openai_api.prompt import Prompts
 from openai_api.tokenizer import Tokenizer
 from paged_engine.grammar import Grammars
@@ -61,11 +62,14 @@ def main() -> None:
     setup = msgspec.msgpack.decode(_received(control), type=Setup)
     tokenizer = Tokenizer.load(setup.model)
     grammars = grammars_for(tokenizer, setup.vocab_size, setup.eos_token_ids)
+    if setup.tool_parser_plugin:
+        load_plugin(setup.tool_parser_plugin)
     prompts = Prompts(
         tokenizer,
         setup.max_model_len,
         chat_template=setup.chat_template,
         trusts_request_templates=setup.trusts_request_templates,
+        tool_format=None if setup.tool_call_parser == "none" else TOOL_FORMATS[setup.tool_call_parser],
     )
     imports_are_done()
     while True:

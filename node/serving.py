@@ -26,6 +26,7 @@ from openai_api.body import (
 from openai_api.json_body import reading
 from openai_api.leg import Leg, with_forks
 from openai_api.message_stream import message_form
+from openai_api.model_formats import ReasoningFormat, ToolFormat
 from openai_api.prompt import Prompts
 from openai_api.structured import bad_word_ids
 from openai_api.tokenize_types import Detokenized, ToDetokenize, Tokenized, ToTokenize
@@ -68,12 +69,14 @@ class Serving:
         tokenizer: Tokenizer,
         info: EngineReady,
         *,
-        tool_call_parser: str = "",
-        reasoning_parser: str = "",
+        tool_format: ToolFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
         trusts_request_templates: bool = False,
         defaults: SamplingDefaults = PLAIN_SAMPLING,
     ) -> None:
-        """The parsers are named as in NodeConfig. `defaults` are for requests that no other node has begun."""
+        """`tool_format` and `reasoning` are how the model writes calls and thoughts; None: they are not looked for.
+
+        `defaults` are for requests that no other node has begun."""
         self.defaults = defaults
         self.role, self.model_name, self.info = role, model_name, info
         self._flipped = False
@@ -85,8 +88,9 @@ class Serving:
             info.max_model_len,
             chat_template=chat_template,
             trusts_request_templates=trusts_request_templates,
+            tool_format=tool_format,
         )
-        self._tool_call_parser, self._reasoning_parser = tool_call_parser, reasoning_parser
+        self._tool_format, self._reasoning = tool_format, reasoning
 
     def flipped(self, role: Role) -> None:
         """The node has this role from now on."""
@@ -144,13 +148,7 @@ class Serving:
         # Before a look at each of a million tokens.
         limit = token_limit(request, len(prompt), self.info.max_model_len, defaults)
         self._check_tokens([*prompt, *(token for each in transfer.so_far(MAX_CHOICES) for token in each.generated)])
-        form = message_form(
-            request,
-            self._tokenizer,
-            prompt,
-            tool_call_parser=self._tool_call_parser,
-            reasoning_parser=self._reasoning_parser,
-        )
+        form = message_form(request, self._tokenizer, prompt, tool_format=self._tool_format, reasoning=self._reasoning)
         sampling = sampling_params(
             request,
             bad_words=bad_word_ids(request.bad_words, lambda word: self._tokenizer.encode(word, False)),

@@ -6,7 +6,7 @@ Loading and choosing a template is done elsewhere (openai_api/folder_tokenizer.p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -17,10 +17,14 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from openai_api.beginning import content_text
+from openai_api.told_tools import PROBE, told_tools
 from openai_api.types import Message
 from wire.errors import ConfigError, RequestError
 
 __all__ = ["check_template", "render"]
+
+_HELLO = Message("user", "Hello")
+_PROBE_TEXT = "kvrelay probe"
 
 
 def check_template(template: str) -> None:
@@ -39,12 +43,14 @@ def render(
     bos_token: str,
     eos_token: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    write: Callable[[str, Mapping[str, Any]], str] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     **kwargs: Any,
 ) -> str:
     """The prompt for these messages; `kwargs` are further variables of the template.
 
+    With `write`, which makes the text of a call, tools that the template does not render are told in a text of ours.
     With `continue_final_message` it ends where the last message's content does, so that the answer goes on with it.
     Raises RequestError if there is no template or no message, or if the template refuses them.
     """
@@ -55,9 +61,12 @@ def render(
         )
     if not messages:
         raise RequestError("messages must not be empty", param="messages")
+    plain = [_plain(message) for message in messages]
+    if tools and write is not None and not _renders_tools(template):
+        plain, tools = told_tools(plain, tools, write, system=_renders_system(template)), None
     variables = {
         **kwargs,
-        "messages": [_plain(message) for message in messages],
+        "messages": plain,
         "tools": tools,
         "add_generation_prompt": add_generation_prompt,
         "bos_token": bos_token,
@@ -119,6 +128,23 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
             found = None
         arguments = found if isinstance(found, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+@lru_cache(maxsize=8)
+def _renders_tools(template: str) -> bool:
+    try:
+        text = render(template, [_HELLO], bos_token="", eos_token="", tools=PROBE)
+    except RequestError:
+        return True  # what it says of the request's own messages is told then
+    return PROBE[0]["function"]["name"] in text
+
+
+@lru_cache(maxsize=8)
+def _renders_system(template: str) -> bool:
+    try:
+        return _PROBE_TEXT in render(template, [Message("system", _PROBE_TEXT), _HELLO], bos_token="", eos_token="")
+    except RequestError:
+        return False
 
 
 @lru_cache(maxsize=8)

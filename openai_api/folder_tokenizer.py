@@ -47,6 +47,7 @@ def folder_tokenizer(folder: Path) -> TokenizerParts:
         chat_template=template,
         tool_template=tool_template,
         leading_space=leading_space,
+        model_type=_model_type(read_object(folder / "config.json")),
     )
 
 
@@ -68,7 +69,13 @@ def byte_tokenizer(config: Path) -> TokenizerParts:
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.add_special_tokens([AddedToken(names[token], normalized=False) for token in eos])
-    return TokenizerParts(backend, Pieces.BYTE_LEVEL, tuple(eos), chat_template=_PLAIN_TEMPLATE)
+    model_type = _model_type(values)
+    return TokenizerParts(backend, Pieces.BYTE_LEVEL, tuple(eos), chat_template=_PLAIN_TEMPLATE, model_type=model_type)
+
+
+def _model_type(config: dict[str, Any]) -> str:
+    found = config.get("model_type")
+    return found if isinstance(found, str) else ""
 
 
 def _pieces(backend: Backend, file: Path) -> tuple[Pieces, bool]:

@@ -54,6 +54,7 @@ def gguf_tokenizer(path: Path) -> TokenizerParts:
         chat_template=metadata.get("tokenizer.chat_template"),
         tool_template=metadata.get("tokenizer.chat_template.tool_use"),
         leading_space=pieces is Pieces.SENTENCEPIECE and metadata.space_prefix,
+        model_type=metadata.text("general.architecture"),
     )
 
 

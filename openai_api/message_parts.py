@@ -69,16 +69,16 @@ class CallIds:
 
     response_id: str
     choice: int
-    short: bool
-    """Nine letters and digits, as Mistral's models want them."""
+    form: str = "call_{hex}"
+    """What an id looks like to the model, with `{hex}`, `{short}` (nine letters and digits), `{name}` and `{index}`."""
+    first: int = 0
+    """Index of the first one in the whole chat."""
 
-    def of(self, index: int) -> str:
-        """The id of the call with that index."""
+    def of(self, index: int, name: str) -> str:
+        """The id of the call with that index, of the tool of that name."""
         digest = hashlib.blake2b(f"{self.response_id}/{self.choice}/{index}".encode(), digest_size=12)
-        if not self.short:
-            return f"call_{digest.hexdigest()}"
         number, letters = int.from_bytes(digest.digest()), []
         for _ in range(_SHORT):
             number, place = divmod(number, len(_ALPHANUMERICS))
             letters.append(_ALPHANUMERICS[place])
-        return "".join(letters)
+        return self.form.format(hex=digest.hexdigest(), short="".join(letters), name=name, index=self.first + index)

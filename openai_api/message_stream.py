@@ -15,10 +15,11 @@ from msgspec import UNSET
 
 from openai_api.message import MessageParser, PlainMessage
 from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, Reasoning, joined
-from openai_api.reasoning import CLOSE, MARKERS, OPEN, Opening, ReasoningSplit, opening
+from openai_api.model_formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
+from openai_api.reasoning import Opening
 from openai_api.tokenizer import Tokenizer
 from openai_api.tool_choice import Choice, ToolUse, asked_tools
-from openai_api.tool_parsers import TOOL_PARSERS, JsonParser, NamedParser, TextParser
+from openai_api.tool_parsers import NamedParser, TextParser
 from openai_api.types import (
     CalledFunction,
     ChatRequest,
@@ -43,10 +44,14 @@ class MessageForm:
     """How the text of the answers to a request becomes messages."""
 
     tools: ToolUse
-    tool_call_parser: str = ""
+    tool_format: ToolFormat | None = None
     """The node's, for tool_choice auto; its model's ids of calls are made for the other choices too."""
-    opening: Opening | None = None
-    """How the answer begins; None: no reasoning is looked for."""
+    calls: int = 0
+    """In the chat so far, for models that count them in the ids."""
+    reasoning: ReasoningFormat | None = None
+    """None: none is looked for."""
+    opening: Opening = Opening.FREE
+    """How the answer begins."""
     include_reasoning: bool = True
     hidden: dict[int, str] = field(default_factory=dict)
     """Markers that are special tokens, by id: they are rendered for the parsers, and the client never sees them."""
@@ -54,27 +59,30 @@ class MessageForm:
     @property
     def plain(self) -> bool:
         """The text is the content."""
-        return self.tools.choice is Choice.NONE and self.opening is None
+        return self.tools.choice is Choice.NONE and self.reasoning is None
 
     def guided(self, constraint: Constraint | None) -> Constraint | None:
         """A constraint of the content, as one of the whole text: reasoning is free."""
-        if constraint is None or self.opening is None or self.opening is Opening.BEHIND:
+        if constraint is None or self.reasoning is None or self.opening is Opening.BEHIND:
             return constraint
-        opener = OPEN if self.opening is Opening.FREE else ""
-        return msgspec.structs.replace(constraint, behind=CLOSE, opener=opener)
+        marks = self.reasoning.marks
+        opener = marks.openers[0] if self.opening is Opening.FREE else ""
+        return msgspec.structs.replace(constraint, behind=marks.closers[0], opener=opener)
 
     def parser(self, response_id: str, choice: int) -> MessageParser:
         """For one choice."""
         if self.plain:
             return PlainMessage(_ROLE)
-        ids = CallIds(response_id, choice, short=self.tool_call_parser == "mistral")
+        form = (self.tool_format or TOOL_FORMATS["json"]).ids
+        ids = CallIds(response_id, choice, form, self.calls)
         hidden = tuple(self.hidden.values())
         content: TextParser
         match self.tools.choice:
             case Choice.AUTO:
-                content = TOOL_PARSERS[self.tool_call_parser](ids, hidden)
+                assert self.tool_format is not None, "message_form has checked it"
+                content = self.tool_format.reader(ids, hidden, self.tools.tools)
             case Choice.REQUIRED:
-                content = JsonParser(ids, hidden)
+                content = TOOL_FORMATS["json"].reader(ids, hidden, self.tools.tools)
             case Choice.NAMED:
                 content = NamedParser(ids, self.tools.name)
             case Choice.NONE:
@@ -87,32 +95,34 @@ def message_form(
     tokenizer: Tokenizer,
     prompt: list[int],
     *,
-    tool_call_parser: str,
-    reasoning_parser: str,
+    tool_format: ToolFormat | None,
+    reasoning: ReasoningFormat | None,
 ) -> MessageForm:
-    """The form of the answers to a request on a node with these parsers (empty: none).
+    """The form of the answers to a request on a node with these formats.
 
     Raises RequestError if it is left to the model whether to call a tool, and no parser would notice.
     """
     if isinstance(request, CompletionRequest):
         return MessageForm(ToolUse())
     tools = asked_tools(request)
-    if tools.choice is Choice.AUTO and not tool_call_parser:
+    if tools.choice is Choice.AUTO and tool_format is None:
         raise RequestError(
-            "tool_choice auto (the default with tools) needs to know how the model writes calls; start the nodes with "
-            f"--tool-call-parser {'|'.join(TOOL_PARSERS)}, or send tool_choice required or the name of a tool",
+            "tool_choice auto (the default with tools) is switched off here: the nodes were started with "
+            "--tool-call-parser none; start them without, or send tool_choice required or the name of a tool",
             param="tool_choice",
         )
-    begins = None
-    if reasoning_parser:
-        begins = opening(tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False))
-    markers: tuple[str, ...] = () if begins is None else MARKERS
-    if tools.choice is Choice.AUTO:
-        markers += TOOL_PARSERS[tool_call_parser].markers
+    begins = Opening.FREE
+    markers: tuple[str, ...] = ()
+    if reasoning is not None:
+        begins = reasoning.marks.opening(tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False))
+        markers = reasoning.markers
+    if tools.choice is Choice.AUTO and tool_format is not None:
+        markers += tool_format.marks.markers
     hidden: dict[int, str] = {}
     if request.skip_special_tokens is not False:
         hidden = {token: marker for marker in markers if (token := tokenizer.special_id(marker)) is not None}
-    return MessageForm(tools, tool_call_parser, begins, request.include_reasoning is not False, hidden)
+    calls = sum(len(message.tool_calls or ()) for message in request.messages)
+    return MessageForm(tools, tool_format, calls, reasoning, begins, request.include_reasoning is not False, hidden)
 
 
 @dataclass(slots=True)
@@ -133,8 +143,8 @@ class MessageStream:
         """Special tokens that must have their text here."""
         self._form = form
         self._parser = content
-        self._split = None if form.opening is None else ReasoningSplit(form.opening)
-        self._thoughts: TextParser | None = thoughts
+        self._split = None if form.reasoning is None else form.reasoning.split(form.opening)
+        self._thoughts = thoughts
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []
@@ -166,17 +176,15 @@ class MessageStream:
         """Reasoning without markers, and tools in the content."""
         parts: list[Part] = []
         for part in split:
-            if isinstance(part, Reasoning) and self._thoughts is not None:
+            if isinstance(part, Reasoning):
                 parts += _as_reasoning(self._thoughts.push(part.text))
             elif isinstance(part, Content):
                 parts += [*self._end_thoughts(), *self._parser.push(part.text)]
         return parts
 
     def _end_thoughts(self) -> list[Part]:
-        """What their parser holds back, once."""
-        parts = [] if self._thoughts is None else _as_reasoning(self._thoughts.finish())
-        self._thoughts = None
-        return parts
+        """What their parser holds back."""
+        return _as_reasoning(self._thoughts.finish())
 
     def _told(self, parts: Iterable[Part]) -> list[Delta]:
         """What the client is told of these, and the message keeps."""

@@ -12,6 +12,7 @@ import msgspec
 from openai_api.beginning import Beginning, beginning_of, generates_reply
 from openai_api.body import kept_tokens, prompts_of
 from openai_api.chat_template import render
+from openai_api.model_formats import TOOL_FORMATS, ToolFormat
 from openai_api.tokenizer import Tokenizer
 from openai_api.tool_choice import asked_tools
 from openai_api.types import ChatRequest, CompletionRequest
@@ -38,8 +39,13 @@ class Prompts:
         *,
         chat_template: str | None,
         trusts_request_templates: bool,
+        tool_format: ToolFormat | None = None,
     ) -> None:
-        """`chat_template`: None takes the model's. Templates of requests are refused unless they are trusted."""
+        """`chat_template`: None takes the model's. Templates of requests are refused unless they are trusted.
+
+        `tool_format` is how the model writes calls, as it is told where a template does not render tools; None: hermes.
+        """
+        self._write = (tool_format or TOOL_FORMATS["hermes"]).write
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._chat_template = chat_template or tokenizer.chat_template
@@ -95,6 +101,7 @@ class Prompts:
             bos_token=self._tokenizer.bos_token,
             eos_token=self._tokenizer.eos_token,
             tools=list(tools) or None,
+            write=self._write,
             add_generation_prompt=generates_reply(request),
             continue_final_message=bool(request.continue_final_message),
             **{name: value for name, value in variables.items() if value is not None}

@@ -1,6 +1,6 @@
-"""Reasoning apart from the answer: `<think>...</think>` at its beginning. Pure.
+"""Reasoning apart from the answer: `<think>...</think>` or the like at its beginning. Pure.
 
-Many templates open `<think>` in the prompt, so that the answer begins inside; whether they do is read from the prompt's
+Many templates open it in the prompt, so that the answer begins inside; whether they do is read from the prompt's
 end (`opening`), which every node of a request has. Reasoning without an end is reasoning to the last character. White
 space next to the markers belongs to neither part.
 """
@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from openai_api.markers import any_of, beginning_at_end
 from openai_api.message_parts import Content, Part, Reasoning, joined
-from openai_api.tool_parsers import beginning_at_end
 
-__all__ = ["CLOSE", "MARKERS", "OPEN", "Opening", "ReasoningSplit", "opening"]
-
-OPEN = "<think>"
-CLOSE = "</think>"
-"""Behind it begins the content."""
-MARKERS = (OPEN, CLOSE)
-"""Texts that must be seen also where they are special tokens."""
+__all__ = ["Opening", "ReasoningMarks", "ReasoningSplit"]
 
 
 class Opening(enum.Enum):
@@ -33,18 +28,31 @@ class Opening(enum.Enum):
     """The model may open it."""
 
 
-def opening(prompt_end: str) -> Opening:
-    """How the answer to a prompt with this end begins; the last 64 characters are enough."""
-    end = prompt_end.rstrip()
-    if end.endswith(OPEN):
-        return Opening.INSIDE
-    return Opening.BEHIND if end.endswith(CLOSE) else Opening.FREE
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """What a model writes around its reasoning. Any of the openers and of the closers; the first ones are its own."""
+
+    openers: tuple[str, ...] = ("<think>",)
+    closers: tuple[str, ...] = ("</think>",)
+    ends: tuple[str, ...] = ()
+    """What ends it, too, and belongs to the content."""
+    assumed: bool = False
+    """The answer begins with it, whether or not it is opened."""
+
+    def opening(self, prompt_end: str) -> Opening:
+        """How the answer to a prompt with this end begins; the last 64 characters are enough."""
+        end = prompt_end.rstrip()
+        if end.endswith(self.closers):
+            return Opening.BEHIND
+        return Opening.INSIDE if self.assumed or end.endswith(self.openers) else Opening.FREE
 
 
 class ReasoningSplit:
     """Takes an answer's text in pieces that may be cut anywhere; gives Reasoning and Content."""
 
-    def __init__(self, begins: Opening) -> None:
+    def __init__(self, marks: ReasoningMarks, begins: Opening) -> None:
+        self._openers, self._closers = marks.openers, marks.closers
+        self._ends = (*marks.closers, *marks.ends)
         self._inside = begins is Opening.INSIDE
         self._state: Callable[[], bool] = self._content if begins is Opening.BEHIND else self._start
         self._buffer = ""  # not looked at yet, or perhaps the beginning of a marker, or white space before one
@@ -70,10 +78,11 @@ class ReasoningSplit:
     def _start(self) -> bool:
         """Before anything that counts; the model may open what the prompt has opened already."""
         text = self._buffer.lstrip()
-        if text.startswith(OPEN):
-            self._buffer = text[len(OPEN) :]
+        opener = next((each for each in self._openers if text.startswith(each)), None)
+        if opener is not None:
+            self._buffer = text[len(opener) :]
             self._state = self._begin_thinking
-        elif not text or OPEN.startswith(text):
+        elif any(each.startswith(text) for each in self._openers):
             return False
         else:
             self._state = self._begin_thinking if self._inside else self._content
@@ -86,17 +95,18 @@ class ReasoningSplit:
         return bool(self._buffer)
 
     def _thinking(self) -> bool:
-        thought, marker, behind = self._buffer.partition(CLOSE)
-        if marker:
-            thought, self._buffer = thought.rstrip(), behind
+        found = any_of(self._ends).search(self._buffer)
+        if found is not None:
+            thought = self._buffer[: found.start()].rstrip()
+            self._buffer = self._buffer[found.end() if found[0] in self._closers else found.start() :]
             self._state = self._begin_content
         else:
-            cut = len(self._buffer) - beginning_at_end(self._buffer, (CLOSE,))
+            cut = len(self._buffer) - beginning_at_end(self._buffer, self._ends)
             cut = len(self._buffer[:cut].rstrip())
             thought, self._buffer = self._buffer[:cut], self._buffer[cut:]
         if thought:
             self._parts.append(Reasoning(thought))
-        return bool(marker)
+        return found is not None
 
     def _begin_content(self) -> bool:
         self._buffer = self._buffer.lstrip()

@@ -25,7 +25,8 @@ class Pieces(enum.Enum):
 class TokenizerParts:
     """What a model's files say about its tokenizer. `leading_space`: encoding puts a space before a text.
 
-    `tool_template` is for chats with tools, if the model has one of its own for them.
+    `tool_template` is for chats with tools, if the model has one of its own for them. `model_type` is its family, by
+    config.json or the architecture in a GGUF file; empty if they do not say.
     """
 
     backend: Backend
@@ -36,6 +37,7 @@ class TokenizerParts:
     chat_template: str | None = None
     tool_template: str | None = None
     leading_space: bool = False
+    model_type: str = ""
 
 
 def _byte_chars() -> list[str]:

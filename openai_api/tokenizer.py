@@ -32,6 +32,7 @@ class Tokenizer:
         self.chat_template = parts.chat_template
         self.tool_template = parts.tool_template or parts.chat_template
         """For chats with tools; few models have two."""
+        self.model_type = parts.model_type
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         """Control tokens, which are left out of text unless a request asks for them."""

@@ -1,6 +1,7 @@
 """Generated text into content and tool calls, as it comes. Pure.
 
-One parser for each way in which models write calls. Pieces may be cut anywhere, and what comes out is a function of the
+Two parsers and Mistral's are all the ways in which models write calls; what differs between models is a row of marks
+(openai_api/model_formats.py). Pieces may be cut anywhere, and what comes out is a function of the
 text: a node that goes on with an answer replays its text. A call is told as soon as it is certain to be one (its name
 and the first character of its arguments); what is malformed before that is content, and nothing of it is lost. What
 breaks later leaves a call with broken arguments, and the rest is content. White space next to calls is no content.
@@ -12,22 +13,53 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Collection
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from openai_api.call_reader import ArgumentsReader, CallReader
+from openai_api.call_syntax import CallTags, PythonReader, TaggedReader
+from openai_api.markers import any_of, beginning_at_end
 from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
 
 __all__ = [
-    "TOOL_PARSERS",
-    "HermesParser",
-    "JsonParser",
-    "Llama3Parser",
+    "CallMarks",
+    "ListedParser",
+    "MarkedParser",
     "MistralParser",
     "NamedParser",
     "TextParser",
-    "beginning_at_end",
 ]
+
+Tools = Sequence[Mapping[str, Any]]
+_MAX_HEAD_CHARS = 600  # names have 256 at most (openai_api/tool_choice.py)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """What a model writes around its calls."""
+
+    openers: tuple[str, ...] = ()
+    """Markers that open calls."""
+    closers: tuple[str, ...] = ()
+    """Markers behind calls, which are never content there."""
+    inner: tuple[str, ...] = ()
+    """Further ones that the parser must see, though they may be special tokens, which otherwise have no text."""
+    head: str | None = None
+    """A pattern for what stands before the arguments, with the group `name`. None: the object holds the name."""
+    head_end: str = ""
+    """A pattern for the end of the head."""
+    tags: CallTags | None = None
+    """How the arguments are written, if not in JSON."""
+    bare: bool = False
+    """The text may begin with a call, without a marker."""
+    python: bool = False
+    """Calls are written in Python."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All that a parser must see."""
+        return (*self.openers, *self.closers, *self.inner)
 
 
 class TextParser:
@@ -35,9 +67,6 @@ class TextParser:
 
     A state is a method: it takes what it can from `_buffer` and says whether the next state may go on at once.
     """
-
-    markers: tuple[str, ...] = ()
-    """Texts that the parser must see also where they are special tokens, which otherwise have no text."""
 
     def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
         self.calls = 0
@@ -80,7 +109,7 @@ class TextParser:
 
     def _content_to(self, markers: tuple[str, ...]) -> str | None:
         """Take content and the marker behind it; without one all content up to what may be the beginning of one."""
-        found = _pattern(markers).search(self._buffer) if markers else None
+        found = any_of(markers).search(self._buffer) if markers else None
         if found is not None:
             self._content(self._buffer[: found.start()])
             self._buffer = self._buffer[found.end() :]
@@ -106,20 +135,22 @@ class TextParser:
         self._space += text[end:]
 
     def _without_hidden(self, text: str) -> str:
-        return _pattern(self._hidden).sub("", text) if self._hidden else text
+        return any_of(self._hidden).sub("", text) if self._hidden else text
 
 
 class _CallParser(TextParser, abc.ABC):
     """What parsers have in common that look for calls in a text."""
 
-    openers: tuple[str, ...] = ()
-    """Markers that open calls."""
-
-    def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
+    def __init__(
+        self, ids: CallIds, hidden: Collection[str] = (), tools: Tools = (), marks: CallMarks | None = None
+    ) -> None:
+        """`tools` are the request's, checked; they say which arguments are texts where a model does not."""
         super().__init__(ids, hidden)
-        self._sought = (*self.openers, *(marker for marker in hidden if marker not in self.openers))
+        self._marks, self._tools = marks or CallMarks(), tools
+        openers = self._marks.openers
+        self._sought = (*openers, *(marker for marker in hidden if marker not in openers))
         self._held: list[str] = []  # all of what may become a call
-        self._reader: ArgumentsReader | None = None
+        self._reader: ArgumentsReader | TaggedReader | PythonReader | None = None
         self._begun = False
 
     @abc.abstractmethod
@@ -134,10 +165,11 @@ class _CallParser(TextParser, abc.ABC):
         return self._without_hidden("".join(self._held) + self._buffer)
 
     def _text(self) -> bool:
-        marker = self._content_to(self._sought)
+        # Behind a call what ends one is no content, however many there are.
+        marker = self._content_to((*self._sought, *self._marks.closers) if self.calls else self._sought)
         if marker is None:
             return False
-        if marker in self.openers:
+        if marker in self._marks.openers:
             if marker not in self._hidden:
                 self._held.append(marker)
             self._opened()
@@ -151,7 +183,7 @@ class _CallParser(TextParser, abc.ABC):
         taken, self._buffer = self._buffer[:end], self._buffer[end:]
         if reader.begun:
             if not self._begun:
-                self._parts.append(CallBegun(self.calls, self._ids.of(self.calls), reader.name))
+                self._parts.append(CallBegun(self.calls, self._ids.of(self.calls, reader.name), reader.name))
                 self.calls += 1
                 self._begun = True
                 self._held.clear()
@@ -170,7 +202,7 @@ class _CallParser(TextParser, abc.ABC):
         self._reader = None
         return True
 
-    def _read(self, reader: ArgumentsReader) -> None:
+    def _read(self, reader: ArgumentsReader | TaggedReader | PythonReader) -> None:
         self._reader, self._begun = reader, False
         self._state = self._call
 
@@ -180,15 +212,42 @@ class _CallParser(TextParser, abc.ABC):
         self._held.clear()
 
 
-class HermesParser(_CallParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number: Hermes, Qwen."""
-
-    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-    markers = (_OPEN, _CLOSE)
-    openers = (_OPEN,)
+class MarkedParser(_CallParser):
+    """Calls between markers, any number: a JSON object with the name in it, or a head with the name and arguments."""
 
     def _opened(self) -> None:
-        self._read(CallReader(may_lack_arguments=True))
+        if self._marks.head is None:
+            self._read(CallReader(may_lack_arguments=True))
+        else:
+            self._state = self._head
+
+    def _head(self) -> bool:
+        """What stands between the marker and the arguments, with the name."""
+        marks, text = self._marks, self._buffer.lstrip()
+        assert marks.head is not None
+        blanks = len(self._buffer) - len(text)
+        end = re.compile(marks.head_end).search(text)
+        if end is None and len(text) <= _MAX_HEAD_CHARS:
+            return False
+        found = None if end is None or end.end() > _MAX_HEAD_CHARS else re.fullmatch(marks.head, text[: end.end()])
+        if found is None:
+            self._release()
+            self._state = self._text
+            return True
+        self._held.append(self._buffer[: blanks + found.end()])
+        self._buffer = self._buffer[blanks + found.end() :]
+        name = found["name"]
+        tags = marks.tags
+        self._read(ArgumentsReader(name) if tags is None else TaggedReader(name, tags, self._properties(name)))
+        return True
+
+    def _properties(self, name: str) -> Mapping[str, Any]:
+        """What the request's tool of that name says of its arguments."""
+        for tool in self._tools:
+            if tool["function"]["name"] == name:
+                found = (tool["function"].get("parameters") or {}).get("properties")
+                return found if isinstance(found, Mapping) else {}
+        return {}
 
     def _call_ended(self, whole: bool) -> None:
         self._state = self._behind_call
@@ -201,43 +260,66 @@ class HermesParser(_CallParser):
 
     def _close(self) -> bool:
         """Behind a call: what stands before its end is content, the marker itself never is."""
-        marker = self._content_to((self._CLOSE, *self._sought))
+        marker = self._content_to((*self._marks.closers, *self._sought))
         if marker is None:
             return False
-        if marker == self._OPEN:
+        if marker in self._marks.openers:
             self._buffer = marker + self._buffer
-        if marker in self.markers:
+        if marker in self._marks.openers or marker in self._marks.closers:
             self._state = self._text
         return True
 
     def _rest(self) -> str:
-        # A closing marker that was cut off has closed a call all the same.
-        return "" if self._state in (self._behind_call, self._close) else super()._rest()
+        # A marker that was cut off has ended a call, or a part of one, all the same.
+        cut_off = self._state in (self._behind_call, self._close) or (self._state == self._call and self._begun)
+        return "" if cut_off else super()._rest()
 
 
-class _SeveralParser(_CallParser):
-    """Calls as objects behind each other, between white space and separators."""
+class ListedParser(_CallParser):
+    """Calls one behind the other or in a list, as JSON objects or as Python, with separators between them."""
 
-    _separators = ""
+    _SEPARATORS = " \t\r\n,;"
 
-    def _objects(self) -> bool:
-        """Where an object may stand, or behind one."""
-        text = self._buffer.lstrip(" \t\r\n" + self._separators)
-        self._held.append(self._buffer[: len(self._buffer) - len(text)])
-        self._buffer = text
-        if text.startswith("{"):
-            self._read(CallReader(may_lack_arguments=False))
-        elif text:
-            self._no_object()
+    def __init__(
+        self, ids: CallIds, hidden: Collection[str] = (), tools: Tools = (), marks: CallMarks | None = None
+    ) -> None:
+        super().__init__(ids, hidden, tools, marks)
+        if self._marks.bare:
+            self._state = self._start
+
+    def _start(self) -> bool:
+        """Where a call or a list of them may begin."""
+        text = self._buffer.lstrip()
+        if text.startswith("["):
+            self._hold_to(len(self._buffer) - len(text) + 1)
+        if text:
+            # Python's calls stand in a list: without one every sentence could begin one.
+            found = text[0] == "[" or (text[0] == "{" and not self._marks.python)
+            self._state = self._objects if found else self._text
+            if not found:
+                self._release()
         return bool(text)
 
-    def _no_object(self) -> None:
-        """Something else stands there."""
-        self._release()
-        self._state = self._text
+    def _objects(self) -> bool:
+        """Where a call may stand, or behind one."""
+        text = self._buffer.lstrip(self._SEPARATORS)
+        self._held.append(self._buffer[: len(self._buffer) - len(text)])
+        self._buffer = text
+        if text.startswith("{") and not self._marks.python:
+            self._read(CallReader(may_lack_arguments=False))
+        elif text and self._marks.python and (text[0].isalpha() or text[0] == "_"):
+            self._read(PythonReader())
+        elif text.startswith("]") and self.calls:
+            self._buffer = text[1:]
+            self._held.clear()
+            self._state = self._start if self._marks.bare else self._text
+        elif text:
+            self._release()
+            self._state = self._text
+        return bool(text)
 
     def _opened(self) -> None:
-        self._state = self._objects
+        self._state = self._start
 
     def _call_ended(self, whole: bool) -> None:
         self._state = self._objects if whole else self._text
@@ -246,53 +328,17 @@ class _SeveralParser(_CallParser):
         # Separators alone are no content behind a call.
         return "" if self.calls and self._state == self._objects else super()._rest()
 
-
-class Llama3Parser(_SeveralParser):
-    """`{"name": ..., "parameters": {...}}`, several separated by `;`, as the whole answer or behind a marker."""
-
-    _MARKER = "<|python_tag|>"
-    markers = (_MARKER,)
-    openers = (_MARKER,)
-    _separators = ";"
-
-    def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
-        super().__init__(ids, hidden)
-        self._state = self._start
-
-    def _start(self) -> bool:
-        text = self._buffer.lstrip()
-        if text:
-            self._state = self._objects if text[0] == "{" else self._text
-        return bool(text)
-
-
-class _ListParser(_SeveralParser):
-    """Calls in a list."""
-
-    _separators = ","
-
-    def _no_object(self) -> None:
-        if self._buffer[0] == "]" and self.calls:
-            self._buffer = self._buffer[1:]
-            self._held.clear()
-            self._state = self._text
-        else:
-            super()._no_object()
-
     def _hold_to(self, end: int) -> None:
         self._held.append(self._buffer[:end])
         self._buffer = self._buffer[end:]
 
 
-class MistralParser(_ListParser):
+class MistralParser(ListedParser):
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or since version 11 `[TOOL_CALLS]name{...}` for each.
 
     Between name and arguments there may be `[CALL_ID]id` and `[ARGS]`, by the version; the id is not used.
     """
 
-    _OPEN, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-    markers = (_OPEN, _ID, _ARGS)
-    openers = (_OPEN,)
     _NAME = re.compile(r"([^\s{}\[\]]+)(?:\[CALL_ID\][^\s{}\[\]]*)?(?:\[ARGS\])?\s*")
     _NAME_SO_FAR = re.compile(r"[^\s{}]*\s*")
 
@@ -307,7 +353,8 @@ class MistralParser(_ListParser):
         if text[0] == "{":
             self._state = self._objects
         elif text.startswith("[T"):  # the same marker again
-            self._no_object()
+            self._release()
+            self._state = self._text
         elif text[0] == "[":
             self._hold_to(blanks + 1)
             self._state = self._objects
@@ -334,22 +381,6 @@ class MistralParser(_ListParser):
         super()._call_ended(whole and isinstance(self._reader, CallReader))
 
 
-class JsonParser(_ListParser):
-    """The whole answer is one object with name and arguments (or parameters), or a list of such."""
-
-    def __init__(self, ids: CallIds, hidden: Collection[str] = ()) -> None:
-        super().__init__(ids, hidden)
-        self._state = self._start
-
-    def _start(self) -> bool:
-        text = self._buffer.lstrip()
-        if text.startswith("["):
-            self._hold_to(len(self._buffer) - len(text) + 1)
-        if text:
-            self._state = self._objects if text[0] in "[{" else self._text
-        return bool(text)
-
-
 class NamedParser(TextParser):
     """The whole text is the arguments of one call, whose name the request gave."""
 
@@ -361,40 +392,10 @@ class NamedParser(TextParser):
         """All of it."""
         if not text:
             return []
-        begun: list[Part] = [] if self.calls else [CallBegun(0, self._ids.of(0), self._name)]
+        begun: list[Part] = [] if self.calls else [CallBegun(0, self._ids.of(0, self._name), self._name)]
         self.calls = 1
         return [*begun, Arguments(0, text)]
 
     def finish(self) -> list[Part]:
         """Nothing is held."""
         return []
-
-
-TOOL_PARSERS: dict[str, type[TextParser]] = {
-    "hermes": HermesParser,
-    "llama3": Llama3Parser,
-    "mistral": MistralParser,
-    "json": JsonParser,
-}
-"""By the name that `--tool-call-parser` takes."""
-
-
-def beginning_at_end(text: str, markers: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that one of the markers begins with, without being all of it."""
-    beginnings, longest = _beginnings(markers)
-    for length in range(min(longest, len(text)), 0, -1):
-        if text[-length:] in beginnings:
-            return length
-    return 0
-
-
-@lru_cache(maxsize=64)
-def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
-    """(what markers begin with, the length of the longest such)."""
-    all_of_them = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
-    return all_of_them, max(map(len, all_of_them), default=0)
-
-
-@lru_cache(maxsize=64)
-def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))

@@ -119,8 +119,9 @@ class Grammars:
 
     def _behind(self, lark: str, text: str, opener: str) -> str:
         """The same behind free text that ends with `text`, and that need not be there if there is an opener."""
-        head = f"head: TEXT {text}" if text in self._specials else f"head[lazy]: TEXT {_literal(text)}"
-        begin = f"BLANKS {opener if opener in self._specials else _literal(opener)} " if opener else ""
+        end = self._terms(text)
+        head = f"head[lazy]: TEXT {end[0]}" if end == [_literal(text)] else f"head: TEXT {' '.join(end)}"
+        begin = f"BLANKS {' '.join(self._terms(opener))} " if opener else ""
         rules = [
             f"{_OPTIONS}start: {'free?' if opener else 'free'} body",
             f"free: {begin}head BLANKS",
@@ -130,6 +131,12 @@ class Grammars:
             f"body: %lark {{\n{lark}\n}}\n",
         ]
         return "\n".join(rules)
+
+    def _terms(self, text: str) -> list[str]:
+        """Special tokens by name, and what stands between them as literals."""
+        specials = [special for special in self._specials if special and special in text]
+        pieces = re.split(f"({'|'.join(map(re.escape, specials))})", text) if specials else [text]
+        return [piece if piece in self._specials else _literal(piece) for piece in pieces if piece]
 
     def _tags(self, tags: dict[str, Any]) -> str:
         """Free text in which each trigger begins one of the structures that begin with it."""

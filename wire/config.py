@@ -251,8 +251,14 @@ class RanksConfig:
         )
 
 
-TOOL_CALL_PARSERS = ("hermes", "llama3", "mistral", "json")
-REASONING_PARSERS = ("think",)
+# The rows of openai_api/model_formats.py.
+TOOL_CALL_PARSERS = (
+    *("openai", "kimi_k2", "deepseek_v3", "deepseek_v31", "glm45", "glm47", "qwen3_coder", "qwen3_xml", "mistral"),
+    *("granite", "hermes", "pythonic", "llama3_json", "json"),
+)
+REASONING_PARSERS = (
+    *("openai_gptoss", "kimi_k2", "granite", "mistral", "seed_oss", "glm45", "deepseek_r1", "deepseek_v3", "qwen3"),
+)
 _CONNECTORS = ("auto", "direct", "nixl", "nccl")
 _FAILURE_POLICIES = ("recompute", "fail")
 
@@ -337,10 +343,15 @@ class NodeConfig:
     """A Jinja file that replaces the model's chat template."""
     trust_request_chat_template: bool = False
     """Requests may bring a chat template: a Jinja program, which runs in a sandbox."""
-    tool_call_parser: str = ""
-    """How the model writes tool calls: hermes (Qwen too), llama3, mistral or json. Tool choice auto needs it."""
-    reasoning_parser: str = ""
-    """How the model reasons: think (<think>...</think>). Reasoning then is reasoning_content and not content."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: hermes (Qwen too), llama3_json, mistral, qwen3_coder, deepseek_v3, deepseek_v31,
+    glm45, kimi_k2, openai (gpt-oss), granite, pythonic, json; auto takes it from the chat template or the model's type,
+    none finds no calls."""
+    reasoning_parser: str = "auto"
+    """How the model reasons: qwen3, deepseek_r1, deepseek_v3, glm45, kimi_k2, openai_gptoss, granite, mistral,
+    seed_oss; auto: as with tool_call_parser, none leaves it in the content."""
+    tool_parser_plugin: str = ""
+    """A Python file, run at start, which adds parsers of tool calls and of reasoning."""
     api_key: str = field(default="", repr=False)
     """If set, all routes that do more than say how the node is want `Authorization: Bearer <api_key>`."""
     ssl_certfile: str = ""
@@ -414,7 +425,10 @@ class NodeConfig:
         )
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             value = getattr(self, name)
-            require(value in ("", *known), f"{name} {value!r} is not one of {', '.join(known)}")
+            require(
+                value in ("auto", "none", *known) or bool(self.tool_parser_plugin),
+                f"{name} {value!r} is not one of auto, none, {', '.join(known)}; tool_parser_plugin can add it",
+            )
 
     @property
     def told_events(self) -> KvEventsConfig | None:

@@ -45,7 +45,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     except ConfigError as why:
         pytest.skip(why.message)
     flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
-    flags += ["--tool-call-parser", "hermes", "--trust-request-chat-template"]
+    flags += ["--trust-request-chat-template"]
     flags += ["--speculative-tokens", "3", "--ngram-min", "1"]
     folder, router_flags = tmp_path_factory.mktemp("embedded"), ["--api-key", EMBEDDED_KEY]
     with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
@@ -59,7 +59,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     make no difference to any answer."""
     folder = tmp_path_factory.mktemp("small")
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20)]
-    flags += ["--lease-s", str(SMALL_LEASE_S), "--heartbeat-s", "0.4", "--tool-call-parser", "hermes"]
+    flags += ["--lease-s", str(SMALL_LEASE_S), "--heartbeat-s", "0.4"]
     decode_flags = ["--speculative-tokens", "4", "--ngram-min", "1", "--max-body-bytes", str(SMALL_LONGEST_BODY)]
     with running(folder, prefill=1, decode=1, flags=flags, decode_flags=decode_flags) as ours:
         yield ours

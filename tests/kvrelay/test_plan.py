@@ -44,13 +44,16 @@ def test_two_and_two_are_five_processes_that_know_each_other() -> None:
 
 
 def test_all_nodes_are_told_how_their_model_writes() -> None:
-    specs = planned(ClusterConfig(EngineConfig("m"), tool_call_parser="hermes", reasoning_parser="think"))
+    specs = planned(ClusterConfig(EngineConfig("m"), tool_call_parser="hermes", reasoning_parser="qwen3"))
     for spec in specs[:2]:
         assert "--tool-call-parser=hermes" in spec.command
-        assert "--reasoning-parser=think" in spec.command
-    with pytest.raises(ConfigError, match="tool_call_parser 'qwen' is not one of hermes, llama3, mistral, json"):
+        assert "--reasoning-parser=qwen3" in spec.command
+    with pytest.raises(
+        ConfigError,
+        match=r"tool_call_parser 'qwen' is not one of auto, none, openai, .*, json; tool_parser_plugin can add it",
+    ):
         ClusterConfig(EngineConfig("m"), tool_call_parser="qwen")
-    with pytest.raises(ConfigError, match="reasoning_parser 'x' is not one of think"):
+    with pytest.raises(ConfigError, match="reasoning_parser 'x' is not one of auto, none, openai_gptoss"):
         ClusterConfig(EngineConfig("m"), reasoning_parser="x")
 
 

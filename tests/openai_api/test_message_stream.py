@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from openai_api.body import decode_chat
 from openai_api.message import MessageParser
 from openai_api.message_stream import MessageForm, message_form
+from openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from openai_api.reasoning import Opening
 from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
 from openai_api.tokenizer import Tokenizer
@@ -34,8 +35,8 @@ def form(
         decode_chat(json.dumps(body).encode()),
         tokenizer,
         tokenizer.encode(prompt, False),
-        tool_call_parser=parser,
-        reasoning_parser=reasoning,
+        tool_format=TOOL_FORMATS.get(parser),
+        reasoning=REASONING_FORMATS.get(reasoning),
     )
 
 
@@ -81,7 +82,7 @@ def test_a_chat_without_tools_and_reasoning_is_plain(bytewise: Tokenizer) -> Non
     assert form(bytewise).plain
     assert form(bytewise, parser="", tools=[WEATHER], tool_choice="none").plain
     assert not form(bytewise, tools=[WEATHER]).plain
-    assert not form(bytewise, reasoning="think").plain
+    assert not form(bytewise, reasoning="qwen3").plain
 
 
 def test_auto_calls_and_its_finish_reason(bytewise: Tokenizer) -> None:
@@ -122,7 +123,7 @@ def test_without_parallel_calls_the_first_one_counts(bytewise: Tokenizer) -> Non
 
 
 def test_auto_without_a_parser_names_the_flag(bytewise: Tokenizer) -> None:
-    with pytest.raises(RequestError, match=r"--tool-call-parser hermes\|llama3\|mistral\|json") as refused:
+    with pytest.raises(RequestError, match="--tool-call-parser none") as refused:
         form(bytewise, parser="", tools=[WEATHER])
     assert (refused.value.status, refused.value.param) == (400, "tool_choice")
 
@@ -138,7 +139,7 @@ def test_ids_differ_by_choice_and_are_those_that_mistrals_models_want(bytewise: 
 
 
 def test_tools_are_looked_for_in_the_content_only(bytewise: Tokenizer) -> None:
-    thinking = form(bytewise, reasoning="think", tools=[WEATHER])
+    thinking = form(bytewise, reasoning="qwen3", tools=[WEATHER])
     assert thinking.opening is Opening.FREE
     message = told(stream(thinking), list(f"<think>\nI could {CALL}\n</think>\n\n{CALL}"))
     assert message["reasoning_content"] == f"I could {CALL}"
@@ -146,16 +147,16 @@ def test_tools_are_looked_for_in_the_content_only(bytewise: Tokenizer) -> None:
 
 
 def test_the_prompt_may_have_opened_the_reasoning(bytewise: Tokenizer) -> None:
-    inside = form(bytewise, "assistant\n<think>\n", reasoning="think")
+    inside = form(bytewise, "assistant\n<think>\n", reasoning="qwen3")
     message = told(stream(inside), ["a", "b</think>c"])
     assert message == {"role": "assistant", "content": "c", "reasoning": "ab", "reasoning_content": "ab"}
     wanted = {"role": "assistant", "content": None, "reasoning": "a", "reasoning_content": "a"}
     assert told(stream(inside), ["a"]) == wanted
-    assert form(bytewise, "<think></think>\n\n", reasoning="think").opening is Opening.BEHIND
+    assert form(bytewise, "<think></think>\n\n", reasoning="qwen3").opening is Opening.BEHIND
 
 
 def test_reasoning_that_is_not_wanted_is_left_out(bytewise: Tokenizer) -> None:
-    quiet = form(bytewise, "<think>", reasoning="think", include_reasoning=False)
+    quiet = form(bytewise, "<think>", reasoning="qwen3", include_reasoning=False)
     assert told(stream(quiet), ["a</think>b"]) == {"role": "assistant", "content": "b", "reasoning": None}
 
 
@@ -171,7 +172,7 @@ def with_markers() -> Tokenizer:
 
 
 def test_markers_that_are_special_tokens_are_rendered_and_hidden(with_markers: Tokenizer) -> None:
-    auto = form(with_markers, "<think>", reasoning="think", tools=[WEATHER])
+    auto = form(with_markers, "<think>", reasoning="qwen3", tools=[WEATHER])
     assert set(auto.hidden.values()) == {"<think>", "</think>", "<tool_call>"}
     assert stream(auto).rendered == {with_markers.special_id(marker) for marker in auto.hidden.values()}
     # Wherever one stands, the client never sees it.
@@ -202,10 +203,10 @@ _SHREDS += ["é", "x", "[TOOL_CALLS]", '[{"name": "f", "parameters": {}}]', "now
 @given(
     shreds=st.lists(st.sampled_from(_SHREDS), max_size=10),
     cut=st.integers(0, 200),
-    parser=st.sampled_from(["hermes", "llama3", "mistral", "json"]),
+    parser=st.sampled_from(["hermes", "llama3_json", "mistral", "json"]),
     fields=st.sampled_from([{}, {"tool_choice": "required"}, {"parallel_tool_calls": False}, {"tool_choice": "none"}]),
     prompt=st.sampled_from(["x", "<think>\n", "</think>"]),
-    reasoning=st.sampled_from(["", "think"]),
+    reasoning=st.sampled_from(["", "qwen3"]),
 )
 def test_deltas_add_up_to_the_message_and_a_replay_goes_on_anywhere(
     with_markers: Tokenizer,

@@ -7,11 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openai_api.message_parts import Content, Part, Reasoning, joined
-from openai_api.reasoning import Opening, ReasoningSplit, opening
+from openai_api.reasoning import Opening, ReasoningMarks, ReasoningSplit
+
+THINK = ReasoningMarks()
 
 
 def split(begins: Opening, pieces: list[str]) -> list[Part]:
-    stream = ReasoningSplit(begins)
+    stream = ReasoningSplit(THINK, begins)
     parts: list[Part] = []
     for piece in pieces:
         parts += stream.push(piece)
@@ -47,7 +49,7 @@ def test_reasoning_and_content(begins: Opening, text: str, wanted: list[Part]) -
 
 
 def test_reasoning_is_told_as_it_comes() -> None:
-    stream = ReasoningSplit(Opening.INSIDE)
+    stream = ReasoningSplit(THINK, Opening.INSIDE)
     assert stream.push("one two ") == [Reasoning("one two")]
     assert stream.push("three <") == [Reasoning(" three")]
     assert stream.push("/think>\n") == []
@@ -64,7 +66,8 @@ def test_reasoning_is_told_as_it_comes() -> None:
     ],
 )
 def test_the_prompts_end_says_how_the_answer_begins(end: str, wanted: Opening) -> None:
-    assert opening(end) is wanted
+    assert THINK.opening(end) is wanted
+    assert ReasoningMarks(assumed=True).opening(end) is (Opening.INSIDE if wanted is Opening.FREE else wanted)
 
 
 @settings(max_examples=400)

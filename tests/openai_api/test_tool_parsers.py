@@ -7,14 +7,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openai_api.message_parts import Arguments, CallBegun, CallIds, Content, Part, joined
-from openai_api.tool_parsers import TOOL_PARSERS, NamedParser, TextParser
-from wire.config import TOOL_CALL_PARSERS
+from openai_api.model_formats import TOOL_FORMATS
+from openai_api.tool_parsers import NamedParser, TextParser
 
-IDS = CallIds("chatcmpl-1", 0, short=False)
+IDS = CallIds("chatcmpl-1", 0)
 
 
 def parse(parser: TextParser, pieces: list[str]) -> list[Part]:
@@ -26,14 +26,14 @@ def parse(parser: TextParser, pieces: list[str]) -> list[Part]:
 
 def message(name: str, text: str, hidden: tuple[str, ...] = ()) -> tuple[str, list[tuple[str, str]]]:
     """(content, [(name, arguments)]), by characters; the calls must be numbered and in order."""
-    parts = parse(TOOL_PARSERS[name](IDS, hidden), list(text))
+    parts = parse(TOOL_FORMATS[name].reader(IDS, hidden, ()), list(text))
     content, calls = "", []
     for part in parts:
         if isinstance(part, Content):
             content += part.text
         elif isinstance(part, CallBegun):
             assert part.index == len(calls)
-            assert part.id == IDS.of(part.index)
+            assert part.id == IDS.of(part.index, part.name)
             calls.append((part.name, ""))
         elif isinstance(part, Arguments):
             assert part.index == len(calls) - 1
@@ -77,15 +77,15 @@ HARD = '{"q": "a \\"}{]\\\\", "é": ["😀", {"x": -1.5e3, "y": null}], "code": 
         ("hermes", '<tool_call>{"name":"f","arguments":{"a":{}}}}</tool_call>', "}", [("f", '{"a":{}}')]),
         ("hermes", '<tool_call>{"type": 1, "name": "f", "id": [{"name": 2}], "parameters": {}}', "", [("f", "{}")]),
         # Llama 3
-        ("llama3", '{"name": "f", "parameters": {"x": "1"}}', "", [("f", '{"x": "1"}')]),
-        ("llama3", f'<|python_tag|>{{"name": "f", "parameters": {HARD}}}', "", [("f", HARD)]),
+        ("llama3_json", '{"name": "f", "parameters": {"x": "1"}}', "", [("f", '{"x": "1"}')]),
+        ("llama3_json", f'<|python_tag|>{{"name": "f", "parameters": {HARD}}}', "", [("f", HARD)]),
         (
-            "llama3",
+            "llama3_json",
             '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": [1]}};{"name":"h","parameters":{}}',
             "",
             [("f", "{}"), ("g", '{"a": [1]}'), ("h", "{}")],
         ),
-        ("llama3", 'Sure. <|python_tag|>{"type":"function","name":"f","parameters":{}}', "Sure.", [("f", "{}")]),
+        ("llama3_json", 'Sure. <|python_tag|>{"type":"function","name":"f","parameters":{}}', "Sure.", [("f", "{}")]),
         # Mistral, before version 11 and since
         (
             "mistral",
@@ -125,10 +125,10 @@ def test_calls_are_found(parser: str, text: str, content: str, calls: list[tuple
         ("hermes", "  <tool_cal \n"),
         ("hermes", '<tool_call>{"name": "f"'),
         ("hermes", "a < b </tool_call> c"),
-        ("llama3", '{"a": 1}; {"name": "f", "parameters": {}}'),
-        ("llama3", '{"name": "Ann", "age": 5}'),
-        ("llama3", 'So: {"name": "f", "parameters": {}}'),
-        ("llama3", '<|python_tag|>print("x")'),
+        ("llama3_json", '{"a": 1}; {"name": "f", "parameters": {}}'),
+        ("llama3_json", '{"name": "Ann", "age": 5}'),
+        ("llama3_json", 'So: {"name": "f", "parameters": {}}'),
+        ("llama3_json", '<|python_tag|>print("x")'),
         ("mistral", "[TOOL_CALLS]"),
         ("mistral", "[TOOL_CALLS] I would call f {"),
         ("mistral", "[TOOL_CALLS] [1, 2]"),
@@ -150,7 +150,7 @@ def test_what_is_no_call_is_content_to_the_last_character(parser: str, text: str
     ("parser", "text", "content", "arguments"),
     [
         ("hermes", '<tool_call>{"name":"f","arguments":{"a": nope}}</tool_call>!', "ope}}!", '{"a": n'),
-        ("llama3", '{"name":"f","parameters":{"a" 1}} x', "1}} x", '{"a" '),
+        ("llama3_json", '{"name":"f","parameters":{"a" 1}} x', "1}} x", '{"a" '),
         ("mistral", "[TOOL_CALLS]f{'a': 1}", "'a': 1}", "{"),
         ("json", '{"name":"f","arguments":{}, oops', "oops", "{}"),
     ],
@@ -171,7 +171,7 @@ def test_markers_that_are_special_tokens_are_never_shown() -> None:
     assert message("hermes", "a<tool_call>no</tool_call>b", hidden) == ("anob", [])
     assert message("hermes", "a</tool_call>b<tool_call>", hidden) == ("ab", [])
     assert message("mistral", "x[TOOL_CALLS]f[ARGS]y z", ("[TOOL_CALLS]", "[ARGS]")) == ("xfy z", [])
-    assert message("llama3", "<|python_tag|>print(1)", ("<|python_tag|>",)) == ("print(1)", [])
+    assert message("llama3_json", "<|python_tag|>print(1)", ("<|python_tag|>",)) == ("print(1)", [])
 
 
 def test_white_space_between_words_and_calls() -> None:
@@ -183,9 +183,9 @@ def test_white_space_between_words_and_calls() -> None:
 
 
 def test_arguments_are_told_as_they_come() -> None:
-    parser = TOOL_PARSERS["hermes"](IDS)
+    parser = TOOL_FORMATS["hermes"].reader(IDS, (), ())
     assert parser.push('<tool_call>{"name": "f", "arg') == []
-    assert parser.push('uments": {"a') == [CallBegun(0, IDS.of(0), "f"), Arguments(0, '{"a')]
+    assert parser.push('uments": {"a') == [CallBegun(0, IDS.of(0, "f"), "f"), Arguments(0, '{"a')]
     assert parser.push('": 1') == [Arguments(0, '": 1')]
     assert parser.push("}}</tool_call>") == [Arguments(0, "}")]
     assert parser.finish() == []
@@ -193,7 +193,7 @@ def test_arguments_are_told_as_they_come() -> None:
 
 def test_the_named_call_is_all_of_the_text() -> None:
     assert parse(NamedParser(IDS, "f"), ['{"a"', "", ": 1}"]) == [
-        CallBegun(0, IDS.of(0), "f"),
+        CallBegun(0, IDS.of(0, "f"), "f"),
         Arguments(0, '{"a": 1}'),
     ]
     assert parse(NamedParser(IDS, "f"), []) == []
@@ -201,23 +201,20 @@ def test_the_named_call_is_all_of_the_text() -> None:
 
 def test_ids_are_functions_of_the_answer_the_choice_and_the_index() -> None:
     told = {
-        CallIds(answer, choice, short).of(index)
+        CallIds(answer, choice, form).of(index, "f")
         for answer in ("a", "b")
         for choice in (0, 1)
-        for short in (True, False)
+        for form in ("{short}", "call_{hex}")
         for index in (0, 1)
     }
     assert len(told) == 16
-    short = CallIds("a", 0, short=True)
-    assert short.of(3) == CallIds("a", 0, short=True).of(3)
+    short = CallIds("a", 0, "{short}")
+    assert short.of(3, "f") == CallIds("a", 0, "{short}").of(3, "f")
     for index in range(100):
-        assert len(short.of(index)) == 9
-        assert short.of(index).isalnum()
-        assert short.of(index).isascii()
-
-
-def test_the_flag_takes_the_parsers_that_there_are() -> None:
-    assert tuple(TOOL_PARSERS) == TOOL_CALL_PARSERS
+        assert len(short.of(index, "f")) == 9
+        assert short.of(index, "f").isalnum()
+        assert short.of(index, "f").isascii()
+    assert CallIds("a", 0, "functions.{name}:{index}", first=2).of(1, "f{x}") == "functions.f{x}:3"
 
 
 _JSON = st.recursive(
@@ -236,19 +233,19 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> tuple
     texts, told = [], []
     for name, arguments, ascii_only in calls:
         raw = json.dumps(arguments, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
-        key = "parameters" if parser == "llama3" else "arguments"
+        key = "parameters" if parser == "llama3_json" else "arguments"
         texts.append(f'{{"name": {json.dumps(name, ensure_ascii=ascii_only)}, "{key}": {raw}}}')
         told.append((name, raw))
     if parser == "hermes":
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts), told
-    if parser == "llama3":
+    if parser == "llama3_json":
         return "; ".join(texts), told
     listed = f"[{', '.join(texts)}]"
     return (f"[TOOL_CALLS]{listed}" if parser == "mistral" else listed), told
 
 
 @settings(max_examples=150)
-@given(parser=st.sampled_from(TOOL_CALL_PARSERS), calls=_CALLS)
+@given(parser=st.sampled_from(["hermes", "llama3_json", "mistral", "json"]), calls=_CALLS)
 def test_any_calls_come_back_as_they_were_written(parser: str, calls: list[tuple[str, dict[str, Any], bool]]) -> None:
     text, told = written(parser, calls)
     assert message(parser, text) == ("", told)
@@ -268,35 +265,50 @@ _SHREDS = [
     "]", '"name"', '"arguments"', '"parameters"', ":", ",", ";", '"f"', "f", "{}", ' {"name": "f", "arguments": {',
     '"a": 1', '{"name": "g", "parameters": {}}', "\\", '"', " ", "\n", "1", "-", "true", "nul", "é", "<", "x",
 ]  # fmt: skip
+_OTHER_SHREDS = ["f(", "a=", "'b'", ")", "```", "function", "f>", "f\n", "functions.f:0", "commentary to=functions.f "]
+_OTHER_SHREDS += [
+    "<parameter=a>",
+    "</parameter>",
+    "</function>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+]
 
 
 @settings(max_examples=600)
 @given(
-    parser=st.sampled_from([*TOOL_CALL_PARSERS, "text"]),
-    shreds=st.lists(st.sampled_from(_SHREDS), max_size=14),
+    parser=st.sampled_from(list(TOOL_FORMATS)),
+    data=st.data(),
     cuts=st.lists(st.integers(0, 200), max_size=8),
     hides=st.booleans(),
 )
-@example(parser="hermes", shreds=["<tool_call>", ' {"name": "f", "arguments": {', "}", " ", "1"], cuts=[], hides=False)
 def test_where_the_text_is_cut_makes_no_difference(
-    parser: str, shreds: list[str], cuts: list[int], hides: bool
+    parser: str, data: st.DataObject, cuts: list[int], hides: bool
 ) -> None:
-    kind = TOOL_PARSERS.get(parser, TextParser)
-    hidden = kind.markers if hides else ()
-    text = "".join(shreds)
-    whole = parse(kind(IDS, hidden), [text])
-    assert parse(kind(IDS, hidden), list(text)) == whole
+    row = TOOL_FORMATS[parser]
+    call = row.write("f", {"a": "b\n", "c": [1, {"d": None}], "e": True})
+    pieces = st.integers(0, len(call)).map(lambda at: call[:at]) | st.integers(0, len(call)).map(lambda at: call[at:])
+    shred = pieces | st.sampled_from([*_SHREDS, *_OTHER_SHREDS, *row.marks.markers, call])
+    text = "".join(data.draw(st.lists(shred, max_size=8)))
+    hidden = row.marks.markers if hides else ()
+    whole = parse(row.reader(IDS, hidden, ()), [text])
+    assert parse(row.reader(IDS, hidden, ()), list(text)) == whole
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    assert parse(kind(IDS, hidden), [text[a:b] for a, b in pairwise(places)]) == whole
+    assert parse(row.reader(IDS, hidden, ()), [text[a:b] for a, b in pairwise(places)]) == whole
     if not hides and not any(isinstance(part, CallBegun) for part in whole):
         assert whole == ([Content(text)] if text else [])
 
 
 @settings(max_examples=300)
-@given(parser=st.sampled_from(TOOL_CALL_PARSERS), shreds=st.lists(st.sampled_from(_SHREDS), max_size=14))
+@given(
+    parser=st.sampled_from(["hermes", "llama3_json", "mistral", "json", "kimi_k2"]),
+    shreds=st.lists(st.sampled_from(_SHREDS), max_size=14),
+)
 def test_nothing_is_told_twice_or_made_up(parser: str, shreds: list[str]) -> None:
     text = "".join(shreds)
-    parts = parse(TOOL_PARSERS[parser](IDS), [text])
+    parts = parse(TOOL_FORMATS[parser].reader(IDS, (), ()), [text])
     left = iter(text)
     for part in parts:
         if isinstance(part, (Content, Arguments)):

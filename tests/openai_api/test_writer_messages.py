@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from openai_api.body import decode_chat, sampling_params
 from openai_api.message_stream import message_form
+from openai_api.model_formats import REASONING_FORMATS, TOOL_FORMATS
 from openai_api.token_bytes import BYTE_CHARS, Pieces, TokenizerParts
 from openai_api.tokenizer import Tokenizer
 from openai_api.writer import AnswerWriter
@@ -25,7 +26,7 @@ MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>
 TEXTS = {
     "hermes": 'Hm.\n<tool_call>\n{"name": "weather", "arguments": {"city": "é😀", "x": "{\\"}"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "llama3": '<|python_tag|>{"name": "weather", "parameters": {"city": "é"}}; {"name": "now", "parameters": {}}',
+    "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "é"}}; {"name": "now", "parameters": {}}',
     "mistral": 'Hm[TOOL_CALLS]weather[ARGS]{"city": "é"}[TOOL_CALLS]now{}',
     "json": '[{"name": "weather", "arguments": {"city": "é"}}, {"name": "now", "arguments": {}}]',
 }
@@ -49,8 +50,8 @@ def writer(tokenizer: Tokenizer, parser: str, fields: dict[str, Any], prompt: st
         request,
         tokenizer,
         tokenizer.encode(prompt, False),
-        tool_call_parser=parser,
-        reasoning_parser="think" if "think" in prompt else "",
+        tool_format=TOOL_FORMATS[parser],
+        reasoning=REASONING_FORMATS["qwen3"] if "think" in prompt else None,
     )
     return AnswerWriter(
         request,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -68,6 +69,26 @@ def test_reasoning_that_may_come_first(grammars: Grammars, constraint: Constrain
     assert accepted(grammars, maybe, f"\n<think></think>{content}")
     assert not accepted(grammars, maybe, "hm")
     assert not accepted(grammars, maybe, f"hm</think>{content}")
+
+
+def test_markers_of_several_special_tokens_and_words() -> None:
+    markers = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    ids = {text: 256 + at for at, text in enumerate(markers)}
+    grammars = Grammars(
+        [*BYTES, *(text.encode() for text in markers)], special_ids=[EOS, *ids.values()], eos_token_ids=[EOS]
+    )
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    harmony = msgspec.structs.replace(JSON, behind=final, opener="<|channel|>analysis<|message|>")
+    for text, fits in (
+        (f'<|channel|>analysis<|message|>hm {{}}{final}{{"a": 1}}', True),
+        ('{"a": 1}', True),
+        (f"<|channel|>analysis<|message|>hm{final}no", False),
+        ('<|channel|>analysis<|message|>hm<|end|>{"a": 1}', False),
+    ):
+        found = [piece for piece in re.split("(<[|][a-z]+[|]>)", text) if piece]
+        tokens = [token for piece in found for token in ([ids[piece]] if piece in ids else list(piece.encode()))]
+        matcher = grammars.matcher(harmony)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) is fits
 
 
 def test_a_bad_grammar_is_told_as_it_is_without_reasoning(grammars: Grammars) -> None:
