@@ -27,7 +27,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "top-k 50, top-p 0.95": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
     "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
-    "top-p 0.95, flat logits": {"temperature": 2.5, "top_p": 0.95},
+    "top-p 0.95, flat logits": {"temperature": 2.0, "top_p": 0.95},
     "all penalties": {"temperature": 0.8, "repetition": 1.1, "presence": 0.3, "frequency": 0.2},
 }
 

@@ -33,7 +33,7 @@ SEAL = {"expires_at", "signature"}
 FREE = {
     "do_remote_decode", "do_remote_prefill", "client_max_tokens", "created", "prompt_token_ids", "packed_prompt",
     "generated", "generated_logprobs", "sent_text", "seed", "cached_tokens", "pipelined", "part", "first_index",
-    "finish", "leg_version", "other_choices", "prompt_logprobs",
+    "finish", "leg_version", "other_choices", "prompt_logprobs", "sampling_defaults",
 }  # fmt: skip
 TICKETS = st.builds(KvTransferParams, **SIGNED)
 

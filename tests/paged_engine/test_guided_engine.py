@@ -387,7 +387,7 @@ def test_a_grammar_that_becomes_too_much_for_its_library_ends_its_answer(engine,
 
 def test_only_allowed_tokens_come(engine, grammars):
     allowed = (5, 31, 32, 63, 64, 255)
-    request = guided(engine, grammars, allowed_token_ids=allowed, max_tokens=40, temperature=3.0)
+    request = guided(engine, grammars, allowed_token_ids=allowed, max_tokens=40, temperature=2.0)
     both = guided(
         engine, grammars, "both", allowed_token_ids=(*b"xyz", EOS), constraint=Constraint("regex", "[w-y]{5}z")
     )
@@ -399,7 +399,7 @@ def test_only_allowed_tokens_come(engine, grammars):
 def test_bad_words_end_nowhere(engine, grammars):
     """Of four tokens that it may say, never b after a, never c after a and c, and never d."""
     bad = ((ord("a"), ord("b")), (ord("a"), ord("c"), ord("c")), (ord("d"),))
-    params = {"allowed_token_ids": tuple(b"abcd"), "max_tokens": 150, "temperature": 50.0}
+    params = {"allowed_token_ids": tuple(b"abcd"), "max_tokens": 150, "temperature": 2.0}
     request = guided(engine, grammars, bad_words=bad, **params)
     free = guided(engine, grammars, "free", **params)
     drain(engine)
