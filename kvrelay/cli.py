@@ -19,13 +19,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvrelay.commands import add_commands
+from kvrelay.commands import OF_ANOTHER, add_commands
 from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
 from kvrelay.help import ALL, GroupedCommand, GroupedCommands
+from kvrelay.in_force import lines_of
 from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
-from kvrelay.settings import CPU, Setting, build, merge, nearest, settings_of
+from kvrelay.settings import CPU, Setting, build, lines_in, merge, nearest, settings_of
 from load.config import BenchConfig
 from node.file_limit import raise_file_limit
 from node.last_words import leave
@@ -49,6 +50,13 @@ _TEXT_METAVARS = {
 }
 _METAVARS = {str: "TEXT", int: "INT", float: "NUMBER", tuple[str, ...]: "URL"}
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer has its own copy of click since 0.29, and uses click's before
+
+# What `kvrelay config` explains: config type and settings of commands that serve.
+_EXPLAINED: dict[str, tuple[type, dict[str, Setting]] | None] = dict.fromkeys(
+    ("up", "serve", "prefill", "decode", "router", "rank")
+)
+_DRAWN = {"up": "cluster_secret", "router": "admin_key"}
+"""What they draw at their start if it was not given."""
 
 app = typer.Typer(
     cls=GroupedCommands,
@@ -222,11 +230,13 @@ def _add(
     given how its settings are read again, too: None without a config file.
     """
     known = settings_of(config, skip)
+    if name in _EXPLAINED:
+        _EXPLAINED[name] = config, known
 
     def command(**given: Any) -> int:
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
         file = given.pop("config")
-        flags = {setting: value or None if isinstance(value, list) else value for setting, value in given.items()}
+        flags = _flags(given)
 
         def read() -> dict[str, object]:
             return merge(known, flags, file) | mine
@@ -242,6 +252,11 @@ def _add(
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, cls=GroupedCommand)(command)
+
+
+def _flags(given: dict[str, Any]) -> dict[str, object]:
+    """Settings that were typed, or are in variables; None for the others."""
+    return {setting: None if value in ([], ()) else value for setting, value in given.items()}
 
 
 def _typed(name: str, kind: Any, default: object, option: Any) -> inspect.Parameter:
@@ -412,6 +427,46 @@ _add(
     ),
 )
 
+
+def _config(
+    ctx: typer.Context,
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND [FLAGS]", help=f"One of {', '.join(_EXPLAINED)}, with its flags.")
+    ],
+) -> int:
+    """Print what would be in force for a command and why: each setting, its value, and where that comes from.
+
+    That is a flag, a variable, a line of its --config file, or the default. Secrets are not shown. Starts nothing; the
+    exit code is 2, as the command's own, if a value is wrong.
+    """
+    name, *words = command
+    explained = _EXPLAINED.get(name)
+    if explained is None:
+        raise ConfigError(f"config explains {', '.join(_EXPLAINED)}, not {name!r}{nearest(name, _EXPLAINED)}")
+    config, known = explained
+    theirs: Any = ctx.find_root().command
+    typed = theirs.commands[name].make_context(name, words, parent=ctx.find_root())
+    given = dict(typed.params)
+    file = given.pop("config")
+    values = merge(known, _flags(given), file)
+    named = _named(values) if "model" in known else values
+    build(config, named | ({"role": Role(name)} if name in list(Role) else {}))
+    sources = {_DRAWN[name]: "drawn at each start"} if name in _DRAWN else {}
+    sources |= {_in_full(key): f"{file}:{line}" for key, line in (lines_in(file) if file else {}).items()}
+    for param in typed.command.params:
+        source = typed.get_parameter_source(param.name)
+        if source is not None and source.name != "DEFAULT":
+            flag = param.secondary_opts[0] if typed.params[param.name] is False else param.opts[0]
+            sources[_in_full(param.name)] = str(param.envvar) if source.name == "ENVIRONMENT" else f"flag {flag}"
+    typer.echo("\n".join([f"# kvrelay {name}", *lines_of(known, named, sources)]))
+    return 0
+
+
+def _in_full(name: str) -> str:
+    return "device" if name == CPU.name else name
+
+
+app.command("config", cls=GroupedCommand, context_settings=dict(OF_ANOTHER))(_config)
 add_commands(app)
 
 

@@ -6,8 +6,9 @@ Owns what is typed and printed; each imports what it needs when it is called. Wh
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -23,7 +24,12 @@ from wire.config_checks import base_url, is_base_url, is_loopback
 from wire.key_config import KeyConfig
 from wire.versions import RELEASE
 
-__all__ = ["add_commands"]
+__all__ = ["OF_ANOTHER", "add_commands"]
+
+OF_ANOTHER: Mapping[str, object] = MappingProxyType(
+    {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
+)
+"""Click's settings of a command whose flags are those of another one, which it is given as its arguments."""
 
 _ADMIN_KEY_HELP = "The key that the router wants. [default: what our own router on this machine has drawn]"
 _NODE_KEY_HELP = "The key that the nodes want. [default: what `kvrelay up` of this machine has drawn]"
@@ -46,9 +52,7 @@ def add_commands(app: typer.Typer) -> None:
         ("version", _version),
     ):
         app.command(name, cls=GroupedCommand)(command)
-    # Its flags are the other command's.
-    theirs = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
-    app.command("supervise", cls=GroupedCommand, context_settings=theirs)(_supervise)
+    app.command("supervise", cls=GroupedCommand, context_settings=dict(OF_ANOTHER))(_supervise)
 
 
 def _chat(

@@ -15,7 +15,7 @@ ALL = "--help-all"
 GROUPS = {
     "Serve": ("up", "serve", "prefill", "decode", "router", "rank", "supervise"),
     "Ask": ("chat", "batch"),
-    "Prepare": ("key", "prefetch", "compose", "version"),
+    "Prepare": ("config", "key", "prefetch", "compose", "version"),
     "Watch and steer": ("top", "doctor", "drain", "role"),
     "Measure and plan": ("bench", "profile", "plan", "replay"),
 }

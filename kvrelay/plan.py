@@ -79,7 +79,7 @@ class ClusterConfig:
     seed_oss; auto: as with tool_call_parser, none leaves it in the content."""
     tool_parser_plugin: str = ""
     """A Python file, run at start, which adds parsers of tool calls and of reasoning."""
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     """If set, clients must send `Authorization: Bearer <api_key>`. The nodes get a random key of their own."""
     max_body_bytes: int = 16 << 20
     """Longest request body."""

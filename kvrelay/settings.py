@@ -28,7 +28,9 @@ import yaml
 
 from wire.errors import ConfigError
 
-__all__ = ["CPU", "Setting", "build", "convert", "flags_of", "merge", "nearest", "read_file", "settings_of"]
+__all__ = [
+    "CPU", "Setting", "build", "convert", "flags_of", "lines_in", "merge", "nearest", "read_file", "settings_of",
+]  # fmt: skip
 
 _Config = TypeVar("_Config")
 _KINDS: dict[object, str] = {
@@ -225,6 +227,13 @@ def read_file(path: str, known: Mapping[str, Setting]) -> dict[str, object]:
             return {}
         raise ConfigError(f"config file {path} must hold `key: value` lines, got a {type(content).__name__}")
     return _mapping(content, known, path)
+
+
+def lines_in(path: str) -> dict[str, int]:
+    """The line on which each key of a YAML file stands, which `read_file` has taken."""
+    node = yaml.compose(Path(path).read_text(encoding="utf-8"))
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return {str(key.value).replace("-", "_"): key.start_mark.line + 1 for key, _ in pairs}
 
 
 def _mapping(content: Mapping[object, object], known: Mapping[str, Setting], source: str) -> dict[str, object]:
