@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvrelay import workers
 from router.admission.keys import hash_of
@@ -185,7 +186,14 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
             await permits.acquire()
         await decode_ok(call)
 
-    p, d, d2 = prefill(), decode(held), decode(held)
+    emptied: list[str] = []
+
+    async def reset(request: web.Request) -> web.Response:
+        emptied.append(str(request.url.origin()))
+        return web.json_response({"success": True})
+
+    posts = {"/reset_prefix_cache": reset}
+    p, d, d2 = prefill(posts=posts), decode(held, posts=posts), decode(held)
     async with nodes(p, d, d2), router(tmp_path, p, d) as r:
         # Metrics are of both, whoever is asked.
         assert [await r.ask(worker) for worker in (0, 1, 1)] == [200] * 3
@@ -194,7 +202,13 @@ async def test_two_workers_are_one_router(tmp_path: Path) -> None:
         up = f'kvrelay_router_node_up{{model_name="{MODEL}",node="{d.url}",role="decode"}}'
         assert (await r.metric(0, up), await r.metric(0, "kvrelay_router_workers")) == (1, 2)
 
-        # So is the console's picture: the requests that each has answered, its legs, and who has told.
+        # An operator's order to all nodes reaches each once, and the load counts what every worker answers.
+        told = await r.json(1, "/reset_prefix_cache", {})
+        assert (told["success"], {node["url"] for node in told["nodes"]}) == (True, {p.url, d.url})
+        assert sorted(emptied) == sorted([p.url, d.url])
+        assert (await r.json(0, "/load"))["server_load"] == 0
+
+        # Also the console's picture is of both: the requests that each has answered, its legs, and who has told.
         for worker in (0, 1):
             seen = await r.json(worker, "/console/state")
             assert (seen["asked"], seen["wanted"], [row["index"] for row in seen["workers"]]) == (worker, 2, [0, 1])
