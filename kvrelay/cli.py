@@ -24,7 +24,7 @@ from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
 from kvrelay.machine import check_port
 from kvrelay.plan import ADMIN_KEY, API_KEY, CLUSTER_SECRET, NODE_API_KEY, RUNTIME_LORA, ClusterConfig
-from kvrelay.settings import Setting, build, merge, nearest, settings_of
+from kvrelay.settings import CPU, Setting, build, merge, nearest, settings_of
 from load.config import BenchConfig
 from node.file_limit import raise_file_limit
 from node.last_words import leave
@@ -219,19 +219,16 @@ def _add(
     def command(**given: Any) -> int:
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
         file = given.pop("config")
-        cpu = given.pop("cpu", False)
-        if cpu and given["device"] not in (None, "cpu"):
-            raise ConfigError(f"--cpu and --device {given['device']} contradict each other")
         flags = {setting: value or None if isinstance(value, list) else value for setting, value in given.items()}
 
         def read() -> dict[str, object]:
-            return merge(known, flags | ({"device": "cpu"} if cpu else {}), file) | mine
+            return merge(known, flags, file) | mine
 
         return serve(read(), read if file else None) if reloads else serve(read())
 
     parameters = [*own, *(_parameter(setting, env.get(setting.name)) for setting in known.values())]
     if "device" in known:
-        parameters.append(_typed("cpu", bool, False, typer.Option("--cpu", help="Short for --device cpu.")))
+        parameters.append(_typed("cpu", bool | None, None, typer.Option("--cpu", help=CPU.help)))
     file_option = typer.Option("--config", metavar="FILE", help="YAML file with the same keys; flags win over it.")
     parameters.append(_typed("config", str | None, None, file_option))
     command.__doc__ = about

@@ -12,11 +12,13 @@ import difflib
 import inspect
 import itertools
 import json
+import re
 import textwrap
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +27,7 @@ import yaml
 
 from wire.errors import ConfigError
 
-__all__ = ["Setting", "build", "convert", "flags_of", "merge", "nearest", "read_file", "settings_of"]
+__all__ = ["CPU", "Setting", "build", "convert", "flags_of", "merge", "nearest", "read_file", "settings_of"]
 
 _Config = TypeVar("_Config")
 _KINDS: dict[object, str] = {
@@ -35,6 +37,9 @@ _KINDS: dict[object, str] = {
     bool: "true or false",
     tuple[str, ...]: "a list of texts",
 }
+_IN_UNITS = re.compile(
+    r"(?P<number>\d{1,20}(?:\.\d{1,20})?) ?(?P<unit>[kmgt])(?P<binary>i?)(?P<bytes>b?)", re.IGNORECASE
+)
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -63,6 +68,10 @@ class Setting:
         """The config type of which it holds any number."""
         first = typing.get_args(self.kind)[:1]
         return typing.cast(type, first[0]) if first and dataclasses.is_dataclass(first[0]) else None
+
+
+CPU = Setting("cpu", bool, False, "Short for --device cpu.", "Engine")
+"""May stand in the place of `device`, and is no field of any config."""
 
 
 def settings_of(config: type, skip: Collection[str] = ()) -> dict[str, Setting]:
@@ -130,11 +139,24 @@ def _converted(kind: object, raw: object) -> object | None:
         if isinstance(raw, bool) or not isinstance(raw, (str, int) if kind is int else (str, int, float)):
             return None
         try:
-            return int(raw) if kind is int else float(raw)
+            return _whole(raw) if kind is int else float(raw)
         except ValueError:
             return None
     items = [raw] if isinstance(raw, str) else raw
     return tuple(items) if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items) else None
+
+
+def _whole(raw: object) -> int | None:
+    """A whole number, plain or in units: 32k is 32,000, as 4GB is 4 * 10^9; 32K, 4G, 4Gi and 4GiB are powers of 1,024.
+
+    Raises ValueError if it is none.
+    """
+    found = _IN_UNITS.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if found is None:
+        return int(typing.cast(str, raw))
+    decimal = not found["binary"] and (bool(found["bytes"]) or found["unit"].islower())
+    value = Fraction(found["number"]) * (1000 if decimal else 1024) ** (1 + "kmgt".index(found["unit"].lower()))
+    return int(value) if value.denominator == 1 else None
 
 
 def _items(config: type, raw: object, source: str) -> tuple[object, ...]:
@@ -195,11 +217,20 @@ def _mapping(content: Mapping[object, object], known: Mapping[str, Setting], sou
 
 
 def merge(known: Mapping[str, Setting], flags: Mapping[str, object], file: str | None) -> dict[str, object]:
-    """The values that were given: those of the config file, overruled by the flags that are not None."""
-    values = read_file(file, known) if file else {}
-    for name, raw in flags.items():
-        if raw is not None:
-            values[name] = convert(known[name], raw, known[name].flag)
+    """Join what was given: the values of the config file, overruled by the flags that are not None.
+
+    Where there is a setting `device`, both may say `cpu` instead. Raises ConfigError.
+    """
+    known = {**known, "cpu": CPU} if "device" in known else known
+    from_file = _in_full(read_file(file, known), f"{file}: cpu", "device") if file else {}
+    typed = {name: convert(known[name], raw, known[name].flag) for name, raw in flags.items() if raw is not None}
+    return from_file | _in_full(typed, "--cpu", "--device")
+
+
+def _in_full(values: dict[str, object], cpu: str, device: str) -> dict[str, object]:
+    """Put `device: cpu` in the place of `cpu: true`. Raises ConfigError if another device is named beside it."""
+    if values.pop("cpu", False) and values.setdefault("device", "cpu") != "cpu":
+        raise ConfigError(f"{cpu} and {device} {values['device']} contradict each other; leave one of them out")
     return values
 
 

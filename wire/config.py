@@ -66,11 +66,13 @@ class EngineConfig:
     dtype: str = "auto"
     """auto (fp32 on CPU, the model's own on CUDA), float32, bfloat16 or float16."""
     max_model_len: int = 0
-    """Longest prompt plus answer in tokens; 0 takes the model's own, or less if the KV pool is too small for it."""
+    """Longest prompt plus answer in tokens, for example 32k; 0 takes the model's own, or less if the KV pool is too
+    small for it."""
     block_tokens: int = 0
     """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU, 64 on CUDA."""
     kv_cache_memory: int = 0
-    """Bytes of the KV pool of one rank; 0 takes 1 GiB on CPU, on CUDA what gpu_memory_utilization leaves for it."""
+    """Bytes of the KV pool of one rank, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what gpu_memory_utilization
+    leaves for it."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that one process may use, KV pool included."""
     kv_cache_dtype: str = "auto"

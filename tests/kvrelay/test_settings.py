@@ -112,6 +112,53 @@ def test_numbers_may_be_written_as_yaml_reads_them_or_not() -> None:
     assert convert(settings_of(RouterConfig)["prefill"], ["http://a", "http://b"], "x") == ("http://a", "http://b")
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("32k", 32_000), ("32K", 32_768), ("25.6k", 25_600), ("1.5K", 1_536), ("2G", 2 << 30), ("2g", 2 * 10**9),
+        ("4GiB", 4 << 30), ("512MiB", 512 << 20), (" 4 Gi", 4 << 30), ("2GB", 2 * 10**9), ("1T", 1 << 40),
+    ],
+)  # fmt: skip
+def test_whole_numbers_may_have_the_units_that_vllm_takes_and_those_of_memory(
+    text: str, value: int, tmp_path: Path
+) -> None:
+    known = settings_of(EngineConfig)
+    assert merge(known, {"kv_cache_memory": text}, None) == {"kv_cache_memory": value}
+    (tmp_path / "c.yaml").write_text(f"max-model-len: {text}")
+    assert merge(known, {}, str(tmp_path / "c.yaml")) == {"max_model_len": value}
+
+
+@pytest.mark.parametrize("text", ["4Gib/s", "25.65k0", "1.3K", "1.0001k", "k", "-1k", "4 GiB GiB", "1e3", "0x4"])
+def test_a_number_with_another_unit_or_a_fraction_left_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--max-model-len must be a whole number, got '{text}'"):
+        merge(settings_of(EngineConfig), {"max_model_len": text}, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "device"),
+    [
+        ("cpu: true", {}, "cpu"),
+        ("cpu: true", {"device": "cuda"}, "cuda"),
+        ("device: cuda", {"cpu": True}, "cpu"),
+        ("cpu: false\ndevice: cuda", {}, "cuda"),
+    ],
+)
+def test_cpu_is_short_for_its_device_in_a_file_too(
+    file: str, flags: dict[str, object], device: str, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(file)
+    assert merge(settings_of(EngineConfig), flags, str(tmp_path / "c.yaml")) == {"device": device}
+
+
+def test_cpu_and_another_device_contradict_each_other(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("cpu: true\ndevice: cuda")
+    with pytest.raises(ConfigError, match=r"c.yaml: cpu and device cuda contradict each other"):
+        merge(settings_of(EngineConfig), {}, str(tmp_path / "c.yaml"))
+    (tmp_path / "c.yaml").write_text("cpu: true")
+    with pytest.raises(ConfigError, match="unknown key 'cpu'"):
+        merge(settings_of(RouterConfig), {}, str(tmp_path / "c.yaml"))
+
+
 def test_flags_of_a_config_make_the_same_config_again() -> None:
     config = NodeConfig(
         EngineConfig("m", prefix_cache=False, batch_invariant=True, threads=3),
