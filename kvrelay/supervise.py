@@ -16,7 +16,8 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 
 from kvrelay.machine import environ
-from kvrelay.supervisor import Backoff, fate_of
+from kvrelay.supervisor import Backoff
+from node.last_words import fate_of
 from node.parent import PARENT_PID
 from wire.errors import ConfigError
 from wire.router_config import MAX_DRAIN_S

@@ -18,11 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from node.last_words import fate_of
 from node.parent import PARENT_PID
 from node.private_files import open_log
 from wire.errors import KvrelayError
 
-__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of", "fate_of"]
+__all__ = ["Backoff", "Child", "ChildFailed", "ChildSpec", "LogTail", "Supervisor", "cause_of"]
 
 _TICK_S = 0.1
 _TAIL_LINES = 15
@@ -102,6 +103,8 @@ class Child:
     backoff: Backoff = field(default_factory=Backoff)
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
+    given_up: bool = False
+    """Its start took too long, so it was killed."""
 
     @property
     def running(self) -> bool:
@@ -113,7 +116,7 @@ class Child:
 
         Must be called on the main thread: Linux sends the parent's death to children of a *thread* that ends.
         """
-        self.started_at = time.monotonic()
+        self.started_at, self.given_up = time.monotonic(), False
         with os.fdopen(open_log(self.spec.log), "ab") as log:
             self.process = subprocess.Popen(
                 self.spec.command,
@@ -148,7 +151,7 @@ class Child:
         code = self.process.returncode if self.process else None
         if code is None:
             return "is running"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return "was killed" if self.given_up else f"ended ({fate_of(code)})"
 
 
 class Supervisor:
@@ -243,6 +246,7 @@ class Supervisor:
                     await asyncio.sleep(_TICK_S)
         except TimeoutError:
             self._say(f"{child.spec.name} is not healthy after {self._start_deadline_s:g} s; killing it")
+            child.given_up = True
             child.kill()
             return
         took_s = time.monotonic() - child.started_at
@@ -264,8 +268,3 @@ def cause_of(child: Child) -> str:
     lines = child.tail.last_lines(_TAIL_LINES) or ["(its log is empty)"]
     log = "\n".join(f"    {line}" for line in lines)
     return f"{child.spec.name} {child.fate} before it was ready; the end of {child.spec.log}:\n{log}"
-
-
-def fate_of(code: int) -> str:
-    """What a process ended by, in few words: its exit code, or the name of the signal for a negative one."""
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

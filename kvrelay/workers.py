@@ -19,7 +19,8 @@ from functools import partial
 
 import uvloop
 
-from kvrelay.supervisor import Backoff, ChildFailed, fate_of
+from kvrelay.supervisor import Backoff, ChildFailed
+from node.last_words import fate_of
 from node.parent import PARENT_PID, die_with_parent
 from node.process_log import log_to_stderr
 from router.reload import Reread, reload_on_hangup

@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from node.collector import command_of
+from node.last_words import fate_of
 from node.parent import PARENT_PID
 from node.private_files import ProcessFolder
 from wire.config import NodeConfig
@@ -268,6 +269,7 @@ class EngineClient:
                 await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
             except TimeoutError:
                 log.warning("the engine process did not end within %g s, killing it", STOP_DEADLINE_S)
+                self.failure = self.failure or "the engine process did not end when it was told to, and was killed"
                 self._process.kill()
                 try:
                     await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
@@ -334,7 +336,7 @@ class EngineClient:
             failed.cancel()
         if self.failure is None:
             await asyncio.sleep(0.05)  # its last words may still be in the socket
-        self.failure = self.failure or f"the engine process ended with code {self._process.returncode}"
+        self.failure = self.failure or f"the engine process ended ({fate_of(self._process.returncode or 0)})"
         self.ended.set()
         for queue in self._queues.values():
             queue.put_nowait(None)

@@ -1,4 +1,4 @@
-"""How a process of ours ends: without teardown, and on an error with one sentence that says why.
+"""How a process of ours ends: without teardown, and on an error with one sentence that says why; how others ended.
 
 A CUDA error is *sticky*: every later call on that GPU fails in this process, and what CUDA and its libraries do when
 the interpreter ends may wait for the GPU forever. So the process leaves at once; whoever watches it starts a new one.
@@ -10,12 +10,13 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import sys
 from typing import NoReturn
 
 from wire.errors import KvrelayError
 
-__all__ = ["leave", "sentence"]
+__all__ = ["fate_of", "leave", "sentence"]
 
 # torch (AcceleratorError and what NCCL says), our own calls of the runtime, Triton's launcher, cuBLAS.
 _STICKY = re.compile(r"CUDA error|\bcuda[A-Z]\w+ failed|Triton Error \[CUDA\]|CUBLAS_STATUS_\w+", re.IGNORECASE)
@@ -34,6 +35,16 @@ def sentence(why: BaseException) -> str:
     if failure is None:
         return _first_line(why)
     return f"the GPU has failed in this process ({failure}); only a new process can use it again, so this one ends"
+
+
+def fate_of(code: int) -> str:
+    """Say in few words how another process ended, by its exit code or, where that is negative, its signal.
+
+    Nobody but the kernel sends SIGKILL to a process that we have not given up.
+    """
+    if code == -signal.SIGKILL:
+        return "killed, probably out of memory"
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def leave(code: int) -> NoReturn:

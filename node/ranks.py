@@ -24,7 +24,7 @@ from kv_transfer.open import join_connector, terms_of
 from kv_transfer.rank_link import RankLink
 from node import rank_asides
 from node.collector import command_of, imports_are_done
-from node.last_words import leave
+from node.last_words import fate_of, leave
 from node.parent import PARENT_PID, die_with_parent
 from node.probe_pattern import ProbePattern
 from node.process_log import log_to_stderr
@@ -87,7 +87,7 @@ def region_of(pool: KVPool) -> PoolRegion:
 
 
 def run_ranks(config: RanksConfig) -> int:
-    """The command `kvrelay rank`: this host's ranks, until they end. Their exit code; if one fails all are ended.
+    """Run this host's ranks until they end, and all end if one fails: the command `kvrelay rank`. Its exit code.
 
     Raises ConfigError if they cannot work as configured.
     """
@@ -97,18 +97,17 @@ def run_ranks(config: RanksConfig) -> int:
         for index in range(config.engine.tensor_parallel_local)
     ]
     children = [_start(place) for place in places]
-    code = 0
     try:
-        for child in children:
-            code = code or child.wait()
-            if code:
-                break
+        for place, child in zip(places, children, strict=True):
+            if code := child.wait():
+                log.error("rank %d ended (%s); the others end with it", place.rank, fate_of(code))
+                return max(code, 1)
     finally:
         for child in children:
             child.terminate()
         for child in children:
             child.wait()
-    return code
+    return 0
 
 
 def _start(place: _Place) -> subprocess.Popen[bytes]:
@@ -129,7 +128,7 @@ def _end_with(child: subprocess.Popen[bytes], rank: int) -> None:
 
     def watch() -> None:
         if child.wait():
-            log.error("rank %d ended with exit code %d; the engine cannot go on without it", rank, child.returncode)
+            log.error("rank %d ended (%s); the engine cannot go on without it", rank, fate_of(child.returncode))
             logging.shutdown()
             os._exit(1)
 

@@ -140,7 +140,7 @@ async def gpu_fails(node: Watched, fault: str, why: str) -> None:
         assert status == 503
         assert json.loads(text)["error"]["message"] == why
         await until(lambda: any("ready again" in line for line in node.said))
-        assert any("node ended with exit code 1 after" in line for line in node.said)
+        assert any("node ended (exit code 1) after" in line for line in node.said)
         assert child.running
         status, text = await node.ask(asyncio.Event(), stream=False, tokens=20)
         assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 20)

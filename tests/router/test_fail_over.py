@@ -120,7 +120,7 @@ async def test_a_node_whose_engine_has_died_is_lost_and_its_successor_goes_on() 
     async def engine_dies(call: Call) -> None:
         d.health_status = 503
         await call.tokens(12, "b", 2)
-        why = EngineDead("the engine process ended with code -9")
+        why = EngineDead("the engine process ended (killed, probably out of memory)")
         error = ErrorBody(why.message, why.type, None, why.code)
         await call.send(Frame(FrameKind.ERROR, status=why.status, error=error))
 
