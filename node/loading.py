@@ -11,11 +11,10 @@ from node.sandbox_messages import Setup
 from node.serving import Serving
 from openai_api.chat_template import check_template
 from openai_api.tokenizer import Tokenizer
-from wire.config import NodeConfig
-from wire.engine_messages import EngineReady
+from wire.config import EngineConfig, NodeConfig
 from wire.errors import ConfigError
 
-__all__ = ["serving_of"]
+__all__ = ["read_template", "served_name", "serving_of"]
 
 
 async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox) -> Serving:
@@ -23,7 +22,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     EngineDead."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
     info = await engine.ready(config.start_deadline_s)
-    template = await asyncio.to_thread(_template, config.chat_template)
+    template = await asyncio.to_thread(read_template, config.chat_template)
     sandbox.open(
         Setup(
             config.engine.model,
@@ -36,7 +35,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     )
     return Serving(
         config.role,
-        _served_name(config, info),
+        served_name(config.served_model_name or info.model_name, config.engine),
         template,
         tokenizer,
         info,
@@ -46,14 +45,15 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     )
 
 
-def _served_name(config: NodeConfig, info: EngineReady) -> str:
-    name = config.served_model_name or info.model_name
-    if name in [adapter.name for adapter in info.adapters]:
+def served_name(name: str, engine: EngineConfig) -> str:
+    """Give the model's name back. Raises ConfigError if one of the engine's adapters has it, too."""
+    if name in [adapter for adapter, _ in engine.adapters]:
         raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name with --lora")
     return name
 
 
-def _template(path: str) -> str | None:
+def read_template(path: str) -> str | None:
+    """Read a chat template; None for no path. Raises ConfigError if it cannot be read or is no template."""
     if not path:
         return None
     try:

@@ -9,7 +9,16 @@ from urllib.parse import urlsplit
 from wire.errors import ConfigError
 from wire.log_lines import LOG_FORMATS
 
-__all__ = ["MAX_URL_CHARS", "check_log_format", "is_address", "is_base_url", "is_loopback", "positive", "require"]
+__all__ = [
+    "MAX_URL_CHARS",
+    "check_log_format",
+    "gib",
+    "is_address",
+    "is_base_url",
+    "is_loopback",
+    "positive",
+    "require",
+]
 
 MAX_URL_CHARS = 512
 
@@ -30,6 +39,11 @@ def positive(owner: object, *names: str) -> None:
 def check_log_format(log_format: str) -> None:
     """Raises ConfigError for one that there is not."""
     require(log_format in LOG_FORMATS, f"log_format {log_format!r} is not one of {', '.join(LOG_FORMATS)}")
+
+
+def gib(size: int) -> str:
+    """Write a number of bytes in GiB."""
+    return f"{size / 2**30:.2f} GiB"
 
 
 def is_address(text: str) -> bool:
