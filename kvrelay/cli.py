@@ -199,18 +199,9 @@ def _named(values: dict[str, object]) -> dict[str, object]:
 
 
 def _with_model_here(config: _WithEngine) -> _WithEngine:
-    """The config with a path as its model: one from the Hub is downloaded now, once, and no child needs the token.
+    from kvrelay.before_start import with_model_here
 
-    Comes last, so that nothing is downloaded for what is refused.
-    """
-    # Also refuses, in one sentence, if another package `kernels` is in the way of ours.
-    from openai_api.generation_config import sampling_defaults
-    from paged_engine.hub import resolve_model
-
-    path = resolve_model(config.engine)
-    engine = dataclasses.replace(config.engine, model=str(path), revision="", hub_token="")
-    sampling_defaults(engine)  # a wrong one is told before anything starts
-    return dataclasses.replace(config, engine=engine)
+    return with_model_here(config)
 
 
 def _add(

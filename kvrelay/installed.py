@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wire.versions import HANDOVER, LEGS, RELEASE
 
-__all__ = ["installed"]
+__all__ = ["cuda_of_torch", "installed"]
 
 _PACKAGES = {
     "torch": ("torch",),
@@ -40,7 +40,7 @@ def installed(driver: Path = _DRIVER) -> dict[str, str | None]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "torch": _of("torch"),
-        "cuda": _cuda_of_torch(),
+        "cuda": cuda_of_torch(),
         "driver": _driver(driver),
         **{name: _of(name) for name in _PACKAGES if name != "torch"},
     }
@@ -55,8 +55,8 @@ def _of(name: str) -> str | None:
     return None
 
 
-def _cuda_of_torch() -> str | None:
-    """The CUDA that torch was built for: it stands in a file of its own."""
+def cuda_of_torch() -> str | None:
+    """Read for which CUDA torch was built, in a file of its own that says so; None for none."""
     spec = importlib.util.find_spec("torch")
     for folder in spec.submodule_search_locations or () if spec else ():
         try:

@@ -229,7 +229,7 @@ class LLM:
 
 
 def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
-    from paged_engine.hub import resolve_model
+    from kvrelay.before_start import with_model_here
 
     known = settings_of(NodeConfig, _NOT_OFFLINE)
     for name in settings:
@@ -237,8 +237,7 @@ def _config(model: str, settings: dict[str, Any]) -> NodeConfig:
             raise ConfigError(f"there is no setting {name!r}{nearest(name, known)}")
     checked = {name: convert(known[name], value, name) for name, value in settings.items()}
     config = build(NodeConfig, {**checked, "model": model or str(embedded_model()), "role": Role.AGGREGATED})
-    here = dataclasses.replace(config.engine, model=str(resolve_model(config.engine)), revision="", hub_token="")
-    return dataclasses.replace(config, engine=here)
+    return with_model_here(config)
 
 
 def _several_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

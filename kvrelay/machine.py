@@ -6,14 +6,29 @@ import os
 import socket
 import subprocess
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvrelay.installed import cuda_of_torch
 from kvrelay.plan import ClusterConfig, Machine
 from wire.errors import ConfigError
 
-__all__ = ["check_port", "environ", "this_machine"]
+__all__ = ["Gpu", "check_port", "environ", "gpus_here", "this_machine"]
 
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.used,memory.free", "--format=csv,noheader,nounits")
 _NVIDIA_SMI_DEADLINE_S = 20.0
+# A driver shows one of them, also where there is no nvidia-smi: Linux, Linux within Windows, Jetson.
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. The sizes are zero where they are not known: a part of a GPU (MIG), or no nvidia-smi here."""
+
+    name: str
+    """Value for CUDA_VISIBLE_DEVICES."""
+    total_bytes: int = 0
+    free_bytes: int = 0
 
 
 def this_machine(config: ClusterConfig) -> Machine:
@@ -22,7 +37,7 @@ def this_machine(config: ClusterConfig) -> Machine:
         # All are held at once, so that no port is found twice.
         wanted = [(config.host, config.port)] + [("127.0.0.1", 0)] * (config.prefill + config.decode)
         ports = tuple(held.enter_context(_bound(*address)).getsockname()[1] for address in wanted)
-    gpus = () if config.engine.device == "cpu" else _gpus()
+    gpus = () if config.engine.device == "cpu" else tuple(gpu.name for gpu in gpus_here() or ())
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, environ())
 
 
@@ -44,18 +59,42 @@ def _bound(host: str, port: int) -> socket.socket:
     return held
 
 
-def _gpus() -> tuple[str, ...]:
-    """The NVIDIA GPUs that this process may use, as values for CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return tuple(part.strip() for part in visible.split(",") if part.strip())
+def gpus_here() -> tuple[Gpu, ...] | None:
+    """List the NVIDIA GPUs that this process may use; None where torch cannot use any, by its build or for want of a
+    driver."""
+    if cuda_of_torch() is None or not any(driver.exists() for driver in _DRIVERS):
+        return None
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE_S, check=False
-        )
+        asked = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=_NVIDIA_SMI_DEADLINE_S, check=False)
+        rows = [line.split(", ") for line in asked.stdout.splitlines()] if asked.returncode == 0 else []
     except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(str(index) for index in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines())))
+        rows = []
+    found = [
+        (uuid, Gpu(index, *_sizes(used, free))) for index, uuid, used, free in filter(lambda row: len(row) == 4, rows)
+    ]
+    if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.total_bytes >> 30 for _, gpu in found}) > 1:
+        # CUDA numbers them by speed, nvidia-smi by their places.
+        found = [(uuid, Gpu(gpu.name)) for uuid, gpu in found]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(gpu for _, gpu in found)
+    names = [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
+    return (
+        tuple(
+            next(
+                (replace(gpu, name=name) for uuid, gpu in found if name == gpu.name or uuid.startswith(name)), Gpu(name)
+            )
+            for name in names
+        )
+        or None
+    )
+
+
+def _sizes(used: str, free: str) -> tuple[int, int]:
+    """Total and free bytes, of MiB as nvidia-smi writes them. What the driver keeps for itself is in neither."""
+    if not (used.isdecimal() and free.isdecimal()):
+        return 0, 0
+    return (int(used) + int(free)) << 20, int(free) << 20
 
 
 def environ() -> dict[str, str]:

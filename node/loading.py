@@ -14,11 +14,10 @@ from openai_api.chat_template import check_template
 from openai_api.generation_config import sampling_defaults
 from openai_api.model_formats import load_plugin, reasoning_format, tool_format
 from openai_api.tokenizer import Tokenizer
-from wire.config import NodeConfig
-from wire.engine_messages import EngineReady
+from wire.config import EngineConfig, NodeConfig
 from wire.errors import ConfigError
 
-__all__ = ["serving_of"]
+__all__ = ["read_template", "served_name", "serving_of"]
 
 log = logging.getLogger("kvrelay.node")
 
@@ -29,7 +28,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     if config.tool_parser_plugin:
         await asyncio.to_thread(load_plugin, config.tool_parser_plugin)
     tokenizer = await asyncio.to_thread(Tokenizer.load, config.engine.model)
-    template = await asyncio.to_thread(_template, config.chat_template)
+    template = await asyncio.to_thread(read_template, config.chat_template)
     formats = (template or tokenizer.tool_template, tokenizer.model_type)
     tools = tool_format(config.tool_call_parser, *formats)
     reasoning = reasoning_format(config.reasoning_parser, template or tokenizer.chat_template, tokenizer.model_type)
@@ -50,7 +49,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     )
     return Serving(
         config.role,
-        _served_name(config, info),
+        served_name(config.served_model_name or info.model_name, config.engine),
         template,
         tokenizer,
         info,
@@ -61,14 +60,15 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
     )
 
 
-def _served_name(config: NodeConfig, info: EngineReady) -> str:
-    name = config.served_model_name or info.model_name
-    if name in [adapter.name for adapter in info.adapters]:
+def served_name(name: str, engine: EngineConfig) -> str:
+    """Give the model's name back. Raises ConfigError if one of the engine's adapters has it, too."""
+    if name in [adapter for adapter, _ in engine.adapters]:
         raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name with --lora")
     return name
 
 
-def _template(path: str) -> str | None:
+def read_template(path: str) -> str | None:
+    """Read a chat template; None for no path. Raises ConfigError if it cannot be read or is no template."""
     if not path:
         return None
     try:

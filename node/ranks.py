@@ -30,7 +30,7 @@ from node.parent import PARENT_PID, die_with_parent
 from node.probe_pattern import ProbePattern
 from node.process_log import log_to_stderr
 from node.rank_asides import FillBlocks, Meet, ProfileSteps, VerifyBlocks
-from paged_engine.before_loading import check_engine, choose_device
+from paged_engine.devices import check_engine, choose_device
 from paged_engine.engine import aside, follow
 from paged_engine.kv_pool import KVPool
 from paged_engine.rank_address import address_towards, check_rank_0, is_of_this_host

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from node.transfer_pair import Pair, Part, open_pair
-from paged_engine.before_loading import checked_model, choose_device, compute_dtype
-from paged_engine.kv_pool import FP8, block_bytes, default_block_tokens
+from paged_engine.before_loading import checked_model, kv_dtype_of
+from paged_engine.devices import choose_device
+from paged_engine.memory_sizes import block_bytes, default_block_tokens
 from paged_engine.sharding import shard_config
 from wire.config import EngineConfig
 from wire.errors import TransferError
@@ -37,9 +38,9 @@ class BlocksMoved:
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError for a model that cannot be served as configured."""
         device = choose_device(config.device)
-        model = checked_model(config, device)
-        dtype = FP8 if config.kv_cache_dtype == "fp8" else compute_dtype(config, model, device)
-        self.block_tokens = config.block_tokens or default_block_tokens(device)
+        model = checked_model(config, device.type)
+        dtype = kv_dtype_of(config, model, device.type)
+        self.block_tokens = config.block_tokens or default_block_tokens(device.type)
         self.block_bytes = block_bytes(shard_config(model, config.tensor_parallel), self.block_tokens, dtype)
         self.most_blocks = max(1, _MOST_BYTES[device.type] // self.block_bytes)
         """More are not moved at once."""

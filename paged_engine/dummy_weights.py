@@ -15,10 +15,9 @@ __all__ = ["dummy_tensors"]
 _POOL = 4_194_301
 """Random values drawn in all; every tensor is cut from them. Prime, so that no two rows of a matrix are alike."""
 _STD = 0.02
-_HOST = torch.device("cpu")
 
 
-def dummy_tensors(config: ModelConfig, device: torch.device = _HOST) -> Iterator[tuple[str, torch.Tensor]]:
+def dummy_tensors(config: ModelConfig, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) in the config's dtype: std 0.02, norms around 1. A function of names and shapes alone.
 
     Copying from one pool writes 8 billion values at the speed of the device's memory; drawing each would take minutes.

@@ -16,9 +16,10 @@ from typing import Protocol
 import torch
 
 from paged_engine.adapters import ABOUT_ADAPTERS, AdapterReader, Adapters, FollowedAdapters
-from paged_engine.before_loading import checked_model, choose_device, compute_dtype
+from paged_engine.before_loading import checked_model, dtype_of
 from paged_engine.blocks import BlockPool
 from paged_engine.decoder import by_projection
+from paged_engine.devices import choose_device
 from paged_engine.guide import Guide, Matcher
 from paged_engine.kv_pool import KVPool
 from paged_engine.lora_files import Adapter
@@ -120,7 +121,7 @@ class Engine:
         """`ranks`: the tensor-parallel group in which this engine is rank 0; the others run `follow`."""
         self._clock = clock
         self.device = choose_device(config.device)
-        self.model: ModelConfig = checked_model(config, self.device)
+        self.model: ModelConfig = checked_model(config, self.device.type)
         self._runner, reader, given = _open_runner(config, self.model, self.device, ranks or Alone())
         self.adapters: Adapters | None = None
         """None in an engine without slots for any."""
@@ -303,7 +304,7 @@ def follow(
     """A rank other than 0: compute what rank 0 computes, until it ends; `heard` is called for each `aside`.
 
     Raises RuntimeError if it is lost."""
-    runner, reader, given = _open_runner(config, checked_model(config, device), device, ranks)
+    runner, reader, given = _open_runner(config, checked_model(config, device.type), device, ranks)
     adapters = None if runner.adapters is None else FollowedAdapters(reader, runner.adapters, given)
     while message := ranks.hear():
         if message.startswith(ABOUT_ADAPTERS):
@@ -322,7 +323,8 @@ def _open_runner(
     """The rank's runner, and the adapters that were named at start: read first, because that fails soonest."""
     alike = {name: str(getattr(config, name)) for name in _ALIKE}
     ranks.agree({"release of kvrelay": RELEASE, "model": str(replace(model, name="")), **alike})
-    reader = AdapterReader(model, compute_dtype(config, model, device), config.max_lora_rank, ranks)
+    dtype = getattr(torch, dtype_of(config, model, device.type))
+    reader = AdapterReader(model, dtype, config.max_lora_rank, ranks)
     given = reader.given(config)
     return _loaded_runner(config, model, device, ranks), reader, given
 

@@ -10,14 +10,17 @@ import mmap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from wire.errors import ConfigError
 from wire.gguf_header import TensorPlace, read_gguf_header
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["GgufFile", "GgufTensor"]
 
@@ -25,7 +28,7 @@ __all__ = ["GgufFile", "GgufTensor"]
 # that it is in, so rows can have so many of them: a third of the time for SmolLM2.
 _ROW_BLOCKS = 128
 
-_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class GgufFile:
 
     def load(self, name: str) -> torch.Tensor:
         """The tensor: F32, F16 and BF16 as stored, every quantization as float32."""
+        import torch  # who only asks for the header need not wait for it
+
         tensor = self.tensors[name]
         if dtype := _DENSE.get(tensor.kind):
             with warnings.catch_warnings():
@@ -65,7 +70,7 @@ class GgufFile:
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 count = math.prod(tensor.shape)
                 return (
-                    torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=tensor.start)
+                    torch.frombuffer(self._bytes, dtype=getattr(torch, dtype), count=count, offset=tensor.start)
                     .clone()
                     .view(tensor.shape)
                 )

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from paged_engine.gguf_file import GgufFile
 from paged_engine.model_config import Fields, ModelConfig, RopeScaling
 from paged_engine.model_tensors import check_names, tensor_shapes
 from wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["gguf_model_config", "gguf_tensors"]
 

@@ -15,17 +15,25 @@ import msgspec
 import torch
 
 from paged_engine.adapters import AdapterStore, slots_of
-from paged_engine.before_loading import compute_dtype, refuse_fp8
+from paged_engine.before_loading import dtype_of, kv_dtype_of
 from paged_engine.decoder import Decoder
+from paged_engine.devices import refuse_fp8
 from paged_engine.gpu_adapters import GpuAdapterOperations, GpuAdapters
 from paged_engine.gpu_graphs import GpuGraphs
-from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
+from paged_engine.gpu_memory import GpuBudget
 from paged_engine.gpu_operations import GpuOperations, GpuStep
 from paged_engine.gpu_sampler import GpuSampler, Sampled, SamplePlan, to_host
 from paged_engine.gpu_uploads import StepUploads
 from paged_engine.grammar import masks_of
 from paged_engine.guide import RowMasks
-from paged_engine.kv_pool import FP8, KVPool, block_bytes, blocks_in, default_block_tokens, longest_context
+from paged_engine.kv_pool import KVPool
+from paged_engine.memory_sizes import (
+    block_bytes,
+    blocks_in,
+    default_block_tokens,
+    least_weight_bytes,
+    longest_context,
+)
 from paged_engine.model_config import ModelConfig
 from paged_engine.prompt_scores import PromptScores
 from paged_engine.rank_steps import RankMasks, RankStep
@@ -110,7 +118,8 @@ class GpuRunner:
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
         refuse_fp8(config, device)
         budget = GpuBudget.of(device, config.gpu_memory_utilization)
-        budget.check_weights(least_weight_bytes(model, ranks.size, quantize=config.quantization == "fp8"))
+        dtype, quantize = dtype_of(config, model, device.type), config.quantization == "fp8"
+        budget.check_weights(least_weight_bytes(model, ranks.size, dtype=dtype, quantize=quantize))
         return cls(config, model, weights, device, ranks, budget)
 
     def __init__(
@@ -122,10 +131,11 @@ class GpuRunner:
         ranks: Ranks,
         budget: GpuBudget,
     ) -> None:
-        dtype = compute_dtype(config, model, device)
-        kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
+        dtype: torch.dtype = getattr(torch, dtype_of(config, model, device.type))
+        kv_name = kv_dtype_of(config, model, device.type)
+        kv_dtype: torch.dtype = getattr(torch, kv_name)
         self._device, self._ranks = device, ranks
-        self._block_tokens = config.block_tokens or default_block_tokens(device)
+        self._block_tokens = config.block_tokens or default_block_tokens(device.type)
         self.max_running = config.max_running or _MAX_RUNNING
         self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
         self._sampler = GpuSampler(
@@ -171,11 +181,11 @@ class GpuRunner:
         self._run_largest_step(longest)
         pool_bytes = config.kv_cache_memory or budget.left_for_kv()
         num_blocks = ranks.least(
-            blocks_in(model, pool_bytes=pool_bytes, block_tokens=self._block_tokens, dtype=kv_dtype)
+            blocks_in(model, pool_bytes=pool_bytes, block_tokens=self._block_tokens, dtype=kv_name)
         )
-        budget.check(num_blocks * block_bytes(model, self._block_tokens, kv_dtype))
+        budget.check(num_blocks * block_bytes(model, self._block_tokens, kv_name))
         self.max_model_len = longest_context(
-            config.max_model_len, model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_dtype
+            config.max_model_len, model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_name
         )
         self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
         self._uploads = self._open_uploads(self.max_model_len)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_engine.model_config import ARCHITECTURES, Fields, MixtureOfExperts, ModelConfig, RopeScaling
-from paged_engine.quantization import quantization_of
+from paged_engine.quantization_config import quantization_of
 from wire.errors import ConfigError
 
 __all__ = ["model_config_of"]

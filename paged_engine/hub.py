@@ -65,19 +65,23 @@ class _Wanted:
         return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
 
 
-def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None] | None = None) -> Path:
+def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
     """The folder or file of the model that an engine on this machine is to serve.
 
     It is a path, or on the Hub org/name, or org/name/file.gguf, each with @revision behind it if wanted (or in
     `revision`). An empty `hub_token` leaves it to HF_TOKEN and to stored logins. With load_format dummy only config and
-    tokenizer of a repository are downloaded. `check` is asked before weights are: by default whether an engine on this
-    machine can serve the model (which imports torch). Raises ConfigError saying what is wrong and what to do: before
-    weights are downloaded, if the model cannot be served as configured.
+    tokenizer of a repository are downloaded. `check` is asked with the folder of its small files before weights
+    are, and raises ConfigError for a model that cannot be served as configured. Raises ConfigError saying what is wrong
+    and what to do.
     """
     model, revision = config.model, config.revision
-    path = Path(model).expanduser()
     found = _ID.fullmatch(model)
-    if path.exists():
+    try:
+        path = Path(model).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as why:  # who may not look into its folder; no such user's home
+        raise ConfigError(f"model {model[:200]!r} cannot be looked up: {why}") from why
+    if there:
         if revision:
             raise ConfigError(f"revision {revision!r} is for models on the Hub, and {model!r} is a path; leave it out")
         return path
@@ -111,7 +115,7 @@ def _quieten() -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
-def _folder(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None] | None) -> Path:
+def _folder(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None]) -> Path:
     """The snapshot with all that is needed. Small files come first: they tell whether the large ones are of use."""
     from huggingface_hub import snapshot_download
 
@@ -148,12 +152,8 @@ def weight_files(folder: Path) -> list[str]:
     return names
 
 
-def _check_before_download(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None] | None) -> None:
+def _check_before_download(wanted: _Wanted, config: EngineConfig, check: Callable[[EngineConfig], None]) -> None:
     """Refuse before the first gigabyte what would be refused after the last."""
-    if check is None:
-        from paged_engine.before_loading import check_engine
-
-        check = check_engine
     check(config)
     if not Path(config.model, "tokenizer.json").exists():
         raise ConfigError(

@@ -15,16 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from paged_engine.model_config import ModelConfig
 from paged_engine.model_tensors import stored_weights, weight_shapes
 from wire.errors import ConfigError
 
-__all__ = ["Adapter", "Matrices", "read_adapter"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Adapter", "Matrices", "check_adapter", "read_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -44,7 +46,7 @@ _NOT_SERVED = {
 # Initializations that change the base model's weights: what was trained belongs to those, not to the checkpoint's.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
-Matrices = tuple[torch.Tensor, torch.Tensor]
+Matrices: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """A [rank, in] and B [out, rank] of one projection: it adds B (A x). The scale is in B."""
 
 
@@ -58,6 +60,13 @@ class Adapter:
     digest: str
     rank: int
     modules: Mapping[str, Matrices]
+
+
+def check_adapter(path: str, max_rank: int) -> None:
+    """Raise ConfigError for a folder that holds no adapter, or one that is not served, as far as its config says."""
+    rank = _read_config(Path(path))["r"]
+    if rank > max_rank:
+        raise _rank_above(path, rank, max_rank)
 
 
 def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtype) -> Adapter:
@@ -82,6 +91,10 @@ def read_adapter(path: str, model: ModelConfig, max_rank: int, dtype: torch.dtyp
     if not modules:
         raise ConfigError(f"adapter {folder} holds no matrices")
     return Adapter(digest.hexdigest(), max(len(a) for a, _ in modules.values()), modules)
+
+
+def _rank_above(folder: Path | str, rank: int, max_rank: int) -> ConfigError:
+    return ConfigError(f"adapter {folder} has rank {rank} and max_lora_rank is {max_rank}; raise it to {rank}")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -172,13 +185,13 @@ def _placed(
     if rank != wanted:
         raise ConfigError(f"adapter {folder}: {module} has rank {rank}, and {_CONFIG} says {wanted}")
     if rank > max_rank:
-        raise ConfigError(f"adapter {folder} has rank {rank} and max_lora_rank is {max_rank}; raise it to {rank}")
+        raise _rank_above(folder, rank, max_rank)
     if not (a.is_floating_point() and b.is_floating_point()):
         raise ConfigError(f"adapter {folder}: {module} is {a.dtype}; floating-point matrices are served")
     alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     scaled = (b.float() * scale).to(dtype)
-    return dict(zip(ours, ((a.to(dtype), part) for part in torch.split(scaled, rows)), strict=True))
+    return dict(zip(ours, ((a.to(dtype), part) for part in scaled.split(rows)), strict=True))
 
 
 def _our_names(module: str, model: ModelConfig, folder: Path) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""The door to a model on disk: its config and weights, in any format. Never downloads, never imports transformers."""
+"""The door to a model on disk: its config and weights, in any format. Never downloads, never imports transformers.
+
+The weights need torch, the config does not.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from paged_engine.dummy_weights import dummy_tensors
 from paged_engine.hf_config import model_config_of
 from paged_engine.model_config import DTYPES, ModelConfig
 from paged_engine.model_tensors import quantized_weights, tensor_shapes
-from paged_engine.quantization import canonical_name, is_passed_over, quantized, unpacked
-from paged_engine.safetensors_files import safetensors_tensors
 from wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["read_model_config", "read_tensors"]
 
 log = logging.getLogger("kvrelay.engine")
 
 PROGRESS_INTERVAL_S = 5.0
-_HOST = torch.device("cpu")
 
 
 def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
@@ -53,7 +53,7 @@ def read_model_config(model: str, load_format: str = "auto") -> ModelConfig:
 
 
 def read_tensors(
-    model: str, config: ModelConfig, load_format: str = "auto", device: torch.device = _HOST
+    model: str, config: ModelConfig, load_format: str = "auto", device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for all names of tensor_shapes(config), one at a time, in the dtype they are stored in.
 
@@ -89,8 +89,12 @@ def _with_progress(
 
 
 def _stored(
-    path: Path, config: ModelConfig, load_format: str, device: torch.device
+    path: Path, config: ModelConfig, load_format: str, device: torch.device | str
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    from paged_engine.dummy_weights import dummy_tensors
+    from paged_engine.quantization import canonical_name, is_passed_over, quantized, unpacked
+    from paged_engine.safetensors_files import safetensors_tensors
+
     if load_format == "dummy":
         return quantized(dummy_tensors(replace(config, quantization=None), device), config)
     if path.suffix == ".gguf":

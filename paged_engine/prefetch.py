@@ -19,7 +19,7 @@ from paged_engine.whole_files import check_gguf, check_safetensors
 from wire.config import EngineConfig
 from wire.errors import ConfigError, KvrelayError
 
-__all__ = ["PrefetchFailed", "prefetch"]
+__all__ = ["PrefetchFailed", "model_files", "prefetch"]
 
 
 class PrefetchFailed(KvrelayError):
@@ -32,8 +32,18 @@ def prefetch(config: EngineConfig) -> dict[str, Any]:
     Raises ConfigError for a model that no node would serve, DownloadFailed and PrefetchFailed if another try may help.
     """
     path = resolve_model(config, _check_config)
-    files = _checked_file(path) if path.is_file() else _checked_folder(path, config)
+    files = model_files(path, config)
     return {"path": str(path), "bytes": sum(file.stat().st_size for file in files), "files": [str(f) for f in files]}
+
+
+def model_files(path: Path, config: EngineConfig) -> list[Path]:
+    """List the files of the model at `path` that a node would read. Raises ConfigError, and PrefetchFailed if one is
+    missing or not whole."""
+    if path.is_dir():
+        return _checked_folder(path, config)
+    if path.suffix == ".gguf" and config.load_format != "dummy":
+        _check_whole(path, check_gguf)
+    return [path]
 
 
 def _checked_folder(folder: Path, config: EngineConfig) -> list[Path]:
@@ -50,11 +60,6 @@ def _checked_folder(folder: Path, config: EngineConfig) -> list[Path]:
     for file in weights:
         _check_whole(file, check_safetensors)
     return files + weights
-
-
-def _checked_file(file: Path) -> list[Path]:
-    _check_whole(file, check_gguf)
-    return [file]
 
 
 def _check_config(config: EngineConfig) -> None:

@@ -14,12 +14,13 @@ import torch
 from kernels.linear import computed_rows
 from kernels.paged_attention import SequenceSpan, plan_attention
 from paged_engine.adapters import AdapterStore
-from paged_engine.before_loading import compute_dtype
+from paged_engine.before_loading import dtype_of
 from paged_engine.blocks import NULL_BLOCK
 from paged_engine.cpu_adapters import CpuAdapterOperations, CpuAdapters
 from paged_engine.cpu_operations import CpuOperations, CpuStep, fewest_rows
 from paged_engine.decoder import Decoder
-from paged_engine.kv_pool import CPU_POOL_BYTES, KVPool, blocks_in, default_block_tokens, longest_context
+from paged_engine.kv_pool import KVPool
+from paged_engine.memory_sizes import CPU_POOL_BYTES, blocks_in, default_block_tokens, longest_context
 from paged_engine.model_config import ModelConfig
 from paged_engine.prompt_scores import PromptScores
 from paged_engine.ranks import Ranks
@@ -144,12 +145,13 @@ class CpuRunner:
         """Load the weights and take the pool. Raises ConfigError when the configuration cannot work."""
         torch.set_num_threads(config.threads_on(os.cpu_count() or 1))
         device = torch.device("cpu")
-        dtype = compute_dtype(config, model, device)
-        block_tokens = config.block_tokens or default_block_tokens(device)
+        name = dtype_of(config, model, device.type)
+        dtype: torch.dtype = getattr(torch, name)
+        block_tokens = config.block_tokens or default_block_tokens(device.type)
         pool_bytes = config.kv_cache_memory or CPU_POOL_BYTES
-        num_blocks = blocks_in(model, pool_bytes=pool_bytes, block_tokens=block_tokens, dtype=dtype)
+        num_blocks = blocks_in(model, pool_bytes=pool_bytes, block_tokens=block_tokens, dtype=name)
         max_model_len = longest_context(
-            config.max_model_len, model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype
+            config.max_model_len, model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=name
         )
         adapted = config.adapter_slots > 0
         operations = (CpuAdapterOperations if adapted else CpuOperations)(model, dtype, ranks)

@@ -1,4 +1,5 @@
 """Tensor parallelism: what each rank holds of a model. Pure functions of names, shapes and ranks.
+Never imports torch.
 
 A rank holds a share of the attention heads and of the MLP's columns, so it is a smaller model of the same hidden size;
 what its two branches add to the hidden state is summed over the ranks. Source: Shoeybi et al., "Megatron-LM", 2019.
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from paged_engine.model_config import ModelConfig
 from wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["kv_heads_of", "shard_config", "shard_weights", "vocab_shard"]
 
@@ -79,5 +82,5 @@ def _shard(name: str, weight: torch.Tensor, config: ModelConfig, rank: int, size
     if layer.endswith(_COLUMNS) and kind == "weight":
         return weight.chunk(size, dim=1)[rank]
     if layer.endswith(_COLUMNS) and kind == "bias" and rank:
-        return torch.zeros_like(weight)
+        return weight.new_zeros(weight.shape)
     return weight

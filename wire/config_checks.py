@@ -16,6 +16,7 @@ __all__ = [
     "check_front",
     "check_log_format",
     "check_ssl",
+    "gib",
     "is_address",
     "is_base_url",
     "is_loopback",
@@ -69,6 +70,11 @@ def check_ssl(certfile: str, keyfile: str, ca_certs: str, cert_reqs: int) -> Non
         not cert_reqs or bool(certfile and ca_certs),
         f"ssl_cert_reqs {cert_reqs} needs ssl_certfile, to serve https, and ssl_ca_certs, whose certificates are good",
     )
+
+
+def gib(size: int) -> str:
+    """Write a number of bytes in GiB."""
+    return f"{size / 2**30:.2f} GiB"
 
 
 def is_address(text: str) -> bool:

@@ -47,7 +47,7 @@ def _tiny(folder: Path) -> Path:
     from tokenizers.decoders import ByteLevel
 
     from openai_api.folder_tokenizer import byte_tokenizer
-    from paged_engine.before_loading import checked_model, choose_device
+    from paged_engine.before_loading import checked_model
     from paged_engine.dummy_weights import dummy_tensors
     from wire.config import EngineConfig
 
@@ -57,7 +57,7 @@ def _tiny(folder: Path) -> Path:
     config = EngineConfig(model=str(folder), load_format="dummy", device="cpu")
     tensors = {
         name: tensor * (1 if name.endswith("norm.weight") else _LOUDER)
-        for name, tensor in dummy_tensors(checked_model(config, choose_device("cpu")))
+        for name, tensor in dummy_tensors(checked_model(config, "cpu"))
     }
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     backend = byte_tokenizer(folder / "config.json").backend

@@ -1,11 +1,8 @@
 """llm: an answer, a stream, an object and an error by its command, a tool call in Python. Prints what came, as JSON."""
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 url, key, model, call = sys.argv[1:]
 folder = tempfile.mkdtemp()

@@ -298,7 +298,7 @@ def attentive_model(folder: Path) -> list[str]:
     from tokenizers.decoders import ByteLevel
 
     from openai_api.folder_tokenizer import byte_tokenizer
-    from paged_engine.before_loading import checked_model, choose_device
+    from paged_engine.before_loading import checked_model
     from paged_engine.dummy_weights import dummy_tensors
 
     model = folder / "tiny"
@@ -308,7 +308,7 @@ def attentive_model(folder: Path) -> list[str]:
     config = EngineConfig(model=str(model), load_format="dummy", device="cpu")
     tensors = {
         name: tensor * (1 if name.endswith("norm.weight") else 15)
-        for name, tensor in dummy_tensors(checked_model(config, choose_device("cpu")))
+        for name, tensor in dummy_tensors(checked_model(config, "cpu"))
     }
     save_file(tensors, str(model / "model.safetensors"), metadata={"format": "pt"})
     backend = byte_tokenizer(model / "config.json").backend

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay import cli
+from kvrelay import before_start, cli
+from paged_engine import prefetch
 from router.admission.keys import hash_of
 from router.drawn_keys import stored_key
 from router.reload import changes
@@ -34,6 +35,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module = ModuleType(name)
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(before_start, "check_start", lambda config, here: None)  # tests/kvrelay/test_before_start.py
+    monkeypatch.setattr(prefetch, "model_files", lambda path, engine: [])
     monkeypatch.setattr(cli, "check_port", lambda host, port: port or 8123)  # whoever listens there on this machine
     for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_ADMIN_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.delenv(variable, raising=False)

@@ -18,7 +18,9 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
 }  # fmt: skip
-FILES = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "model.safetensors": bytes(1000)}
+EMPTY = b'{"__metadata__": {}}'  # whole, and without a tensor
+WEIGHTS = len(EMPTY).to_bytes(8, "little") + EMPTY
+FILES = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
 # Runs one command with stand-ins behind it, which print what they are started with.
 _RUN = """
 import json, sys
@@ -92,11 +94,11 @@ def test_every_command_downloads_and_goes_on_with_a_path(
 def test_the_token_may_be_in_the_environment_and_the_revision_in_the_id(
     hub: FakeHub, tmp_path: Path, repository: Path
 ) -> None:
-    older = {**FILES, "model.safetensors": b"older"}
+    older = {**FILES, "model.safetensors": WEIGHTS + b"older"}
     hub.repositories["org/Tiny-1B"] = Repository(FILES, revisions={"v1": older}, token="a-secret")
     done = kvrelay(hub, tmp_path, repository, "serve", "--model=org/Tiny-1B@v1", "--port=0", HF_TOKEN="a-secret")
     assert done.returncode == 0, done.stderr
-    assert Path(json.loads(done.stdout)[0], "model.safetensors").read_bytes() == b"older"
+    assert Path(json.loads(done.stdout)[0], "model.safetensors").read_bytes() == WEIGHTS + b"older"
 
 
 def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
@@ -132,6 +134,8 @@ def test_a_model_that_is_not_there_is_one_sentence(hub: FakeHub, tmp_path: Path,
 
 
 def test_a_local_model_needs_neither_the_hub_nor_torch(hub: FakeHub, tmp_path: Path, repository: Path) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
     done = kvrelay(hub, tmp_path, repository, "serve", f"--model={tmp_path}", "--port=0")
     assert done.returncode == 0, done.stderr
     path, _, _, modules = json.loads(done.stdout)

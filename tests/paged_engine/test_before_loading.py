@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from paged_engine.before_loading import check_engine, choose_device, compute_dtype
-from paged_engine.gpu_memory import GpuBudget, least_weight_bytes
+from paged_engine.before_loading import dtype_of
+from paged_engine.devices import check_engine, choose_device
+from paged_engine.gpu_memory import GpuBudget
 from paged_engine.hf_config import model_config_of
+from paged_engine.memory_sizes import least_weight_bytes
 from paged_engine.sharding import shard_config
 from wire.config import EngineConfig
 from wire.errors import ConfigError
@@ -87,23 +89,25 @@ def test_the_device_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_dtype_follows_from_the_device_and_the_model(llama: str) -> None:
-    def dtype(device: str, model_dtype: str, wanted: str = "auto") -> torch.dtype:
+    def dtype(device: str, model_dtype: str, wanted: str = "auto") -> str:
         model = model_config_of(json.loads(Path(llama).read_text()) | {"dtype": model_dtype}, {}, "m", "test")
-        return compute_dtype(EngineConfig("m", dtype=wanted), model, torch.device(device))
+        return dtype_of(EngineConfig("m", dtype=wanted), model, device)
 
-    assert dtype("cpu", "bfloat16") == torch.float32
-    assert dtype("cpu", "bfloat16", "float16") == torch.float16
-    assert dtype("cuda", "float16") == torch.float16
-    assert dtype("cuda", "float32") == torch.bfloat16
-    assert dtype("cuda", "bfloat16", "float16") == torch.float16
+    assert dtype("cpu", "bfloat16") == "float32"
+    assert dtype("cpu", "bfloat16", "float16") == "float16"
+    assert dtype("cuda", "float16") == "float16"
+    assert dtype("cuda", "float32") == "bfloat16"
+    assert dtype("cuda", "bfloat16", "float16") == "float16"
 
 
 def test_weights_that_cannot_fit_a_gpu_are_refused(llama: str) -> None:
     whole = model_config_of(json.loads(Path(llama).read_text()), {}, "m", "test")
-    in_16_bits, in_fp8 = (least_weight_bytes(whole, 1, quantize=quantize) for quantize in (False, True))
+    in_16_bits, in_fp8 = (
+        least_weight_bytes(whole, 1, dtype="bfloat16", quantize=quantize) for quantize in (False, True)
+    )
     assert in_16_bits == 2 * 8_030_261_248
     assert in_fp8 == in_16_bits - 32 * (4096 * 4096 * 2 + 2 * 1024 * 4096 + 3 * 14_336 * 4096)
-    half = least_weight_bytes(shard_config(whole, 2), 2, quantize=False)
+    half = least_weight_bytes(shard_config(whole, 2), 2, dtype="bfloat16", quantize=False)
     embedding = 2 * 128_256 * 4096
     assert half - embedding == pytest.approx((in_16_bits - embedding) / 2, rel=1e-3)
     budget = GpuBudget(torch.device("cuda"), total_bytes=24 << 30, free_bytes=24 << 30, allowed_bytes=12 << 30)

@@ -26,6 +26,7 @@ import torch
 from fake_hub import FakeHub, Repository, fake_hub
 from tiny_models import make_tiny
 
+from paged_engine.devices import check_engine
 from paged_engine.hub import resolve_model
 from paged_engine.model_files import read_model_config, read_tensors
 from wire.config import EngineConfig
@@ -84,13 +85,13 @@ def environment(hub: FakeHub, home: Path) -> dict[str, str]:
 
 RESOLVE = (
     "import sys; from paged_engine.hub import resolve_model; from wire.config import EngineConfig; "
-    "print(resolve_model(EngineConfig(sys.argv[1])))"
+    "print(resolve_model(EngineConfig(sys.argv[1]), id))"
 )
 
 
 def resolve(model: str, **given: Any) -> Path:
     """Where the model of that engine is."""
-    return resolve_model(EngineConfig(model, **given))
+    return resolve_model(EngineConfig(model, **given), check_engine)
 
 
 def refused(model: str, **given: Any) -> str:
@@ -199,7 +200,7 @@ def test_a_path_is_left_as_it_is_and_the_hub_is_not_asked(
 def test_a_path_costs_no_import() -> None:
     code = (
         "import sys; from paged_engine.hub import resolve_model; from wire.config import EngineConfig; "
-        "resolve_model(EngineConfig('.')); "
+        "resolve_model(EngineConfig('.'), id); "
         "assert not {'huggingface_hub', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)

@@ -1,0 +1,151 @@
+"""What is checked before a process starts or memory is taken: settings, model and files against this machine.
+
+Never imports torch, so that a wrong line is answered at once and no command keeps what only engines need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import mul
+from typing import TypeVar
+
+from kvrelay.machine import Gpu, gpus_here
+from kvrelay.memory import Memory, NotNow, check_memory, memory_here
+from kvrelay.plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
+from wire.config import EngineConfig, NodeConfig, RanksConfig, Role
+from wire.config_checks import gib
+from wire.errors import ConfigError
+
+__all__ = ["Host", "check_start", "host", "with_model_here"]
+
+Config = TypeVar("Config", NodeConfig, RanksConfig, ClusterConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What this machine offers."""
+
+    gpus: tuple[Gpu, ...] | None
+    """None: torch can use none here. Empty: nobody says which there are."""
+    memory: Sequence[Memory]
+
+
+def host() -> Host:
+    """Look at this machine."""
+    return Host(gpus_here(), memory_here())
+
+
+def with_model_here(config: Config) -> Config:
+    """Check that the config can be served here, and make its model a path: one on the Hub is downloaded now, once.
+
+    No child needs the Hub's token. Comes last, so that nothing is downloaded for what is refused. Raises ConfigError.
+    """
+    from paged_engine.hub import resolve_model
+    from paged_engine.prefetch import PrefetchFailed, model_files
+
+    here = host()
+
+    def at(model: str) -> Config:
+        return replace(config, engine=replace(config.engine, model=model, revision="", hub_token=""))
+
+    path = resolve_model(config.engine, lambda engine: check_start(at(engine.model), here))
+    found = at(str(path))
+    try:
+        check_start(found, here)
+        model_files(path, found.engine)
+    except PrefetchFailed as why:
+        raise ConfigError(why.message) from why
+    except OSError as why:  # nobody lets us look into the folder
+        raise ConfigError(f"model {config.engine.model!r} cannot be read: {why}") from why
+    return found
+
+
+def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) -> None:
+    """Raise ConfigError if the engines of a config cannot work on this machine, side by side.
+
+    The files of its model beside config.json are not asked for: they may still have to be downloaded.
+    """
+    from node.loading import read_template, served_name
+    from openai_api.generation_config import sampling_defaults
+    from paged_engine.before_loading import checked_model, least_memory
+    from paged_engine.lora_files import check_adapter
+
+    engine = config.engine
+    device = _device(engine, here)
+    engines = _engines(config)
+    models = list(map({each: checked_model(each, device) for each in dict.fromkeys(engines)}.__getitem__, engines))
+    if not isinstance(config, RanksConfig):
+        served_name(config.served_model_name or models[0].name, engine)
+        read_template(config.chat_template)
+        sampling_defaults(engine)
+    for _, folder in engine.adapters:
+        check_adapter(folder, engine.max_lora_rank)
+    ranks = list(map(_ranks_here, engines))
+    least = [least_memory(each, model, device) for each, model in zip(engines, models, strict=True)]
+    if device == "cpu":
+        weights, pools = (sum(map(mul, ranks, sizes)) for sizes in zip(*least, strict=True))
+        check_memory(here.memory, weights, pools, len(engines))
+    elif here.gpus:
+        _check_gpus(engines, least, gpus_of_nodes(ranks, [gpu.name for gpu in here.gpus]), here.gpus)
+
+
+def _device(engine: EngineConfig, here: Host) -> str:
+    """Say whether it is computed on `cpu` or `cuda`."""
+    if engine.device == "cuda" and here.gpus is None:
+        raise ConfigError(
+            "device cuda was asked for, but torch can use no GPU here; use --device cpu, or install a CUDA build of "
+            "torch and NVIDIA's driver"
+        )
+    return "cpu" if engine.device == "cpu" or here.gpus is None else "cuda"
+
+
+def _engines(config: NodeConfig | RanksConfig | ClusterConfig) -> list[EngineConfig]:
+    """The engine of each node that starts here."""
+    if not isinstance(config, ClusterConfig):
+        return [config.engine]
+    return [config.engine_of(role) for role in [Role.PREFILL] * config.prefill + [Role.DECODE] * config.decode]
+
+
+def _ranks_here(engine: EngineConfig) -> int:
+    return engine.tensor_parallel_local or engine.tensor_parallel
+
+
+def _check_gpus(
+    engines: Sequence[EngineConfig],
+    least: Sequence[tuple[int, int]],
+    places: Sequence[NodeGpus],
+    gpus: Sequence[Gpu],
+) -> None:
+    """Raise ConfigError if what engines need at least is more than a GPU has, or than it may give them."""
+    from paged_engine.memory_sizes import RESERVE_BYTES
+
+    known, needed, asked = {gpu.name: gpu for gpu in gpus}, Counter[str](), Counter[str]()
+    for engine, (weights, pool), own in zip(engines, least, places, strict=True):
+        share = sharing_memory(engine, own.sharers).gpu_memory_utilization
+        for gpu in (known[name] for name in own.visible.split(",")):
+            allowed = int(gpu.total_bytes * share)
+            whole = weights + pool + RESERVE_BYTES
+            limit = gpu.total_bytes if engine.kv_cache_memory else allowed
+            if gpu.total_bytes and whole > limit:
+                raise ConfigError(
+                    f"each rank needs at least {gib(whole)} of its GPU ({gib(weights)} of weights, {gib(pool)} of KV "
+                    f"pool, {gib(RESERVE_BYTES)} for graphs), and may have {gib(limit)} of {gib(gpu.total_bytes)}; "
+                    "lower kv_cache_memory or max_model_len, use quantization fp8, or spread the model over more GPUs "
+                    "with tensor_parallel"
+                )
+            needed[gpu.name] += whole
+            asked[gpu.name] += allowed
+    for gpu in known.values():
+        if needed[gpu.name] > gpu.total_bytes > 0:
+            raise ConfigError(
+                f"the nodes on GPU {gpu.name} need at least {gib(needed[gpu.name])} together, and it has "
+                f"{gib(gpu.total_bytes)}; lower kv_cache_memory, or start fewer nodes"
+            )
+        if gpu.total_bytes and asked[gpu.name] > gpu.free_bytes:
+            refusal = ConfigError if asked[gpu.name] > gpu.total_bytes else NotNow
+            raise refusal(
+                f"gpu_memory_utilization gives {gib(asked[gpu.name])} of GPU {gpu.name} to nodes, and only "
+                f"{gib(gpu.free_bytes)} of its {gib(gpu.total_bytes)} are free; lower it or end what else runs there"
+            )

@@ -1,0 +1,132 @@
+"""What a new user may type wrongly: one line on stderr, exit code 2, at once; and nothing was started or taken for it.
+
+Each command may have little memory, so that one which takes what was asked for fails and takes no neighbour with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_SECONDS = 20.0  # it takes less than one, alone on a machine
+_MOST_BYTES = 4 << 30
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 1024,
+}  # fmt: skip
+ADAPTER = {"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_proj"]}
+EMPTY = b'{"__metadata__": {}}'
+
+# Tried in a folder with what `place` writes there. Without a model of its own a line of an engine is for `tiny`.
+WRONG = [
+    # memory and sizes
+    ("up --kv-cache-memory 2T", "2 nodes together need at least 4096.00 GiB of memory"),
+    ("up --kv-cache-memory 2T --prefill 2", "3 nodes together need at least 6144.00 GiB of memory"),
+    ("serve --kv-cache-memory 2048GiB", "the engine needs at least 2048.00 GiB of memory"),
+    ("up --config pool.yaml", "2 nodes together need at least 4096.00 GiB"),
+    (
+        "rank --kv-cache-memory 2T --tensor-parallel 2 --tensor-parallel-local 1 --tensor-parallel-address 127.0.0.1:9",
+        "the engine needs at least 2048.00 GiB",
+    ),
+    ("up --kv-cache-memory 4Gigs", "--kv-cache-memory must be a whole number, got '4Gigs'"),
+    ("prefill --kv-cache-memory 1k", "a KV pool of 1000 bytes holds"),
+    ("up --max-model-len 32k", "max_model_len 32000 is above the model's own limit of 1024; lower it"),
+    ("decode --max-model-len 1000 --kv-cache-memory 100K", "max_model_len 1000 does not fit: the KV pool of"),
+    # devices and dtypes
+    ("up --device tpu", "device 'tpu' is not one of auto, cpu, cuda"),
+    ("prefill --device cuda", "device cuda was asked for, but torch can use no GPU here"),
+    ("up --device cuda", "device cuda was asked for, but torch can use no GPU here"),
+    ("up --cpu --device cuda", "--cpu and --device cuda contradict each other"),
+    ("up --config contrary.yaml", "contrary.yaml: cpu and device cuda contradict each other"),
+    ("serve --dtype fp4", "dtype 'fp4' is not one of auto, float32, bfloat16, float16"),
+    ("decode --cpu --quantization fp8", "need a GPU; leave them out"),
+    ("up --decode-tensor-parallel 3", "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
+    # models
+    ("up --model missing", "model 'missing' does not exist; pass a folder"),
+    ("prefill --model empty", "model folder empty holds no config.json"),
+    ("serve --model notes.txt", "model 'notes.txt' holds no weights"),
+    ("decode --model broken", "config.json cannot be read as JSON"),
+    ("up --model other", "architecture 'GPT2LMHeadModel' is not supported"),
+    ("up --model toothless", "toothless lacks model.safetensors"),
+    ("up --model damaged", "model.safetensors is damaged"),
+    ("serve --model wordless", "wordless holds no tokenizer.json"),
+    ("serve --model part.gguf", "part.gguf is not a readable GGUF file"),
+    (f"up --model {'x' * 300}", "cannot be looked up"),
+    ("up --model ~nobody-of-this-name/model", "cannot be looked up"),
+    # adapters and templates
+    ("up --lora a=missing", "adapter missing has no adapter_config.json"),
+    ("decode --lora missing", "lora 'missing' must be name=path"),
+    ("prefill --lora a=adapter", "adapter adapter has rank 64 and max_lora_rank is 16; raise it to 64"),
+    ("up --lora tiny=adapter --max-lora-rank 64", "an adapter is named 'tiny', as the model itself is"),
+    ("up --lora a=adapter --lora a=adapter", "lora names a twice"),
+    ("up --chat-template missing.jinja", "the chat template missing.jinja cannot be read"),
+    # the rest
+    ("up --port 99999", "port must be between 0 and 65535, got 99999"),
+    ("up --max-model-length 5", "unknown flag --max-model-length; did you mean --max-model-len?"),
+    ("up --config missing.yaml", "cannot read config file missing.yaml"),
+    ("router --prefill http://127.0.0.1:1", "a router needs at least one --prefill URL and one --decode URL"),
+    ("router --prefill http://127.0.0.1:1 --decode nonsense", "'nonsense'"),
+    ("chat --key x", "unknown flag --key"),
+    ("chat hello", "hello"),
+    ("chatt", "chatt"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and several that are none."""
+    folder = tmp_path_factory.mktemp("wrong")
+    weights = len(EMPTY).to_bytes(8, "little") + EMPTY
+    files: dict[str, bytes | dict[str, object]] = {
+        "tiny/config.json": TINY,
+        "empty/readme.md": b"",
+        "broken/config.json": b"{",
+        "other/config.json": {"architectures": ["GPT2LMHeadModel"]},
+        "toothless/config.json": TINY,
+        "toothless/tokenizer.json": b"{}",
+        "damaged/config.json": TINY,
+        "damaged/tokenizer.json": b"{}",
+        "damaged/model.safetensors": weights[:20],
+        "wordless/config.json": TINY,
+        "wordless/model.safetensors": weights,
+        "adapter/adapter_config.json": ADAPTER,
+        "adapter/adapter_model.safetensors": weights,
+        "notes.txt": b"",
+        "part.gguf": b"GGUF",
+        "pool.yaml": b"cpu: true\nkv-cache-memory: 2TiB\n",
+        "contrary.yaml": b"cpu: true\ndevice: cuda\n",
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return folder
+
+
+def _little_memory() -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+
+
+@pytest.mark.parametrize(("line", "said"), WRONG, ids=[line[:60] for line, _ in WRONG])
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(line: str, said: str, place: Path, repository: Path) -> None:
+    command, *words = line.split()
+    if command in ("up", "prefill", "decode", "serve", "rank"):
+        words += [] if "--port" in words or command == "rank" else ["--port", "0"]
+        words += [] if "--model" in words else ["--model", "tiny", "--load-format", "dummy"]
+    env = {**os.environ, "PYTHONPATH": str(repository), "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvrelay.cli", command, *words],
+        env=env, cwd=place, capture_output=True, text=True, timeout=60, preexec_fn=_little_memory(),
+    )  # fmt: skip
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert time.monotonic() - began < _SECONDS
