@@ -180,11 +180,11 @@ def main() -> None:
         field, _, value = item.partition("=")
         options[field] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
     began = time.perf_counter()
-    defaults: dict[str, Any] = {"max_model_len": 8192, "prefix_cache": False}
+    defaults: dict[str, Any] = {"max_model_len": 8192, "enable_prefix_caching": False}
     config = EngineConfig(model=arguments.model, load_format=arguments.load_format, **(defaults | options))
     engine = Engine(config, join_as_rank_0(config))
     took = time.perf_counter() - began
-    print(f"ready after {took:.1f} s; {engine.pool.num_blocks} blocks of {engine.pool.block_tokens} tokens")
+    print(f"ready after {took:.1f} s; {engine.pool.num_blocks} blocks of {engine.pool.block_size} tokens")
     gc.collect()
     gc.freeze()
     compiled: list[str] = []

@@ -38,7 +38,7 @@ class Answer:
 
 def open_engine(**options: Any) -> Engine:
     """An engine with random weights."""
-    defaults: dict[str, Any] = {"max_model_len": 4096, "max_running": 64, "prefix_cache": False}
+    defaults: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 64, "enable_prefix_caching": False}
     return Engine(EngineConfig(model=str(MODEL), load_format="dummy", **(defaults | options)))
 
 
@@ -82,8 +82,8 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 def invariance() -> None:
     """Batch-invariant mode: tokens and log-probabilities bit for bit, alone, in one batch, in any order and chunks."""
     alone = together = chunked = None
-    for options in ({"batch_invariant": True}, {"batch_invariant": True, "max_batched_tokens": 700}):
-        engine = open_engine(kv_cache_memory=8 << 30, **options)
+    for options in ({"batch_invariant": True}, {"batch_invariant": True, "max_num_batched_tokens": 700}):
+        engine = open_engine(kv_cache_memory_bytes=8 << 30, **options)
         prompts = random_prompts(engine.model.vocab_size)
         if alone is None:
             alone = answers(engine, prompts, 1, None)
@@ -103,7 +103,7 @@ def invariance() -> None:
 
 def near_ties() -> None:
     """Without that mode: where a batch changes a token, how far apart the two candidates were."""
-    engine = open_engine(kv_cache_memory=8 << 30)
+    engine = open_engine(kv_cache_memory_bytes=8 << 30)
     prompts = random_prompts(engine.model.vocab_size)
     alone, together = answers(engine, prompts, 1, None), answers(engine, prompts, PROMPTS, random.Random(1))
     gaps, drift, seeded = [], 0.0, 0
@@ -129,7 +129,7 @@ def near_ties() -> None:
 
 def soak() -> None:
     """10,000 requests of random lengths, some aborted: nothing grows, all blocks come back."""
-    engine = open_engine(max_running=128, kv_cache_memory=4 << 30, prefix_cache=True)
+    engine = open_engine(max_num_seqs=128, kv_cache_memory_bytes=4 << 30, enable_prefix_caching=True)
     rng = random.Random(0)
     live: list[Request] = []
     marks = []

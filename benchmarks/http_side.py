@@ -56,7 +56,7 @@ def _serving(model: str) -> Serving:
         model_name="model",
         vocab_size=tokenizer.vocab_size,
         max_model_len=1 << 20,
-        block_tokens=16,
+        block_size=16,
         num_blocks=1,
         kv_bytes_per_token=1,
         eos_token_ids=list(tokenizer.eos_token_ids),

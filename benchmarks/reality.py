@@ -228,7 +228,7 @@ def _paced(factor: float, path: Path) -> list[str]:
     folder = str(Path(__file__).parent / "paced")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     os.environ["KVRELAY_BENCH_CARD"] = str(path.resolve())
-    return ["--cpu", f"--max-batched-tokens={card.step_tokens}", f"--max-running={card.max_running}"]
+    return ["--cpu", f"--max-num-batched-tokens={card.step_tokens}", f"--max-num-seqs={card.max_num_seqs}"]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _verdict([line for name, each in seen for line in told(name, [each])], [each for _, each in seen], asked)
     model = Path(asked.model).resolve() if asked.model else embedded_model()
     dummy = ["--load-format=dummy"] if asked.model else []
-    flags = [f"--model={model}", *dummy, "--no-prefix-cache", *asked.flag]
+    flags = [f"--model={model}", *dummy, "--no-enable-prefix-caching", *asked.flag]
     asked.vocab = int(json.loads(model.read_text(encoding="utf-8"))["vocab_size"]) - 1_000 if asked.model else 32_000
     folder = asked.out or Path(tempfile.mkdtemp(prefix="reality-card-"))
     folder.mkdir(parents=True, exist_ok=True)

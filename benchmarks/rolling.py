@@ -34,7 +34,7 @@ from benchmarks.chaos.model import flags_of
 from benchmarks.chaos.processes import Cluster
 from benchmarks.chaos.verdict import Times, broken_legs
 
-_FLAGS = ["--cpu", "--threads", "1", "--kv-cache-memory", str(128 << 20), "--max-running", "256"]
+_FLAGS = ["--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(128 << 20), "--max-num-seqs", "256"]
 _ROOT = Path(__file__).parents[1]
 
 

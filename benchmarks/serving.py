@@ -116,7 +116,7 @@ def main() -> int:
     args = parser.parse_args()
     rows = [[Row.parse(text) for text in row.split("+")] for row in args.rows]
     vocab_size = json.loads(Path(args.model).read_text(encoding="utf-8"))["vocab_size"]
-    flags = [f"--model={Path(args.model).resolve()}", "--load-format=dummy", "--no-prefix-cache", *args.flag]
+    flags = [f"--model={Path(args.model).resolve()}", "--load-format=dummy", "--no-enable-prefix-caching", *args.flag]
     told: dict[str, dict[str, Any]] = {}
     failed: list[Record] = []
     print(f"{'':26}" + "".join(f"{name:>{WIDTH}}" for name in Figures.__dataclass_fields__))

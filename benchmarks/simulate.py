@@ -75,9 +75,9 @@ def comparison(arguments: argparse.Namespace) -> list[Run]:
     )
     for name in names:
         traced = name == "trace"
-        block_tokens = TRACE_BLOCK_TOKENS if traced else WORKLOADS[name].block_tokens
+        block_size = TRACE_BLOCK_TOKENS if traced else WORKLOADS[name].block_size
         for policy in arguments.policies or (*sorted(POLICIES), OMNISCIENT):
-            setting = dataclasses.replace(_setting(arguments), policy=policy, block_tokens=block_tokens)
+            setting = dataclasses.replace(_setting(arguments), policy=policy, block_size=block_size)
             requests = arguments.requests or (0 if traced else 4_000)
             runs.append(Run(name, requests, setting, arguments.load, arguments.trace if traced else None))
     return runs

@@ -20,7 +20,7 @@ from pathlib import Path
 from paged_engine.draft_pace import DraftPace
 from paged_engine.engine import Engine
 from paged_engine.request import Request
-from wire.config import EngineConfig
+from wire.config import EngineConfig, SpeculativeConfig
 from wire.engine_messages import Submit
 from wire.sampling import SamplingParams
 
@@ -86,8 +86,8 @@ def main() -> int:
             model=args.model,
             load_format=args.load_format,
             max_model_len=1024,
-            prefix_cache=False,
-            speculative_tokens=args.tokens,
+            enable_prefix_caching=False,
+            speculative_config=SpeculativeConfig(args.tokens) if args.tokens else None,
             batch_invariant=args.batch_invariant,
         )
     )

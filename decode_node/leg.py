@@ -21,7 +21,7 @@ __all__ = ["DecodeLeg", "ticket_of"]
 _MAX_INT = 2**63
 
 
-def ticket_of(params: KvTransferParams, block_tokens: int) -> KvTransferParams | None:
+def ticket_of(params: KvTransferParams, block_size: int) -> KvTransferParams | None:
     """The claim on KV elsewhere, or None if there is none (after a fail-over) and the prompt is computed here.
 
     Raises RequestError for a claim that lacks a part.
@@ -35,12 +35,12 @@ def ticket_of(params: KvTransferParams, block_tokens: int) -> KvTransferParams |
             f"kv_transfer_params lacks {', '.join(missing) or 'num_tokens'}; pass on what the prefill node answered",
             param="kv_transfer_params",
         )
-    blocks = -(-params.num_tokens // block_tokens)
+    blocks = -(-params.num_tokens // block_size)
     groups = params.remote_block_ids or []
     if len(groups) != 1 or len(groups[0]) != blocks or not all(0 < block < _MAX_INT for block in groups[0]):
         raise RequestError(
             f"remote_block_ids must be one list of {blocks} block ids for {params.num_tokens} tokens in blocks of "
-            f"{block_tokens}; the prefill node must have the same block_tokens",
+            f"{block_size}; the prefill node must have the same block_size",
             param="kv_transfer_params",
         )
     if not 0 < (params.remote_port or 0) < 65536 or not 0 <= params.lease_epoch < _MAX_INT:
@@ -55,7 +55,7 @@ class DecodeLeg(Leg):
     """
 
     def __init__(self, submit: Submit, params: KvTransferParams, writer: AnswerWriter, info: EngineReady) -> None:
-        ticket = ticket_of(params, info.block_tokens)
+        ticket = ticket_of(params, info.block_size)
         prompt_tokens = len(submit.prompt_token_ids)
         if ticket is not None and ticket.num_tokens != prompt_tokens:
             raise RequestError(

@@ -65,7 +65,7 @@ def step_tables(
     slot_tables: torch.Tensor,
     tables: torch.Tensor,
     *,
-    block_tokens: int,
+    block_size: int,
 ) -> None:
     """Note each sequence's newest block in its slot's table, and copy that table to the sequence's row of `tables`.
 
@@ -81,7 +81,7 @@ def step_tables(
         slot_tables,
         tables,
         tables.shape[1],
-        BLOCK_TOKENS=block_tokens,
+        BLOCK_TOKENS=block_size,
         BLOCK=256,
         num_warps=2,
     )

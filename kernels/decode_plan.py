@@ -113,7 +113,7 @@ def decode_programs(batch: int, workspace: DecodeWorkspace) -> int:
     return workspace.resident * max(1, min(waves, MAX_WAVES))
 
 
-def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_tokens: int, window: int = 0) -> None:
+def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block_size: int, window: int = 0) -> None:
     """Cut the keys of a batch into equal shares, for all layers of one step that have this window. No host sync.
 
     context_lens [B] int32: keys of each sequence, its newest token's included; 0 marks a padding row.
@@ -121,8 +121,8 @@ def plan_decode(context_lens: torch.Tensor, workspace: DecodeWorkspace, *, block
     (batch,) = context_lens.shape
     if batch > workspace.max_batch:
         raise ValueError(f"{batch} sequences, but the workspace is for {workspace.max_batch}")
-    if block_tokens not in (16, 32, 64):
-        raise ValueError(f"block_tokens must be 16, 32 or 64, got {block_tokens}")
+    if block_size not in (16, 32, 64):
+        raise ValueError(f"block_size must be 16, 32 or 64, got {block_size}")
     programs = decode_programs(batch, workspace)
     _plan_kernel[(triton.cdiv(programs, PLAN_ROWS.value),)](
         context_lens,

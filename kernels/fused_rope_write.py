@@ -56,8 +56,8 @@ def rope_and_write(
     both products to the model's dtype: in bf16 their results are up to two units in the last place away from ours.)
     q_norm, k_norm [head_dim]: RMS norm of each head before the rotation, rounded as `fused_norm.rms_norm` does.
     Token t goes to offset offsets[t] of block blocks[t] (int32 | int64 [T]; padding rows name the null block 0).
-    key_cache, value_cache [num_blocks, num_kv_heads, block_tokens, head_dim], the last two dimensions contiguous.
-    key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_tokens]: the caches are float8_e4m3fn, and hold the
+    key_cache, value_cache [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous.
+    key_scales, value_scales fp32 [num_blocks, num_kv_heads, block_size]: the caches are float8_e4m3fn, and hold the
     vector as 16-bit KV would have it, divided by its scale: its largest magnitude / 448.
     pdl: positions, blocks and offsets are read before the wait for the preceding kernel, which must not write them.
     tile: for the benchmark's sweep; None takes the tuned one.

@@ -17,7 +17,7 @@ def write_kv(
     blocks: torch.Tensor,
     offsets: torch.Tensor,
 ) -> None:
-    """Caches [num_blocks, kv_heads, block_tokens, head_dim], one layer's views of the pool.
+    """Caches [num_blocks, kv_heads, block_size, head_dim], one layer's views of the pool.
 
     key, value [tokens, kv_heads, head_dim].
 

@@ -68,7 +68,7 @@ def plan_attention(
     spans: Sequence[SequenceSpan],
     *,
     tokens: int,
-    block_tokens: int,
+    block_size: int,
     kv_heads: int,
     group: int,
     window: int = 0,
@@ -78,7 +78,7 @@ def plan_attention(
 
     Rows that no span names are padding: they get the finite output of some other row.
     """
-    planner = _Planner(tokens, block_tokens, kv_heads, group, window, torch.device(device))
+    planner = _Planner(tokens, block_size, kv_heads, group, window, torch.device(device))
     decodes = [span for span in spans if span.count == 1]
     prefills = [span for span in spans if span.count > 1]
     for tile_tokens, members in ((1, decodes), (PREFILL_TILE_TOKENS, prefills)):
@@ -121,9 +121,9 @@ class _Planner:
     """Builds the index tensors of one plan with numpy."""
 
     def __init__(
-        self, tokens: int, block_tokens: int, kv_heads: int, group: int, window: int, device: torch.device
+        self, tokens: int, block_size: int, kv_heads: int, group: int, window: int, device: torch.device
     ) -> None:
-        self._block_tokens, self._kv_heads, self._group, self._window = block_tokens, kv_heads, group, window
+        self._block_size, self._kv_heads, self._group, self._window = block_size, kv_heads, group, window
         self._device = device
         self._slabs: list[_Slab] = []
         self._result_rows = 0
@@ -163,7 +163,7 @@ class _Planner:
         return np.concatenate([flat, np.repeat(flat[:, :, :1], rows - flat.shape[2], axis=2)], axis=2)
 
     def _pool_rows(self, tiles: list[_Tile]) -> np.ndarray:
-        per_split = SPLIT_TOKENS // self._block_tokens
+        per_split = SPLIT_TOKENS // self._block_size
         blocks = np.zeros((sum(len(tile.splits) for tile in tiles), per_split), np.int64)  # block 0 is the null block
         item = 0
         for tile in tiles:
@@ -214,7 +214,7 @@ def attend(
 
     `softcap` c makes scores c * tanh(score / c).
 
-    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_tokens, head_dim], one layer's views of the
+    query [tokens, heads, head_dim]; caches [num_blocks, kv_heads, block_size, head_dim], one layer's views of the
     pool, which must hold the step's own keys already. Returns [tokens, heads, head_dim].
     """
     tokens, heads, dim = query.shape
@@ -234,10 +234,10 @@ def _attend_slab(
     softcap: float | None,
 ) -> torch.Tensor:
     """[tiles * kv_heads * rows, head_dim]"""
-    num_blocks, kv_heads, block_tokens, dim = key_cache.shape
+    num_blocks, kv_heads, block_size, dim = key_cache.shape
     products = slab.bias.shape[0] * kv_heads
     keys, values = (
-        cache.view(num_blocks * kv_heads, block_tokens * dim)
+        cache.view(num_blocks * kv_heads, block_size * dim)
         .index_select(0, slab.pool_rows)
         .view(products, SPLIT_TOKENS, dim)
         .float()

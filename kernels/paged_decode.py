@@ -59,8 +59,8 @@ def paged_decode(
     """softmax(scale q k^T) v of the newest token of each sequence over its blocks, which hold that token already.
 
     query, out [B, heads, head_dim], bf16 or fp16, rows and heads strided as you like. Caches [num_blocks, kv_heads,
-    block_tokens, head_dim], one layer's views of the pool; fp8 caches come with fp32 scales [num_blocks, kv_heads,
-    block_tokens]. block_tables [B, max_blocks] int32. context_lens [B] int32 as given to `plan_decode`, which must have
+    block_size, head_dim], one layer's views of the pool; fp8 caches come with fp32 scales [num_blocks, kv_heads,
+    block_size]. block_tables [B, max_blocks] int32. context_lens [B] int32 as given to `plan_decode`, which must have
     run for this step and this window. Rows of length 0 get zeros. `window` w > 0: the last w keys only. `softcap` c:
     scores become c tanh(scores / c); 0 leaves them.
 
@@ -68,7 +68,7 @@ def paged_decode(
     wait for the preceding kernel, which must not write plan, lengths or tables; query and caches are read after it.
     """
     batch, heads, head_dim = query.shape
-    _, kv_heads, block_tokens, _ = key_cache.shape
+    _, kv_heads, block_size, _ = key_cache.shape
     if (heads, kv_heads, head_dim) != (workspace.num_heads, workspace.num_kv_heads, workspace.head_dim):
         raise ValueError(f"the workspace is not for {heads} query heads and {kv_heads} KV heads of {head_dim}")
     if workspace.planned != (batch, window):
@@ -107,7 +107,7 @@ def paged_decode(
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
-        BLOCK_TOKENS=block_tokens,
+        BLOCK_TOKENS=block_size,
         TILE=tiling.keys,
         STAGES=tiling.stages,
         SOFTCAP=softcap,
@@ -124,9 +124,9 @@ def paged_decode(
 @triton.jit(do_not_specialize=["batch", "window"])  # type: ignore[untyped-decorator]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query,  # [batch, heads, head_dim]
-    key_cache,  # [num_blocks, kv_heads, block_tokens, head_dim], or int16 pairs of fp8 [..., head_dim / 2]
+    key_cache,  # [num_blocks, kv_heads, block_size, head_dim], or int16 pairs of fp8 [..., head_dim / 2]
     value_cache,
-    key_scales,  # [num_blocks, kv_heads, block_tokens] fp32, or None
+    key_scales,  # [num_blocks, kv_heads, block_size] fp32, or None
     value_scales,
     block_tables,  # [batch, max_blocks]
     context_lens,  # [batch]

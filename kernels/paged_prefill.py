@@ -61,8 +61,8 @@ def paged_prefill(
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v of each query over the keys of its sequence at its own and earlier positions.
 
-    query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_tokens, D]: one layer's views of the
-    pool, which must hold this step's keys already; fp8 caches with scales [num_blocks, Hkv, block_tokens] fp32. All
+    query, out [T, Hq, D], last dim contiguous. Caches [num_blocks, Hkv, block_size, D]: one layer's views of the
+    pool, which must hold this step's keys already; fp8 caches with scales [num_blocks, Hkv, block_size] fp32. All
     int32: block_tables [S, max_blocks], query_starts [S + 1] (rows of `query`), context_lens [S] (all tokens, this
     step's included), tiles [tiles, 2] of `prefill_tiles`. Rows from query_starts[S] on are padding: their `out` stays.
 
@@ -90,7 +90,7 @@ def paged_prefill(
             softcap=softcap,
         )
     heads, head_dim = query.shape[1:]
-    kv_heads, block_tokens = key_cache.shape[1:3]
+    kv_heads, block_size = key_cache.shape[1:3]
     group = heads // kv_heads
     shape = launch_shape(query, key_cache)
     if key_scales is not None and value_scales is not None:
@@ -123,7 +123,7 @@ def paged_prefill(
         HEAD_DIM=head_dim,
         DIM=power_of_2(head_dim),
         STRIP=shape.strip,
-        BLOCK_TOKENS=block_tokens,
+        BLOCK_TOKENS=block_size,
         WINDOW=window,
         SOFTCAP=softcap > 0,
         FP8=key_scales is not None,
@@ -179,12 +179,12 @@ def _check(
     value_scales: torch.Tensor | None,
 ) -> None:
     _, heads, head_dim = query.shape
-    _, kv_heads, block_tokens, cache_dim = key_cache.shape
+    _, kv_heads, block_size, cache_dim = key_cache.shape
     if heads % kv_heads or head_dim != cache_dim:
         raise ValueError(f"queries {tuple(query.shape)} do not fit a cache of {tuple(key_cache.shape)}")
     if value_cache.shape != key_cache.shape or value_cache.stride() != key_cache.stride():
         raise ValueError("value_cache must have the shape and the strides of key_cache")
-    if block_tokens not in (16, 32, 64) or key_cache.stride()[2:] != (head_dim, 1):
+    if block_size not in (16, 32, 64) or key_cache.stride()[2:] != (head_dim, 1):
         raise ValueError("a block must hold 16, 32 or 64 tokens, one after the other")
     if out.shape != query.shape or query.stride(2) != 1 or out.stride(2) != 1:
         raise ValueError("query and out must have one shape and a contiguous last dim")

@@ -79,9 +79,9 @@ def hopper_prefill(
 ) -> torch.Tensor:
     """`paged_prefill`, for calls of which that has found that this kernel serves them."""
     rows, heads, head_dim = query.shape
-    num_blocks, kv_heads, block_tokens, _ = key_cache.shape
+    num_blocks, kv_heads, block_size, _ = key_cache.shape
     block_rows, head_rows = (stride // head_dim for stride in key_cache.stride()[:2])
-    pool_rows = (num_blocks - 1) * block_rows + (kv_heads - 1) * head_rows + block_tokens
+    pool_rows = (num_blocks - 1) * block_rows + (kv_heads - 1) * head_rows + block_size
     group, dim = heads // kv_heads, 1 << (head_dim - 1).bit_length()
     tile = [tile_tokens(group), tile_heads(group), dim]
     shape = shape or HopperShape(strip=128 if dim <= 128 else 64)
@@ -89,8 +89,8 @@ def hopper_prefill(
     programs = min(items, torch.cuda.get_device_properties(query.device).multi_processor_count)
     _prefill_kernel[(programs,)](
         _descriptor(query, [rows, heads, head_dim], list(query.stride()), tile),
-        _descriptor(key_cache, [pool_rows, head_dim], [head_dim, 1], [block_tokens, dim]),
-        _descriptor(value_cache, [pool_rows, head_dim], [head_dim, 1], [block_tokens, dim]),
+        _descriptor(key_cache, [pool_rows, head_dim], [head_dim, 1], [block_size, dim]),
+        _descriptor(value_cache, [pool_rows, head_dim], [head_dim, 1], [block_size, dim]),
         out,
         block_tables,
         query_starts,
@@ -126,7 +126,7 @@ def _descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], box:
 @gluon.jit(do_not_specialize=["items"])  # type: ignore[untyped-decorator]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     queries,  # TMA descriptor of [T, Hq, D], boxes [TOKENS, HEADS, DIM]
-    keys,  # TMA descriptor of [rows of the pool, D], boxes [block_tokens, DIM]
+    keys,  # TMA descriptor of [rows of the pool, D], boxes [block_size, DIM]
     values,
     out,
     block_tables,

@@ -48,7 +48,7 @@ def with_model_here(config: Config) -> Config:
     here = host()
 
     def at(model: str) -> Config:
-        return replace(config, engine=replace(config.engine, model=model, revision="", hub_token=""))
+        return replace(config, engine=replace(config.engine, model=model, revision="", hf_token=""))
 
     path = resolve_model(config.engine, lambda engine: check_start(at(engine.model), here))
     found = at(str(path))
@@ -109,7 +109,7 @@ def _engines(config: NodeConfig | RanksConfig | ClusterConfig) -> list[EngineCon
 
 
 def _ranks_here(engine: EngineConfig) -> int:
-    return engine.tensor_parallel_local or engine.tensor_parallel
+    return engine.tensor_parallel_size_local or engine.tensor_parallel_size
 
 
 def _check_gpus(
@@ -127,13 +127,13 @@ def _check_gpus(
         for gpu in (known[name] for name in own.visible.split(",")):
             allowed = int(gpu.total_bytes * share)
             whole = weights + pool + RESERVE_BYTES
-            limit = gpu.total_bytes if engine.kv_cache_memory else allowed
+            limit = gpu.total_bytes if engine.kv_cache_memory_bytes else allowed
             if gpu.total_bytes and whole > limit:
                 raise ConfigError(
                     f"each rank needs at least {gib(whole)} of its GPU ({gib(weights)} of weights, {gib(pool)} of KV "
                     f"pool, {gib(RESERVE_BYTES)} for graphs), and may have {gib(limit)} of {gib(gpu.total_bytes)}; "
-                    "lower kv_cache_memory or max_model_len, use quantization fp8, or spread the model over more GPUs "
-                    "with tensor_parallel"
+                    "lower kv_cache_memory_bytes or max_model_len, use quantization fp8, or spread the model over "
+                    "more GPUs with tensor_parallel_size"
                 )
             needed[gpu.name] += whole
             asked[gpu.name] += allowed
@@ -141,7 +141,7 @@ def _check_gpus(
         if needed[gpu.name] > gpu.total_bytes > 0:
             raise ConfigError(
                 f"the nodes on GPU {gpu.name} need at least {gib(needed[gpu.name])} together, and it has "
-                f"{gib(gpu.total_bytes)}; lower kv_cache_memory, or start fewer nodes"
+                f"{gib(gpu.total_bytes)}; lower kv_cache_memory_bytes, or start fewer nodes"
             )
         if gpu.total_bytes and asked[gpu.name] > gpu.free_bytes:
             refusal = ConfigError if asked[gpu.name] > gpu.total_bytes else NotNow

@@ -41,7 +41,7 @@ __all__ = ["main", "run"]
 
 _WithEngine = TypeVar("_WithEngine", NodeConfig, RanksConfig, ClusterConfig)
 _TEXT_METAVARS = {
-    "lora": "NAME=PATH",
+    "lora_modules": "NAME=PATH",
     "alias": "NAME=MODEL",
     "node_allow": "HOST",
     "vllm_kv_events": "[URL=]EVENTS:REPLAY",
@@ -77,7 +77,7 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
     def serve(values: dict[str, object]) -> int:
         config = build(NodeConfig, _named(values) | {"role": role})
         check_port(config.host, config.port)
-        if config.engine.tensor_parallel > 1 and config.engine.tensor_parallel_address:
+        if config.engine.tensor_parallel_size > 1 and config.engine.tensor_parallel_address:
             from paged_engine.rank_address import check_rank_0
 
             check_rank_0(config.engine.tensor_parallel_address)
@@ -225,7 +225,7 @@ def _add(
         _EXPLAINED[name] = config, known
 
     def command(**given: Any) -> int:
-        mine = {parameter.name: given.pop(parameter.name) for parameter in own}
+        mine = {parameter.name: given.pop(parameter.name) for parameter in own if parameter is not _MODEL}
         file = given.pop("config")
         flags = _flags(given)
 
@@ -234,6 +234,7 @@ def _add(
 
         return serve(read(), read if file else None) if reloads else serve(read())
 
+    own = (*own, _MODEL) if name in _MODEL_NAMED_FIRST else own
     parameters = [*own, *(_parameter(setting, env.get(setting.name)) for setting in known.values())]
     if "device" in known:
         parameters.append(_typed("cpu", bool | None, None, typer.Option("--cpu", help=CPU.help)))
@@ -246,7 +247,11 @@ def _add(
 
 
 def _flags(given: dict[str, Any]) -> dict[str, object]:
-    """Settings that were typed, or are in variables; None for the others."""
+    """Settings that were typed, or are in variables; None for the others. Raises ConfigError at two models."""
+    if (model := given.pop(_MODEL_ARGUMENT, None)) is not None:
+        if given["model"] not in (None, model):
+            raise ConfigError(f"two models are named, {model} and --model {given['model']}; leave one of them out")
+        given["model"] = model
     return {setting: None if value in ([], ()) else value for setting, value in given.items()}
 
 
@@ -285,8 +290,14 @@ def _shown(setting: Setting) -> str | bool:
     return {True: "on", False: "off"}[setting.default] if isinstance(setting.default, bool) else str(setting.default)
 
 
+_MODEL_ARGUMENT = "model_argument"
+_MODEL = _typed(
+    _MODEL_ARGUMENT, str | None, None, typer.Argument(metavar="MODEL", help="The same as --model, as in vLLM.")
+)
+_MODEL_NAMED_FIRST = ("up", "serve", "prefill", "decode", "rank", "compose", "profile")
+
 # Each node needs its own; and all their ranks run on this machine.
-_CLUSTER_SKIP = ("kv_port", "tensor_parallel_address", "tensor_parallel_local")
+_CLUSTER_SKIP = ("kv_port", "tensor_parallel_address", "tensor_parallel_size_local")
 _add(
     "up",
     "Start a whole cluster on this machine and keep it alive.",
@@ -448,13 +459,15 @@ def _config(
         source = typed.get_parameter_source(param.name)
         if source is not None and source.name != "DEFAULT":
             flag = param.secondary_opts[0] if typed.params[param.name] is False else param.opts[0]
-            sources[_in_full(param.name)] = str(param.envvar) if source.name == "ENVIRONMENT" else f"flag {flag}"
+            said = f"flag {flag}" if flag.startswith("-") else "argument"
+            sources[_in_full(param.name)] = str(param.envvar) if source.name == "ENVIRONMENT" else said
     typer.echo("\n".join([f"# kvrelay {name}", *lines_of(known, named, sources)]))
     return 0
 
 
 def _in_full(name: str) -> str:
-    return "device" if name == CPU.name else name
+    """Give the setting that a parameter of a command stands for."""
+    return {CPU.name: "device", _MODEL_ARGUMENT: "model"}.get(name, name)
 
 
 app.command("config", cls=GroupedCommand, context_settings=dict(OF_ANOTHER))(_config)
@@ -487,6 +500,8 @@ def _usage(why: Any) -> str:
             [name for each in why.ctx.command.params for name in (*each.opts, *each.secondary_opts)] if why.ctx else []
         )
         return f"unknown flag {flag}{nearest(flag, known)}"
+    if "unexpected extra argument" in message:
+        return f"{str(message).rstrip('.')}: a flag takes one value; give the flag again for each further one"
     return str(message)
 
 

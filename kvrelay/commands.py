@@ -227,7 +227,7 @@ def _prefetch(
     ] = "",
     revision: Annotated[str, typer.Option(help="Branch, tag or commit on the Hub.")] = "",
     load_format: Annotated[str, typer.Option(help="As the node will be given it.")] = "auto",
-    hub_token: Annotated[str, typer.Option(help="For gated models; else HF_TOKEN and stored logins.")] = "",
+    hf_token: Annotated[str, typer.Option(help="For gated models; else HF_TOKEN and stored logins.")] = "",
     as_json: _AsJson = False,
 ) -> int:
     """Bring the files of a model to this machine and check that they are whole. Prints their path and size.
@@ -236,9 +236,7 @@ def _prefetch(
     """
     from paged_engine.prefetch import prefetch
 
-    config = EngineConfig(
-        model or str(embedded_model()), load_format=load_format, revision=revision, hub_token=hub_token
-    )
+    config = EngineConfig(model or str(embedded_model()), load_format=load_format, revision=revision, hf_token=hf_token)
     found = prefetch(config)
     count = len(found["files"])
     size = f"{found['bytes'] / 1e6:.1f} MB in {count} file{'s' if count > 1 else ''}"

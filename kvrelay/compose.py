@@ -36,7 +36,7 @@ __all__ = ["IMAGE_TAG", "NOT_FOR_COMPOSE", "ComposeConfig", "compose_of", "envir
 IMAGE_TAG = "0.1.0"
 # Settings of `kvrelay up` that containers decide, or that .env has because they are secret.
 NOT_FOR_COMPOSE = (
-    *("kv_host", "api_key", "cluster_secret", "hub_token"),
+    *("kv_host", "api_key", "cluster_secret", "hf_token"),
     *("log_dir", "demo", "demo_exit", "start_deadline_s", "stop_deadline_s"),
 )
 _PORT = 8000  # inside: each container has an address of its own
@@ -47,7 +47,7 @@ _KV = "kv"
 _NAME = r"[a-z0-9][a-z0-9_-]*"
 _CACHE = "/var/cache/kvrelay"  # the images' folder for what may be written (deploy/docker/Dockerfile)
 # The role is the command, and the rest comes with the environment.
-_NOT_FLAGS = frozenset({"role", "api_key", "hub_token", "cluster_secret"})
+_NOT_FLAGS = frozenset({"role", "api_key", "hf_token", "cluster_secret"})
 _TRACES = {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"}
 _PROMETHEUS = "docker.io/prom/prometheus:v3.5.0"
 _GRAFANA = "docker.io/grafana/grafana:12.1.0"
@@ -116,7 +116,7 @@ class ComposeConfig:
         if not ids:
             return None
         inside = [str(index) for index in range(len(ids))] if ids[0].isdigit() else list(ids)
-        ranks = [self.cluster.engine_of(role).tensor_parallel for role, _ in self.roles]
+        ranks = [self.cluster.engine_of(role).tensor_parallel_size for role, _ in self.roles]
         return gpus_of_nodes(ranks, inside)
 
 
@@ -216,7 +216,7 @@ def _node(
     if share:
         engine = sharing_memory(engine, share.sharers)
     elif cores and not engine.threads:
-        engine = replace(engine, threads=max(1, cores_of(role, config.cluster, cores) // engine.tensor_parallel))
+        engine = replace(engine, threads=max(1, cores_of(role, config.cluster, cores) // engine.tensor_parallel_size))
     # The secret itself comes with the environment; without one nodes may not listen on more than the loopback.
     transfer = replace(config.cluster.transfer, kv_host=f"{_KV}-{name}", cluster_secret=f"${CLUSTER_SECRET}")
     node = node_config(replace(config.cluster, transfer=transfer), engine, role, _PORT)

@@ -42,8 +42,10 @@ def absolute(values: Mapping[str, object]) -> dict[str, object]:
     for name in ("chat_template", "generation_config"):
         if values.get(name, "auto") not in ("", "auto", "vllm"):
             found[name] = _path(str(values[name]))
-    adapters = EngineConfig("", lora=cast(tuple[str, ...], values.get("lora", ()))).adapters
-    return found | {"model": found.get("model", ""), "lora": tuple(f"{name}={_path(path)}" for name, path in adapters)}
+    named = cast(tuple[str, ...], values.get("lora_modules", ()))
+    adapters = EngineConfig("", enable_lora=True, lora_modules=named).adapters
+    paths = tuple(f"{name}={_path(path)}" for name, path in adapters)
+    return found | {"model": found.get("model", ""), "lora_modules": paths}
 
 
 def _path(text: str) -> str:

@@ -23,8 +23,8 @@ GROUPS = {
 COMMON = frozenset(
     {
         # The engine and its KV
-        *("model", "device", "dtype", "quantization", "max_model_len", "max_running", "kv_cache_memory"),
-        *("gpu_memory_utilization", "tensor_parallel", "lora", "kv_host", "cluster_secret"),
+        *("model", "device", "dtype", "quantization", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes"),
+        *("gpu_memory_utilization", "tensor_parallel_size", "enable_lora", "lora_modules", "kv_host", "cluster_secret"),
         # Clusters, nodes and routers
         *("prefill", "decode", "host", "port", "api_key", "served_model_name", "tool_call_parser", "reasoning_parser"),
         *("demo", "log_dir", "router", "heartbeat_port", "node_api_key", "admin_key", "keys", "workers", "gpus"),

@@ -98,4 +98,4 @@ def check_memory(here: Sequence[Memory], weights: int, pools: int, nodes: int) -
 
 
 def _lower(room: int, weights: int, smaller: str) -> str:
-    return f"lower kv_cache_memory (on a CPU 1 GiB by default) or {smaller}" if weights < room else smaller
+    return f"lower kv_cache_memory_bytes (on a CPU 1 GiB by default) or {smaller}" if weights < room else smaller

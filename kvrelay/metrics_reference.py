@@ -21,7 +21,7 @@ from router.metrics import Metrics
 from router.nodes.doors import Doors
 from router.nodes.pool import Pool
 from router.workers.parent import Parent
-from wire.config import EngineConfig, NodeConfig, Role
+from wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
 from wire.engine_messages import EngineReady, EngineStats
 from wire.outputs import Load
 from wire.router_config import RouterConfig
@@ -65,7 +65,7 @@ def _router_registries() -> list[CollectorRegistry]:
 
 def _node_registry() -> CollectorRegistry:
     config = NodeConfig(
-        EngineConfig("model", lora=("adapter=folder",), speculative_tokens=1), Role.DECODE
+        EngineConfig("model", enable_lora=True, speculative_config=SpeculativeConfig(1)), Role.DECODE
     )  # with all that a node may have
     info = EngineReady("", "", "model", 1, 1, 16, 1, 1, [], "", 0, 0.0)
     return NodeMetrics(lambda: EngineStats(Load()), config, info, "model", os.getpid).registry

@@ -43,7 +43,7 @@ CLUSTER_SECRET = "KVRELAY_CLUSTER_SECRET"
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # On ports that are free, which routers hear of from the nodes' health.
 _KV_EVENTS = KvEventsConfig(True, endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
-_NOT_FLAGS = frozenset({"role", "api_key", "hub_token", "cluster_secret"})
+_NOT_FLAGS = frozenset({"role", "api_key", "hf_token", "cluster_secret"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class ClusterConfig:
     """Number of prefill nodes."""
     decode: int = 1
     """Number of decode nodes."""
-    prefill_tensor_parallel: int = 0
-    """Ranks of each prefill node; 0 takes tensor_parallel."""
-    decode_tensor_parallel: int = 0
-    """Ranks of each decode node; 0 takes tensor_parallel."""
+    prefill_tensor_parallel_size: int = 0
+    """Ranks of each prefill node; 0 takes tensor_parallel_size."""
+    decode_tensor_parallel_size: int = 0
+    """Ranks of each decode node; 0 takes tensor_parallel_size."""
     host: str = "127.0.0.1"
     """Address the router listens on; the nodes always listen on 127.0.0.1."""
     port: int = 8000
@@ -107,11 +107,11 @@ class ClusterConfig:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         for name, ranks in (
-            ("prefill_tensor_parallel", self.prefill_tensor_parallel),
-            ("decode_tensor_parallel", self.decode_tensor_parallel),
+            ("prefill_tensor_parallel_size", self.prefill_tensor_parallel_size),
+            ("decode_tensor_parallel_size", self.decode_tensor_parallel_size),
         ):
             if ranks < 0:
-                raise ConfigError(f"{name} must not be negative, got {ranks}; 0 takes tensor_parallel")
+                raise ConfigError(f"{name} must not be negative, got {ranks}; 0 takes tensor_parallel_size")
         for role in (Role.PREFILL, Role.DECODE):
             # What a node would refuse is refused before anything starts.
             NodeConfig(
@@ -125,8 +125,8 @@ class ClusterConfig:
 
     def engine_of(self, role: Role) -> EngineConfig:
         """The engine of the nodes of a role."""
-        own = self.prefill_tensor_parallel if role is Role.PREFILL else self.decode_tensor_parallel
-        return replace(self.engine, tensor_parallel=own or self.engine.tensor_parallel)
+        own = self.prefill_tensor_parallel_size if role is Role.PREFILL else self.decode_tensor_parallel_size
+        return replace(self.engine, tensor_parallel_size=own or self.engine.tensor_parallel_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +157,8 @@ def gpus_of_nodes(ranks: Sequence[int], gpus: Sequence[str]) -> list[NodeGpus]:
     for count in ranks:
         if count > len(gpus):
             raise ConfigError(
-                f"tensor_parallel {count} needs {count} GPUs for each node, and this machine shows {len(gpus)}; lower "
-                "it, or start ranks on other hosts with `kvrelay rank`"
+                f"tensor_parallel_size {count} needs {count} GPUs for each node, and this machine shows {len(gpus)}; "
+                "lower it, or start ranks on other hosts with `kvrelay rank`"
             )
         first = first if first + count <= len(gpus) else 0
         taken.append(list(gpus[first : first + count]))
@@ -181,11 +181,11 @@ def plan(config: ClusterConfig, machine: Machine, log_dir: Path, node_key: str) 
     urls: dict[Role, list[str]] = {Role.PREFILL: [], Role.DECODE: []}
     on_gpus = machine.gpus and config.engine.device != "cpu"
     engines = [config.engine_of(role) for role in roles]
-    gpus = gpus_of_nodes([engine.tensor_parallel for engine in engines], machine.gpus) if on_gpus else None
+    gpus = gpus_of_nodes([engine.tensor_parallel_size for engine in engines], machine.gpus) if on_gpus else None
     specs: list[ChildSpec] = []
     for index, (role, port) in enumerate(zip(roles, machine.ports[1:], strict=True)):
         threads = config.engine.threads or max(
-            1, cores_of(role, config, machine.cores) // engines[index].tensor_parallel
+            1, cores_of(role, config, machine.cores) // engines[index].tensor_parallel_size
         )
         # More threads than cores: a waiting one that spins for long steals the core that another process needs, one
         # that never spins wakes too late. Decode step of SmolLM2, batch 8, two threads on two cores, alone / beside

@@ -156,12 +156,12 @@ def _card(
         kvrelay=RELEASE,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         kv_tokens=engine.kv_tokens,
-        block_tokens=engine.block_tokens,
-        max_running=engine.max_running,
+        block_size=engine.block_size,
+        max_num_seqs=engine.max_num_seqs,
         step_tokens=engine.step_tokens,
         prefill=[PrefillPoint(*size, statistics.median(runs)) for size, runs in _of("prefill", times)],
         decode=[DecodePoint(*size, statistics.median(runs)) for size, runs in _of("decode", times)],
-        tensor_parallel=config.engine.tensor_parallel,
+        tensor_parallel_size=config.engine.tensor_parallel_size,
         mixed=mixed,
         ahead=engine.ahead,
     )
@@ -191,8 +191,8 @@ def _limits(engine: Measured) -> Limits:
     return Limits(
         engine.max_model_len,
         engine.kv_tokens,
-        engine.block_tokens,
-        engine.max_running,
+        engine.block_size,
+        engine.max_num_seqs,
         engine.step_tokens,
         prompts_at_once=PREFILLS_AT_ONCE,
         decode_steps=STEPS,
@@ -214,14 +214,14 @@ def _transfers(
 
     source, reader = blocks.devices
     console.print(f"transfers from {source} to {reader} ...", style="dim")
-    sizes = sizes_of_transfers(blocks.block_tokens, blocks.longest, blocks.most_blocks)
+    sizes = sizes_of_transfers(blocks.block_size, blocks.longest, blocks.most_blocks)
 
     def told(why: str) -> None:
         console.print(f"not measured: {why}", style="yellow", markup=False)
 
     times = transfer_times(blocks, sizes, config.transfer.kv_connector, seconds / 3, told)
     return {
-        kind: [TransferPoint(count * blocks.block_tokens, ms) for count, ms in of_kind.items()]
+        kind: [TransferPoint(count * blocks.block_size, ms) for count, ms in of_kind.items()]
         for kind, of_kind in times.items()
     }
 

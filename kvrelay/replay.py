@@ -63,7 +63,7 @@ def replayed(incident: Incident, card: RateCard, size: tuple[int, int], policy: 
     prefixes = any(stream.blocks for stream in streams)
     events = events_of(incident, prefill, decode)
     named, speeds = TRACE_BLOCK_TOKENS, Speeds(card)
-    setting = Setting(policy, prefill, decode, block_tokens=named, prefixes=prefixes, speeds=speeds, events=events)
+    setting = Setting(policy, prefill, decode, block_size=named, prefixes=prefixes, speeds=speeds, events=events)
     simulate(streams, setting)
     answered = [stream for stream in streams if stream.answered]
     return Replayed(

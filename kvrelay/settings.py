@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from kvrelay.flag_names import answer_for
 from wire.errors import ConfigError
 
 __all__ = [
@@ -116,7 +117,9 @@ def _docs(config: type) -> dict[str, str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause that names the known spelling nearest to `name`, or nothing if none is near."""
+    """Return a clause that says what to write for `name`: what it is called here, or the nearest known spelling."""
+    if answer := answer_for(name):
+        return f"; {answer}"
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 

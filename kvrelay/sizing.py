@@ -41,14 +41,14 @@ class Asking:
 
     make: Callable[[int], Sequence[Asked]]
     """So many; of a trace no more than it has."""
-    block_tokens: int
+    block_size: int
 
 
 def workload_of(name: str) -> Asking:
     """By its name, as IN:OUT, or a trace in Mooncake's format. Raises ConfigError."""
     if name in WORKLOADS:
         workload = WORKLOADS[name]
-        return Asking(lambda count: workload.make(Random(f"{name} plan"), count), workload.block_tokens)
+        return Asking(lambda count: workload.make(Random(f"{name} plan"), count), workload.block_size)
     lengths = _LENGTHS.fullmatch(name)
     if lengths:
         prompt, output = int(lengths[1]), int(lengths[2])
@@ -102,12 +102,12 @@ class Sized:
         return self.served.rate * self.served.attained
 
 
-def setting_of(split: Split, block_tokens: int, *, prefixes: bool) -> Setting:
+def setting_of(split: Split, block_size: int, *, prefixes: bool) -> Setting:
     """The split as it is simulated, with the settings of a router that nobody has changed."""
     return Setting(
         prefill=split.prefill,
         decode=split.decode,
-        block_tokens=block_tokens,
+        block_size=block_size,
         prefixes=prefixes,
         speeds=Speeds(split.prefill_card),
         decode_speeds=Speeds(split.decode_card),
@@ -117,7 +117,7 @@ def setting_of(split: Split, block_tokens: int, *, prefixes: bool) -> Setting:
 def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list[Sized]:
     """All splits, the best first; `tried` is told of each simulation. Raises ConfigError."""
     goal, sample = wanted.goal, wanted.asking.make(_SAMPLE)
-    demand: Demand = demand_of(sample, wanted.asking.block_tokens)
+    demand: Demand = demand_of(sample, wanted.asking.block_size)
     guesses = plans(wanted.gpus, wanted.cards, demand, goal)
     targets = Targets(goal.ttft_ms, goal.tpot_ms)
     # The same requests for all splits.
@@ -126,7 +126,7 @@ def sized(wanted: Wanted, tried: Callable[[str], None] = lambda _: None) -> list
     apart = next((guess for guess in guesses if guess.split.prefill), None)
     found, best = [], 0.0
     for guess in guesses:
-        setting = setting_of(guess.split, wanted.asking.block_tokens, prefixes=prefixes)
+        setting = setting_of(guess.split, wanted.asking.block_size, prefixes=prefixes)
         if wanted.rate:
             tried(guess.split.name)
             found.append(Sized(guess, at_rate(asks, setting, targets, wanted.rate)))
@@ -243,7 +243,8 @@ def _why(best: Sized, wanted: Wanted) -> str:
 def _to_start(split: Split, goal: Goal) -> list[str]:
     tp = ""
     if split.prefill_card.gpus > 1 or split.decode_card.gpus > 1:
-        tp = f" --prefill-tensor-parallel {split.prefill_card.gpus} --decode-tensor-parallel {split.decode_card.gpus}"
+        sizes = ("prefill", split.prefill_card.gpus), ("decode", split.decode_card.gpus)
+        tp = "".join(f" --{role}-tensor-parallel-size {gpus}" for role, gpus in sizes)
     ids, model = ",".join(map(str, range(split.gpus))), shlex.quote(split.decode_card.model)
     return [
         f"kvrelay compose --model {model} --prefill {split.prefill} --decode {split.decode} --gpus {ids}{tp}",

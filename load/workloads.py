@@ -45,7 +45,7 @@ class Workload:
     says: str
     make: Callable[[random.Random, int], list[Asked]]
     load: float
-    block_tokens: int = _BLOCK_TOKENS
+    block_size: int = _BLOCK_TOKENS
 
 
 def read_trace(path: Path, count: int | None = None) -> list[Asked]:

@@ -65,7 +65,9 @@ def unload_adapter(config: NodeConfig, engine: EngineClient, serving: Serving, b
 
 def _check_allowed(config: NodeConfig, path: str) -> None:
     if not config.engine.allow_runtime_lora:
-        raise NotFound(f"there is no route {path} here; a node that is started with --allow-runtime-lora has it")
+        raise NotFound(
+            f"there is no route {path} here; a node that is started with --enable-lora --allow-runtime-lora has it"
+        )
 
 
 def _decoded(body: bytes, kind: type[_Body]) -> _Body:

@@ -22,10 +22,10 @@ class CacheTeller:
     """`told` is called with the changes, and with `texts` also with what is in the blocks. With `on` false: never."""
 
     def __init__(
-        self, pool: BlockPool, block_tokens: int, told: Callable[[CacheChanges], None], *, on: bool, texts: bool = False
+        self, pool: BlockPool, block_size: int, told: Callable[[CacheChanges], None], *, on: bool, texts: bool = False
     ) -> None:
         self._pool = pool
-        self._block_tokens = block_tokens
+        self._block_size = block_size
         self._told = told
         self._on = on
         self._due = 0.0
@@ -43,5 +43,5 @@ class CacheTeller:
         """What a router must know to find this prompt in KV events."""
         if not self._on:
             return None
-        hashes = request.block_hashes(self._block_tokens)[: request.prompt_tokens // self._block_tokens]
-        return PromptBlocks(self._block_tokens, b"".join(hashes))
+        hashes = request.block_hashes(self._block_size)[: request.prompt_tokens // self._block_size]
+        return PromptBlocks(self._block_size, b"".join(hashes))

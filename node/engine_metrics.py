@@ -31,14 +31,15 @@ class EngineMetrics(Collector):
         self._names, self._values = list(labels), list(labels.values())
         self._max_loras = config.engine.adapter_slots
         self._cache = {
-            "block_size": str(info.block_tokens),
+            "block_size": str(info.block_size),
             "cache_dtype": config.engine.kv_cache_dtype,
-            "enable_prefix_caching": str(config.engine.prefix_cache),
+            "enable_prefix_caching": str(config.engine.enable_prefix_caching),
             "gpu_memory_utilization": str(config.engine.gpu_memory_utilization),
             "num_gpu_blocks": str(info.num_blocks),
             "engine": "0",
         }
-        self._max_drafts = config.engine.speculative_tokens
+        speculation = config.engine.speculative_config
+        self._max_drafts = speculation.num_speculative_tokens if speculation else 0
 
     def collect(self) -> Iterator[Metric]:
         """For one scrape."""

@@ -98,7 +98,7 @@ class EngineProcess:
         self.engine = Engine(config.engine, ranks)
         blocks, told = self.engine.scheduler.pool, config.told_events
         texts = told is not None and told.token_ids
-        self._cache = CacheTeller(blocks, self.engine.pool.block_tokens, self._send, on=told is not None, texts=texts)
+        self._cache = CacheTeller(blocks, self.engine.pool.block_size, self._send, on=told is not None, texts=texts)
         self.connector = self._open_connector(ranks)
         self._probes = Probes(self.engine, self.connector, self._send, ranks)
         self._profile = EngineProfile(config.profiler_config, self.engine, ranks, self._send, self.wake)
@@ -124,19 +124,19 @@ class EngineProcess:
             protocol=HANDOVER.oldest,
             model=model.name,
             kv_dtype=str(engine.pool.dtype).removeprefix("torch."),
-            block_tokens=engine.pool.block_tokens,
+            block_size=engine.pool.block_size,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             layers=model.num_layers,
             window=model.window,
-            tp_size=self._config.engine.tensor_parallel,
+            tp_size=self._config.engine.tensor_parallel_size,
             rope=engine.rope_variant,
             protocol_newest=HANDOVER.newest,
         )
 
     def _announce(self, load_s: float) -> None:
         engine, (host, port) = self.engine, self.connector.address
-        ranks = self._config.engine.tensor_parallel
+        ranks = self._config.engine.tensor_parallel_size
         self._send(
             EngineReady(
                 engine_id=self.connector.engine_id,
@@ -144,9 +144,9 @@ class EngineProcess:
                 model_name=engine.model.name,
                 vocab_size=engine.model.vocab_size,
                 max_model_len=engine.max_model_len,
-                block_tokens=engine.pool.block_tokens,
+                block_size=engine.pool.block_size,
                 num_blocks=engine.scheduler.pool.total,
-                kv_bytes_per_token=engine.pool.block_bytes * ranks // engine.pool.block_tokens,
+                kv_bytes_per_token=engine.pool.block_bytes * ranks // engine.pool.block_size,
                 eos_token_ids=list(engine.model.eos_token_ids),
                 transfer_host=host,
                 transfer_port=port,
@@ -358,7 +358,7 @@ class EngineProcess:
 
     def grow(self, request: Request, tokens: int) -> None:
         """See Handover."""
-        self.connector.grow(request.request_id, tokens // self.engine.pool.block_tokens)
+        self.connector.grow(request.request_id, tokens // self.engine.pool.block_size)
 
     def _step(self) -> bool:
         """One engine step, if there is anything to do; whether anything was computed."""

@@ -20,9 +20,9 @@ _MEDIUM = "GPU"
 class EventLog:
     """Numbers count from 0. `buffer_steps` batches are kept, in BUFFER_BYTES at most; `maps`: the form of events."""
 
-    def __init__(self, block_tokens: int, buffer_steps: int, *, maps: bool = False) -> None:
+    def __init__(self, block_size: int, buffer_steps: int, *, maps: bool = False) -> None:
         self.next_number = 0
-        self._block_tokens = block_tokens
+        self._block_size = block_size
         self._buffer_steps = buffer_steps
         self._maps = maps
         self._held: dict[bytes, bytes | None] = {}
@@ -102,7 +102,7 @@ class EventLog:
             block_hashes=[*run],
             parent_block_hash=begins,
             token_ids=[token for text in texts for token in text.token_ids],
-            block_size=self._block_tokens,
+            block_size=self._block_size,
             medium=_MEDIUM,
             lora_name=(texts[0].adapter or None) if texts else None,
             extra_keys=keys if any(keys) else None,

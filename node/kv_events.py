@@ -42,11 +42,11 @@ _REST = 9.0
 class KvEvents:
     """Listening from the beginning; `close` it."""
 
-    def __init__(self, config: KvEventsConfig, block_tokens: int) -> None:
+    def __init__(self, config: KvEventsConfig, block_size: int) -> None:
         """Raises ConfigError if the sockets cannot be opened."""
         self.counted: Callable[[str], None] = lambda outcome: None
         """Told of each replay that was asked for: ok or malformed."""
-        self._log = EventLog(block_tokens, config.buffer_steps, maps=config.event_format == "map")
+        self._log = EventLog(block_size, config.buffer_steps, maps=config.event_format == "map")
         self._malformed = Seldom()
         self._turn_s = 0.0
         """What replays have taken of the event loop since it last had a rest of them."""

@@ -63,7 +63,7 @@ async def serving_of(config: NodeConfig, engine: EngineClient, sandbox: Sandbox)
 def served_name(name: str, engine: EngineConfig) -> str:
     """Give the model's name back. Raises ConfigError if one of the engine's adapters has it, too."""
     if name in [adapter for adapter, _ in engine.adapters]:
-        raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name with --lora")
+        raise ConfigError(f"an adapter is named {name!r}, as the model itself is; give it another name in lora_modules")
     return name
 
 

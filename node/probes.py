@@ -80,7 +80,7 @@ class Probes:
         self._pattern.fill(seed, blocks)
         self._ranks.least(1)
         self._offered = ask.probe_id
-        ticket = self._connector.offer(ask.probe_id, blocks, len(blocks) * self._engine.pool.block_tokens)
+        ticket = self._connector.offer(ask.probe_id, blocks, len(blocks) * self._engine.pool.block_size)
         return self._send(ProbeOffered(ask.probe_id, ticket, seed, spare, self._host))
 
     def fetch(self, ask: FetchProbe) -> None:

@@ -27,8 +27,8 @@ class Measured:
     hardware: str
     max_model_len: int
     kv_tokens: int
-    block_tokens: int
-    max_running: int
+    block_size: int
+    max_num_seqs: int
     step_tokens: int
     ahead: bool
     """Whether its steps are launched while others run."""
@@ -45,10 +45,10 @@ def measured_engine(config: EngineConfig) -> Iterator[Measured]:
             model=engine.model.name,
             hardware=hardware_of(engine.device),
             max_model_len=engine.max_model_len,
-            kv_tokens=engine.scheduler.pool.total * engine.pool.block_tokens,
-            block_tokens=engine.pool.block_tokens,
-            max_running=engine.max_running,
-            step_tokens=engine.max_batched_tokens,
+            kv_tokens=engine.scheduler.pool.total * engine.pool.block_size,
+            block_size=engine.pool.block_size,
+            max_num_seqs=engine.max_num_seqs,
+            step_tokens=engine.max_num_batched_tokens,
             ahead=engine.runs_ahead,
         )
     finally:

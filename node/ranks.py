@@ -58,7 +58,7 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
 
     What they could not serve is refused before they are started: they may be awaited for minutes.
     """
-    size = config.tensor_parallel
+    size = config.tensor_parallel_size
     if size == 1:
         return Alone()
     check_engine(config)
@@ -66,7 +66,7 @@ def join_as_rank_0(config: EngineConfig) -> Ranks:
         check_rank_0(config.tensor_parallel_address)
     address = config.tensor_parallel_address or f"127.0.0.1:{_free_port()}"
     config = replace(config, tensor_parallel_address=address)
-    for rank in range(1, config.tensor_parallel_local or size):
+    for rank in range(1, config.tensor_parallel_size_local or size):
         _end_with(_start(_Place(config, rank, device_index=rank)), rank)
     return TorchRanks(address, 0, size, choose_device(config.device, 0))
 
@@ -96,7 +96,7 @@ def run_ranks(config: RanksConfig) -> int:
     check_engine(config.engine)
     places = [
         _Place(config.engine, config.first + index, device_index=index)
-        for index in range(config.engine.tensor_parallel_local)
+        for index in range(config.engine.tensor_parallel_size_local)
     ]
     children = [_start(place) for place in places]
     try:
@@ -211,7 +211,7 @@ def _followed() -> int:
     config = place.engine
     try:
         device = choose_device(config.device, place.device_index)
-        ranks = TorchRanks(config.tensor_parallel_address, place.rank, config.tensor_parallel, device)
+        ranks = TorchRanks(config.tensor_parallel_address, place.rank, config.tensor_parallel_size, device)
         beside = _Beside(ranks)
         follow(config, ranks, device, beside.heard)
     except KvrelayError as why:

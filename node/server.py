@@ -163,7 +163,7 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
     try:
         serving = await serving_of(config, node.engine, node.sandbox)
         if config.told_events is not None:
-            node.kv_events = KvEvents(config.told_events, serving.info.block_tokens)
+            node.kv_events = KvEvents(config.told_events, serving.info.block_size)
             node.engine.on_changes = node.kv_events.tell
     except Exception as why:
         node.failure = why.message if isinstance(why, KvrelayError) else f"{type(why).__name__}: {why}"
@@ -186,9 +186,9 @@ async def _load(node: Node, give_up: Callable[[], None], changed: Callable[[], N
         config.host,
         config.port,
         info.num_blocks,
-        info.block_tokens,
-        info.num_blocks * info.block_tokens,
-        info.num_blocks * info.block_tokens * info.kv_bytes_per_token / 2**20,
+        info.block_size,
+        info.num_blocks * info.block_size,
+        info.num_blocks * info.block_size * info.kv_bytes_per_token / 2**20,
         info.max_model_len,
         info.load_s,
     )

@@ -80,7 +80,7 @@ class End:
             protocol=HANDOVER.newest,
             model="measured",
             kv_dtype="bfloat16",
-            block_tokens=self._block_tokens(),
+            block_size=self._block_size(),
             kv_heads=8,
             head_dim=128,
             layers=32,
@@ -109,7 +109,7 @@ class End:
         assert self._connector is not None
         ready = 0 if growing else None
         tickets = [
-            self._connector.offer(name, blocks, len(blocks) * self._block_tokens(), ready) for name, blocks in parts
+            self._connector.offer(name, blocks, len(blocks) * self._block_size(), ready) for name, blocks in parts
         ]
         return [msgspec.to_builtins(ticket) for ticket in tickets]
 
@@ -185,7 +185,7 @@ class End:
             )
         return len(local) * self._rows.shape[1] * 8
 
-    def _block_tokens(self) -> int:
+    def _block_size(self) -> int:
         return max(1, self._rows.shape[1] * 8 // TOKEN_BYTES)
 
     def _events(self, count: int, within_s: float) -> list[Event]:

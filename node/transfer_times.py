@@ -40,8 +40,8 @@ class BlocksMoved:
         device = choose_device(config.device)
         model = checked_model(config, device.type)
         dtype = kv_dtype_of(config, model, device.type)
-        self.block_tokens = config.block_tokens or default_block_tokens(device.type)
-        self.block_bytes = block_bytes(shard_config(model, config.tensor_parallel), self.block_tokens, dtype)
+        self.block_size = config.block_size or default_block_tokens(device.type)
+        self.block_bytes = block_bytes(shard_config(model, config.tensor_parallel_size), self.block_size, dtype)
         self.most_blocks = max(1, _MOST_BYTES[device.type] // self.block_bytes)
         """More are not moved at once."""
         self.longest = config.max_model_len or model.max_position

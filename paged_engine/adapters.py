@@ -98,7 +98,9 @@ class AdapterReader:
         """The adapters that are named at start. Raises ConfigError, also if another rank finds other ones."""
         adapters = [self.read(path) for _, path in config.adapters]
         if adapters:
-            self.ranks.agree({f"lora {text}": each.digest for text, each in zip(config.lora, adapters, strict=True)})
+            self.ranks.agree(
+                {f"lora_modules {text}": each.digest for text, each in zip(config.lora_modules, adapters, strict=True)}
+            )
         return adapters
 
 

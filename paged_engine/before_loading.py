@@ -34,16 +34,16 @@ def checked_model(config: EngineConfig, device: str) -> ModelConfig:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is above the model's own limit of {model.max_position}; lower it"
         )
-    shard = shard_config(model, config.tensor_parallel)
+    shard = shard_config(model, config.tensor_parallel_size)
     dtype_of(config, model, device)
     if device == "cpu" and (config.kv_cache_dtype != "auto" or config.quantization):
         raise ConfigError("kv_cache_dtype fp8 and quantization fp8 need a GPU; leave them out on a CPU")
-    pool_bytes = config.kv_cache_memory or (CPU_POOL_BYTES if device == "cpu" else 0)
+    pool_bytes = config.kv_cache_memory_bytes or (CPU_POOL_BYTES if device == "cpu" else 0)
     if pool_bytes:  # on a GPU the rest is measured
-        block_tokens = config.block_tokens or default_block_tokens(device)
+        block_size = config.block_size or default_block_tokens(device)
         dtype = kv_dtype_of(config, model, device)
-        num_blocks = blocks_in(shard, pool_bytes=pool_bytes, block_tokens=block_tokens, dtype=dtype)
-        longest_context(config.max_model_len, shard, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype)
+        num_blocks = blocks_in(shard, pool_bytes=pool_bytes, block_size=block_size, dtype=dtype)
+        longest_context(config.max_model_len, shard, num_blocks=num_blocks, block_size=block_size, dtype=dtype)
     return model
 
 
@@ -70,12 +70,12 @@ def least_memory(config: EngineConfig, model: ModelConfig, device: str) -> tuple
 
     On a GPU the pool is what was asked for, or one context of `max_model_len` (two blocks if none was named).
     """
-    shard = shard_config(model, config.tensor_parallel)
+    shard = shard_config(model, config.tensor_parallel_size)
     if device == "cpu":  # computes in no fp8
         shard = replace(shard, quantization=None)
     dtype, quantize = dtype_of(config, model, device), config.quantization == "fp8"
-    weights = least_weight_bytes(shard, config.tensor_parallel, dtype=dtype, quantize=quantize)
-    tokens = config.block_tokens or default_block_tokens(device)
+    weights = least_weight_bytes(shard, config.tensor_parallel_size, dtype=dtype, quantize=quantize)
+    tokens = config.block_size or default_block_tokens(device)
     blocks = 1 + max(1, -(-config.max_model_len // tokens))
     needed = blocks * block_bytes(shard, tokens, kv_dtype_of(config, model, device))
-    return weights, config.kv_cache_memory or (CPU_POOL_BYTES if device == "cpu" else needed)
+    return weights, config.kv_cache_memory_bytes or (CPU_POOL_BYTES if device == "cpu" else needed)

@@ -15,7 +15,7 @@ __all__ = ["check_engine", "choose_device", "refuse_fp8"]
 
 def check_engine(config: EngineConfig) -> None:
     """Raise ConfigError if this host's ranks of the engine cannot work as configured."""
-    ranks = config.tensor_parallel_local or config.tensor_parallel
+    ranks = config.tensor_parallel_size_local or config.tensor_parallel_size
     checked_model(config, choose_device(config.device, ranks - 1).type)
 
 
@@ -34,7 +34,7 @@ def choose_device(wanted: str, index: int | None = None) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"{index + 1} ranks here need {index + 1} GPUs, and this host shows {torch.cuda.device_count()}; lower "
-            "tensor_parallel, or tensor_parallel_local and start the other ranks elsewhere with `kvrelay rank`"
+            "tensor_parallel_size, or tensor_parallel_size_local and start other ranks elsewhere with `kvrelay rank`"
         )
     return torch.device("cuda", index)
 

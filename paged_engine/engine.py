@@ -52,18 +52,19 @@ assert ABOUT_ADAPTERS.startswith(_ASIDE)
 _ALIKE = (
     "load_format",
     "dtype",
-    "block_tokens",
+    "block_size",
     "max_model_len",
     "kv_cache_dtype",
     "quantization",
-    "max_batched_tokens",
-    "max_running",
-    "tensor_parallel",
-    "lora",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "tensor_parallel_size",
+    "enable_lora",
+    "lora_modules",
     "max_loras",
     "max_lora_rank",
     "allow_runtime_lora",
-    "speculative_tokens",
+    "speculative_config",
 )
 
 
@@ -112,6 +113,14 @@ class _InFlight:
     at: float
 
 
+def _speculation(config: EngineConfig, runner: Runner) -> Speculation:
+    asked = config.speculative_config
+    if asked is None:
+        return Speculation()
+    lengths = asked.prompt_lookup_max, asked.prompt_lookup_min
+    return Speculation(asked.num_speculative_tokens, *lengths, allows=runner.draws_ahead)
+
+
 class Engine:
     """Loads the model and serves requests step by step. Raises ConfigError when the configuration cannot work."""
 
@@ -129,18 +138,16 @@ class Engine:
             self.adapters = Adapters(config, reader, self._runner.adapters, given)
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
-        self.max_batched_tokens, self.max_running = self._runner.max_batched_tokens, self._runner.max_running
+        self.max_num_batched_tokens, self.max_num_seqs = self._runner.max_num_batched_tokens, self._runner.max_num_seqs
         self.scheduler = Scheduler(
             BlockPool(self.pool.num_blocks),
-            block_tokens=self.pool.block_tokens,
-            max_batched_tokens=self.max_batched_tokens,
-            max_running=self.max_running,
+            block_size=self.pool.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             eos_token_ids=self.model.eos_token_ids,
-            prefix_cache=config.prefix_cache,
-            speculation=Speculation(
-                config.speculative_tokens, config.ngram_max, config.ngram_min, allows=self._runner.draws_ahead
-            ),
+            prefix_cache=config.enable_prefix_caching,
+            speculation=_speculation(config, self._runner),
         )
         self.counters = Counters()
         self._in_flight: _InFlight | None = None
@@ -175,7 +182,7 @@ class Engine:
         if submit.hold and submit.params.max_tokens != 1:
             raise ValueError(f"a hand-over comes after one token, not {submit.params.max_tokens}")
         if fetch is not None:
-            blocks = -(-fetch.num_tokens // self.pool.block_tokens)
+            blocks = -(-fetch.num_tokens // self.pool.block_size)
             if not 0 < fetch.num_tokens <= len(tokens) or [len(g) for g in fetch.remote_block_ids or []] != [blocks]:
                 raise ValueError(f"a fetch of {fetch.num_tokens} tokens needs one list of {blocks} block ids")
 

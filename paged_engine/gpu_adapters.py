@@ -110,8 +110,8 @@ class GpuAdapterOperations(GpuOperations):
         self._rows = _Rows()
         self._of_samples: torch.Tensor | None = None
 
-    def plan(self, step: GpuStep, block_tokens: int) -> None:
-        super().plan(step, block_tokens)
+    def plan(self, step: GpuStep, block_size: int) -> None:
+        super().plan(step, block_size)
         self._rows.now = self._of_samples = step.adapters
         if step.adapters is not None and step.sampled_rows is not None:
             self._of_samples = step.adapters[step.sampled_rows]

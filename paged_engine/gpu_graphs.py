@@ -47,15 +47,15 @@ class GpuGraphs:
         uploads: StepUploads,
         sampler: GpuSampler,
         *,
-        max_running: int,
+        max_num_seqs: int,
         adapters: bool,
     ) -> None:
         """Capture all; the largest first. `adapters`: each with adapters, too."""
         self._forward, self._uploads, self._sampler = forward, uploads, sampler
         self._memory: Any = torch.cuda.graph_pool_handle()
         # All batches up to 8, then steps of 8.
-        small, steps = (n for n in range(1, 8) if n < max_running), range(8, max_running, 8)
-        self._sizes: list[int] = [*small, *steps, max_running]
+        small, steps = (n for n in range(1, 8) if n < max_num_seqs), range(8, max_num_seqs, 8)
+        self._sizes: list[int] = [*small, *steps, max_num_seqs]
         with _nothing_collected():
             kinds = (False, True) if adapters else (False,)
             self._of_shape = {

@@ -40,7 +40,7 @@ class GpuBudget:
             raise ConfigError(
                 f"the weights need at least {gib(least_bytes)} on each GPU, and gpu_memory_utilization allows "
                 f"{gib(self.allowed_bytes)} of {gib(self.total_bytes)}; raise it, use quantization fp8, or spread "
-                "the model over more GPUs with tensor_parallel"
+                "the model over more GPUs with tensor_parallel_size"
             )
 
     def _needed(self) -> int:
@@ -58,7 +58,7 @@ class GpuBudget:
             raise ConfigError(
                 f"nothing is left for the KV cache: the weights and a step need {gib(self._needed())}, and "
                 f"gpu_memory_utilization allows {gib(self.allowed_bytes)} of {gib(self.total_bytes)}. Raise it, "
-                "lower max_batched_tokens or max_running, or spread the model over more GPUs"
+                "lower max_num_batched_tokens or max_num_seqs, or spread the model over more GPUs"
             )
         return left
 
@@ -74,7 +74,7 @@ class GpuBudget:
         if pool_bytes > spare:
             raise ConfigError(
                 f"a KV pool of {gib(pool_bytes)} does not fit: beside the weights and a step {gib(max(0, spare))} "
-                "are free; lower kv_cache_memory"
+                "are free; lower kv_cache_memory_bytes"
             )
 
     def report(self, tokens: int) -> str:

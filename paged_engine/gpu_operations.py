@@ -88,11 +88,11 @@ class GpuOperations:
         }
         self._logits: torch.Tensor | None = None
 
-    def plan(self, step: GpuStep, block_tokens: int) -> None:
+    def plan(self, step: GpuStep, block_size: int) -> None:
         """What all layers share: how the decodes' keys are cut among the multiprocessors."""
         if step.decodes:
             for window, workspace in self._workspaces.items():
-                plan_decode(step.context_lens[: step.decodes], workspace, block_tokens=block_tokens, window=window)
+                plan_decode(step.context_lens[: step.decodes], workspace, block_size=block_size, window=window)
 
     # --- weights -------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ log = logging.getLogger("kvrelay.engine")
 # A GPU of today computes as many tokens a second in such steps as in longer ones, and they have graphs
 # (paged_engine/step_shapes.py). Nobody waits longer than for one of them.
 _STEP_TOKENS = 2048
-_MAX_RUNNING = 256
+_MAX_NUM_SEQS = 256
 # A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU for ever.
 _RANKS_DEADLINE_S = 60.0
 
@@ -135,21 +135,21 @@ class GpuRunner:
         kv_name = kv_dtype_of(config, model, device.type)
         kv_dtype: torch.dtype = getattr(torch, kv_name)
         self._device, self._ranks = device, ranks
-        self._block_tokens = config.block_tokens or default_block_tokens(device.type)
-        self.max_running = config.max_running or _MAX_RUNNING
-        self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
+        self._block_size = config.block_size or default_block_tokens(device.type)
+        self.max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS
+        self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS
         self._sampler = GpuSampler(
-            max_slots=self.max_running,
+            max_slots=self.max_num_seqs,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             device=device,
-            spare_slots=self.max_running if config.speculative_tokens else 0,
+            spare_slots=self.max_num_seqs if config.speculative_config else 0,
         )
         self._operations = (GpuAdapterOperations if config.adapter_slots else GpuOperations)(
             model,
             ranks,
             sampled=self._sampler.sampled,
-            max_rows=self.max_running,
+            max_rows=self.max_num_seqs,
             kv_dtype=kv_dtype,
             batch_invariant=config.batch_invariant,
             quantize=config.quantization == "fp8",
@@ -175,21 +175,19 @@ class GpuRunner:
             )
         self._chunks_only = config.batch_invariant  # decodes are computed as chunks of one token
         # A step is measured over a pool of two blocks; then the pool takes what is left.
-        self.pool = KVPool(model, num_blocks=2, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
-        longest = min(config.max_model_len or model.max_position, self.max_batched_tokens)
+        self.pool = KVPool(model, num_blocks=2, block_size=self._block_size, dtype=kv_dtype, device=device)
+        longest = min(config.max_model_len or model.max_position, self.max_num_batched_tokens)
         self._uploads = self._open_uploads(longest)
         self._run_largest_step(longest)
-        pool_bytes = config.kv_cache_memory or budget.left_for_kv()
-        num_blocks = ranks.least(
-            blocks_in(model, pool_bytes=pool_bytes, block_tokens=self._block_tokens, dtype=kv_name)
-        )
-        budget.check(num_blocks * block_bytes(model, self._block_tokens, kv_name))
+        pool_bytes = config.kv_cache_memory_bytes or budget.left_for_kv()
+        num_blocks = ranks.least(blocks_in(model, pool_bytes=pool_bytes, block_size=self._block_size, dtype=kv_name))
+        budget.check(num_blocks * block_bytes(model, self._block_size, kv_name))
         self.max_model_len = longest_context(
-            config.max_model_len, model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_name
+            config.max_model_len, model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_name
         )
-        self.pool = KVPool(model, num_blocks=num_blocks, block_tokens=self._block_tokens, dtype=kv_dtype, device=device)
+        self.pool = KVPool(model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_dtype, device=device)
         self._uploads = self._open_uploads(self.max_model_len)
-        self._slots = Slots(self.max_running, max_blocks=self._uploads.max_blocks, block_tokens=self._block_tokens)
+        self._slots = Slots(self.max_num_seqs, max_blocks=self._uploads.max_blocks, block_size=self._block_size)
         self._seated: dict[int, Request] = {}
         self._unsampled: _Forward | None = None
         self._warm_up()
@@ -197,21 +195,21 @@ class GpuRunner:
             self._forward,
             self._uploads,
             self._sampler,
-            max_running=self.max_running,
+            max_num_seqs=self.max_num_seqs,
             adapters=self.adapters is not None,
         )
-        log.info("%s", budget.report(num_blocks * self._block_tokens))
+        log.info("%s", budget.report(num_blocks * self._block_size))
 
     def _open_uploads(self, max_model_len: int) -> StepUploads:
         # A shape has room for few chunks, and where decodes are chunks, too, there are many.
-        longest = 0 if self._chunks_only else min(self.max_batched_tokens, max_model_len)
+        longest = 0 if self._chunks_only else min(self.max_num_batched_tokens, max_model_len)
         return StepUploads(
             self._decoder.config,
-            block_tokens=self._block_tokens,
-            max_running=self.max_running,
+            block_size=self._block_size,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=max_model_len,
             chunks_only=self._chunks_only,
-            shapes=step_shapes(max_running=self.max_running, max_prompt_rows=longest),
+            shapes=step_shapes(max_num_seqs=self.max_num_seqs, max_prompt_rows=longest),
             device=self._device,
         )
 
@@ -279,7 +277,7 @@ class GpuRunner:
         if logits is not None:
             return _Forward(logits, self._uploads.decode_slots[: plan.rows], plan, by_graph=True)
         step, slots = self._uploads.chunks(values)
-        self._operations.plan(step, self._block_tokens)
+        self._operations.plan(step, self._block_size)
         hidden = self._decoder.hidden(step, self.pool)
         logits, scored = self._decoder.logits(hidden[: plan.rows]), hidden[plan.rows :]
         return _Forward(logits, slots, plan, by_graph=False, of_prompts=scored if len(scored) else None)
@@ -310,15 +308,15 @@ class GpuRunner:
 
     def _score(self, hidden: torch.Tensor, scored: ScoredRows | None) -> PromptScores | None:
         if scored is None:
-            for part in torch.split(hidden, self.max_running):
+            for part in torch.split(hidden, self.max_num_seqs):
                 self._decoder.logits(part)
             return None
-        scores = PromptScores(scored, hidden, self._decoder.logits, self.max_running)
+        scores = PromptScores(scored, hidden, self._decoder.logits, self.max_num_seqs)
         scores.columns = tuple(to_host(column) for column in scores.columns)
         return scores
 
     def _forward(self, step: GpuStep) -> torch.Tensor:
-        self._operations.plan(step, self._block_tokens)
+        self._operations.plan(step, self._block_size)
         return self._decoder.forward(step, self.pool)
 
     # --- before the first request --------------------------------------------------------------------------------
@@ -326,18 +324,18 @@ class GpuRunner:
     @torch.inference_mode()
     def _run_largest_step(self, longest: int) -> None:
         """As many tokens of prompts as a step may have, and decodes on all other seats, over the null block."""
-        whole, rest = divmod(min(self.max_batched_tokens, longest * self.max_running), longest)
+        whole, rest = divmod(min(self.max_num_batched_tokens, longest * self.max_num_seqs), longest)
         prompts = [longest] * whole + [rest] * (rest > 0)
         for adapter in self._kinds:
-            self._run_dummy([1] * (self.max_running - len(prompts)) + prompts, adapter)
-            self._run_dummy([1] * self.max_running, adapter)
+            self._run_dummy([1] * (self.max_num_seqs - len(prompts)) + prompts, adapter)
+            self._run_dummy([1] * self.max_num_seqs, adapter)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Every kernel variant is compiled and every library handle made before the node says that it is ready."""
-        largest = min(self.max_batched_tokens, self.max_model_len)
+        largest = min(self.max_num_batched_tokens, self.max_model_len)
         for counts in ([1], [2], [17], [16, 1], [300, 5, 1, 1], [largest]):
-            if max(counts) <= largest and len(counts) <= self.max_running:
+            if max(counts) <= largest and len(counts) <= self.max_num_seqs:
                 for adapter in self._kinds:
                     self._run_dummy(counts, adapter)
         self._uploads.append(torch.zeros(2, 1, dtype=torch.int32, device=self._device))
@@ -350,5 +348,5 @@ class GpuRunner:
         return (-1,) if self.adapters is None else (-1, 0)
 
     def _run_dummy(self, counts: Sequence[int], adapter: int) -> None:
-        step, slots = self._uploads.chunks(null_step(counts, self._block_tokens, adapter))
+        step, slots = self._uploads.chunks(null_step(counts, self._block_size, adapter))
         self._sampler.launch(self._forward(step), slots, SamplePlan(len(slots), cut=True, adjusted=True))

@@ -34,8 +34,8 @@ class StepUploads:
         self,
         model: ModelConfig,
         *,
-        block_tokens: int,
-        max_running: int,
+        block_size: int,
+        max_num_seqs: int,
         max_model_len: int,
         chunks_only: bool,
         shapes: Sequence[StepShape],
@@ -43,16 +43,16 @@ class StepUploads:
     ) -> None:
         """`chunks_only`: decodes are computed as chunks of one token. `shapes`: those that shaped() takes."""
         self._group, self._head_dim = model.num_heads // model.num_kv_heads, model.head_dim
-        self._block_tokens, self._chunks_only, self._device = block_tokens, chunks_only, device
-        self.max_blocks = _to_16_bytes(-(-max_model_len // block_tokens))
-        rows = _to_16_bytes(max_running)
+        self._block_size, self._chunks_only, self._device = block_size, chunks_only, device
+        self.max_blocks = _to_16_bytes(-(-max_model_len // block_size))
+        rows = _to_16_bytes(max_num_seqs)
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._null_slot = rows  # behind all others: its blocks stay null
         self._slot_tables = zeros(rows + 1, self.max_blocks)
-        # One for each sequence. The scheduler's chunks and proposals together are `max_running` at most.
+        # One for each sequence. The scheduler's chunks and proposals together are `max_num_seqs` at most.
         self._tables = zeros(rows + MOST_PROMPTS, self.max_blocks)
         # What decode graphs read: at fixed addresses, one upload for all.
         self._decodes = decodes = zeros(_ROW_FIELDS + _SEQUENCE_FIELDS + 1, rows)
@@ -91,7 +91,7 @@ class StepUploads:
     def decode_tables(self, rows: int) -> None:
         """Launch what makes the block tables of a decode step of its slots'."""
         slots, contexts, newest = self._sequences[:, :rows]
-        step_tables(slots, contexts, newest, self._slot_tables, self._tables[:rows], block_tokens=self._block_tokens)
+        step_tables(slots, contexts, newest, self._slot_tables, self._tables[:rows], block_size=self._block_size)
 
     def decodes(self, values: StepValues) -> None:
         """Into the graphs' buffers; rows beyond the step's are padding, which touches nothing but the null block."""
@@ -119,7 +119,7 @@ class StepUploads:
         """Bring the step into one of the shapes and upload it; its tensors are at the same addresses in all steps of a
         shape. What samples is told to `decode_slots` too."""
         padding = shape.samples - len(values.sampled_slots)
-        step = padded(values, shape, null_slot=self._null_slot, block_tokens=self._block_tokens)
+        step = padded(values, shape, null_slot=self._null_slot, block_size=self._block_size)
         tiles = np.zeros((self._most_tiles(shape), 2), np.int32)
         tiles[:, 0] = shape.prompts - 1  # which has no rows
         needed = self._tiles(step, shape.decodes)
@@ -168,7 +168,7 @@ class StepUploads:
         )
         tables = self._tables[: sequences.shape[1]]
         all_slots, all_contexts, newest_blocks = sequences
-        step_tables(all_slots, all_contexts, newest_blocks, self._slot_tables, tables, block_tokens=self._block_tokens)
+        step_tables(all_slots, all_contexts, newest_blocks, self._slot_tables, tables, block_size=self._block_size)
         step = GpuStep(
             decodes=decodes,
             token_ids=rows[0],

@@ -69,7 +69,7 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
     """The folder or file of the model that an engine on this machine is to serve.
 
     It is a path, or on the Hub org/name, or org/name/file.gguf, each with @revision behind it if wanted (or in
-    `revision`). An empty `hub_token` leaves it to HF_TOKEN and to stored logins. With load_format dummy only config and
+    `revision`). An empty `hf_token` leaves it to HF_TOKEN and to stored logins. With load_format dummy only config and
     tokenizer of a repository are downloaded. `check` is asked with the folder of its small files before weights
     are, and raises ConfigError for a model that cannot be served as configured. Raises ConfigError saying what is wrong
     and what to do.
@@ -94,7 +94,7 @@ def resolve_model(config: EngineConfig, check: Callable[[EngineConfig], None]) -
         raise ConfigError(f"model {model!r} and revision {revision!r} name two revisions; give one")
     if found["file"] and config.load_format == "safetensors":
         raise ConfigError(f"load_format safetensors does not read the GGUF file {model!r}; gguf and auto do")
-    wanted = _Wanted(found["repo"], revision or behind_id or "main", config.hub_token or None)
+    wanted = _Wanted(found["repo"], revision or behind_id or "main", config.hf_token or None)
     _quieten()
     with _told(wanted):
         return _file(wanted, found["file"][1:]) if found["file"] else _folder(wanted, config, check)
@@ -324,12 +324,12 @@ def _told(wanted: _Wanted) -> Iterator[None]:
     except errors.GatedRepoError as why:
         raise ConfigError(
             f"{wanted} is gated; accept its terms on https://huggingface.co/{wanted.repo}, then give a token of that "
-            "account with --hub-token or in HF_TOKEN"
+            "account with --hf-token or in HF_TOKEN"
         ) from why
     except errors.RepositoryNotFoundError as why:
         raise ConfigError(
             f"there is no folder {wanted.repo!r} here and no such model on the Hub; if it is private, give a token "
-            "with --hub-token or in HF_TOKEN"
+            "with --hf-token or in HF_TOKEN"
         ) from why
     except errors.RevisionNotFoundError as why:
         raise ConfigError(f"{wanted.repo} on the Hub has no revision {wanted.revision!r}") from why
@@ -347,7 +347,7 @@ def _reason(why: BaseException) -> str:
     if isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of {_cache()} is full; make room, or set HF_HOME to a larger one"
     if getattr(getattr(why, "response", None), "status_code", None) in (401, 403):
-        return "the Hub does not accept the token from --hub-token, HF_TOKEN or a stored login"
+        return "the Hub does not accept the token from --hf-token, HF_TOKEN or a stored login"
     text = " ".join(str(why).split()) or type(why).__name__
     return f"{text}; start again, and it goes on from where it was"
 

@@ -33,42 +33,42 @@ def default_block_tokens(device: str) -> int:
     return 16 if device == "cpu" else 64
 
 
-def bytes_per_head(config: ModelConfig, block_tokens: int, dtype: str) -> int:
+def bytes_per_head(config: ModelConfig, block_size: int, dtype: str) -> int:
     """Bytes of one KV head in a block, over all layers."""
     vector = config.head_dim * _ITEM_BYTES[dtype] + (_SCALE_BYTES if dtype == FP8 else 0)
-    return config.num_layers * 2 * block_tokens * vector
+    return config.num_layers * 2 * block_size * vector
 
 
-def block_bytes(config: ModelConfig, block_tokens: int, dtype: str) -> int:
+def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
     """Bytes of one block, over all layers."""
-    return config.num_kv_heads * bytes_per_head(config, block_tokens, dtype)
+    return config.num_kv_heads * bytes_per_head(config, block_size, dtype)
 
 
-def blocks_in(config: ModelConfig, *, pool_bytes: int, block_tokens: int, dtype: str) -> int:
+def blocks_in(config: ModelConfig, *, pool_bytes: int, block_size: int, dtype: str) -> int:
     """Count the blocks that fit. Raises ConfigError if that is not enough for one block beside the null block."""
-    block = block_bytes(config, block_tokens, dtype)
+    block = block_bytes(config, block_size, dtype)
     blocks = pool_bytes // block
     if blocks < 2:
         raise ConfigError(
             f"a KV pool of {pool_bytes} bytes holds {blocks} blocks of {block} bytes; it needs at least {2 * block}: "
-            "raise kv_cache_memory, or gpu_memory_utilization on a GPU"
+            "raise kv_cache_memory_bytes, or gpu_memory_utilization on a GPU"
         )
     return blocks
 
 
-def longest_context(wanted: int, config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: str) -> int:
+def longest_context(wanted: int, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: str) -> int:
     """Find the longest prompt plus answer that the model and a pool allow, or check the one `wanted` (0: none).
 
     Raises ConfigError naming the largest context that would fit if `wanted` does not.
     """
-    room = (num_blocks - 1) * block_tokens
+    room = (num_blocks - 1) * block_size
     if wanted > room:
-        needed = (-(-wanted // block_tokens) + 1) * block_bytes(config, block_tokens, dtype)
-        have = num_blocks * block_bytes(config, block_tokens, dtype)
+        needed = (-(-wanted // block_size) + 1) * block_bytes(config, block_size, dtype)
+        have = num_blocks * block_bytes(config, block_size, dtype)
         raise ConfigError(
             f"max_model_len {wanted} does not fit: the KV pool of {have} bytes holds {room} tokens. Lower "
-            f"max_model_len to at most {room}, or make room for {needed} bytes: with kv_cache_memory, or on a GPU with "
-            "a higher gpu_memory_utilization or kv_cache_dtype fp8"
+            f"max_model_len to at most {room}, or make room for {needed} bytes: with kv_cache_memory_bytes, or on a "
+            "GPU with a higher gpu_memory_utilization or kv_cache_dtype fp8"
         )
     return wanted or min(config.max_position, room)
 

@@ -16,9 +16,9 @@ __all__ = ["LayerCache", "Norm", "Operations", "QkNorm"]
 
 Step = TypeVar("Step", contravariant=True)
 LayerCache = tuple[torch.Tensor, ...]
-"""Keys and values of one layer, each [num_blocks, kv_heads, block_tokens, head_dim].
+"""Keys and values of one layer, each [num_blocks, kv_heads, block_size, head_dim].
 
-In fp8 also their scales, each [num_blocks, kv_heads, block_tokens].
+In fp8 also their scales, each [num_blocks, kv_heads, block_size].
 """
 
 

@@ -131,14 +131,14 @@ class Request:
             return range(0)
         return range(max(start, self.num_scored), min(end, self.prompt_tokens - 1))
 
-    def block_hashes(self, block_tokens: int) -> list[BlockHash]:
+    def block_hashes(self, block_size: int) -> list[BlockHash]:
         """Hashes of all full blocks of the tokens so far."""
-        extend(self.hashes, self.token_ids, block_tokens, self.root)
+        extend(self.hashes, self.token_ids, block_size, self.root)
         return self.hashes
 
-    def block_text(self, index: int, block_tokens: int) -> BlockText:
+    def block_text(self, index: int, block_size: int) -> BlockText:
         """What is in one of its full blocks."""
-        tokens = self.token_ids[index * block_tokens : (index + 1) * block_tokens]
+        tokens = self.token_ids[index * block_size : (index + 1) * block_size]
         adapter = "" if self.adapter is None else self.adapter.facts.name
         return BlockText(tokens, adapter, "" if index else self.salt)
 

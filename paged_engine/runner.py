@@ -69,8 +69,8 @@ class Runner(Protocol):
     """Longest prompt plus answer that the model and the pool allow."""
     rope_variant: str
     """See paged_engine/rope.py: KV moves only between engines where it is equal."""
-    max_batched_tokens: int
-    max_running: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
     adapters: AdapterStore | None
     """Its slots for LoRA adapters, if it was opened with any."""
     runs_ahead: bool
@@ -147,16 +147,16 @@ class CpuRunner:
         device = torch.device("cpu")
         name = dtype_of(config, model, device.type)
         dtype: torch.dtype = getattr(torch, name)
-        block_tokens = config.block_tokens or default_block_tokens(device.type)
-        pool_bytes = config.kv_cache_memory or CPU_POOL_BYTES
-        num_blocks = blocks_in(model, pool_bytes=pool_bytes, block_tokens=block_tokens, dtype=name)
+        block_size = config.block_size or default_block_tokens(device.type)
+        pool_bytes = config.kv_cache_memory_bytes or CPU_POOL_BYTES
+        num_blocks = blocks_in(model, pool_bytes=pool_bytes, block_size=block_size, dtype=name)
         max_model_len = longest_context(
-            config.max_model_len, model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=name
+            config.max_model_len, model, num_blocks=num_blocks, block_size=block_size, dtype=name
         )
         adapted = config.adapter_slots > 0
         operations = (CpuAdapterOperations if adapted else CpuOperations)(model, dtype, ranks)
         decoder = Decoder(model, weights, operations, device=device, dtype=dtype, max_positions=max_model_len)
-        pool = KVPool(model, num_blocks=num_blocks, block_tokens=block_tokens, dtype=dtype, device=device)
+        pool = KVPool(model, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
         runner = cls(decoder, pool, Sampler(model.eos_token_ids), config, max_model_len, ranks)
         if adapted:
             runner.adapters = CpuAdapters(model, decoder.sites(), config.max_lora_rank, dtype)
@@ -178,8 +178,8 @@ class CpuRunner:
         self.pool = pool
         self.max_model_len = max_model_len
         self.adapters: AdapterStore | None = None
-        self.max_batched_tokens = config.max_batched_tokens or _STEP_TOKENS
-        self.max_running = config.max_running or 64
+        self.max_num_batched_tokens = config.max_num_batched_tokens or _STEP_TOKENS
+        self.max_num_seqs = config.max_num_seqs or 64
         # The first exp() that two OpenMP threads enter at once may return low-accuracy values on the second one (seen
         # with MKL 2024.2: errors of 7e-4, in the first call only). Let one thread enter it first.
         torch.exp(torch.zeros(16))
@@ -239,7 +239,7 @@ class CpuRunner:
         return self._decoder.logits(hidden)[:rows]
 
     def _step_input(self, chunks: Sequence[ChunkValues]) -> tuple[CpuStep, int]:
-        config, device, block_tokens = self._decoder.config, self._decoder.device, self.pool.block_tokens
+        config, device, block_size = self._decoder.config, self._decoder.device, self.pool.block_size
         total = sum(chunk.count for chunk in chunks)
         rows = computed_rows(max(total, self._min_rows))  # here once, not in each product
         # Rows that nobody owns are written to the null block.
@@ -253,8 +253,8 @@ class CpuRunner:
             token_ids[row:end] = chunk.token_ids
             place = np.arange(chunk.start, chunk.start + chunk.count)
             positions[row:end] = place
-            offsets[row:end] = place % block_tokens
-            blocks[row:end] = np.asarray(chunk.blocks, np.int64)[place // block_tokens]
+            offsets[row:end] = place % block_size
+            blocks[row:end] = np.asarray(chunk.blocks, np.int64)[place // block_size]
             adapters[row:end] = chunk.adapter
             spans.append(SequenceSpan(row, chunk.count, chunk.start, chunk.blocks))
             sampled += range(end - chunk.sampled_rows, end)
@@ -266,7 +266,7 @@ class CpuRunner:
             window: plan_attention(
                 spans,
                 tokens=rows,
-                block_tokens=block_tokens,
+                block_size=block_size,
                 kv_heads=config.num_kv_heads,
                 group=config.num_heads // config.num_kv_heads,
                 window=window,

@@ -36,22 +36,22 @@ class Scheduler:
         self,
         pool: BlockPool,
         *,
-        block_tokens: int,
-        max_batched_tokens: int,
-        max_running: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
-        self._block_tokens = block_tokens
-        self._max_batched_tokens = max_batched_tokens
-        self._max_running = max_running
+        self._block_size = block_size
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
         self._endings = Endings(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingLine(self._requests, block_tokens)
+        self._waiting = WaitingLine(self._requests, block_size)
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
@@ -124,11 +124,11 @@ class Scheduler:
         """Compute from the first block on that is missing; at least one token, because its logits are wanted."""
         assert request.fetch is not None
         known, cached = len(request.token_ids), request.num_published
-        kept = min(cached + proven, min(request.fetch.num_tokens, known - 1) // self._block_tokens)
+        kept = min(cached + proven, min(request.fetch.num_tokens, known - 1) // self._block_size)
         self._set_aside(request, kept)
         if kept > cached:
             self.kept_blocks += kept - cached
-            request.num_computed = kept * self._block_tokens
+            request.num_computed = kept * self._block_size
             self._publish(request)
         if kept and self._blocks_for(known) - kept <= self.pool.free:
             request.state = State.RUNNING
@@ -139,7 +139,7 @@ class Scheduler:
 
     def _wait(self, request: Request) -> None:
         cached = [] if request.fetch is not None else self._cached_prefix(request, len(request.token_ids) - 1)
-        self._waiting.join(request, len(cached) * self._block_tokens)
+        self._waiting.join(request, len(cached) * self._block_size)
 
     # --- probes: blocks of no request ----------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's work and take its blocks."""
         plan = StepPlan([], [], [])
-        budget, preemptions = self._max_batched_tokens, self.preemptions
+        budget, preemptions = self._max_num_batched_tokens, self.preemptions
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for. They take nothing of its
         # budget, or a prompt of as many tokens as a step may have would need two.
         decodes = [request for request in self._running if request.uncomputed <= 1]
@@ -179,7 +179,9 @@ class Scheduler:
         if self.preemptions != preemptions:
             return plan
         self._admit(plan, budget, enough, now)
-        left = min(self._max_batched_tokens - sum(c.count for c in plan.chunks), self._max_running - len(plan.chunks))
+        left = min(
+            self._max_num_batched_tokens - sum(c.count for c in plan.chunks), self._max_num_seqs - len(plan.chunks)
+        )
         chunks = self.speculation.extended(plan.chunks, max(0, left), self._endings.max_model_len, self._room_for)
         return StepPlan(chunks, plan.fetches, plan.offers)
 
@@ -203,18 +205,18 @@ class Scheduler:
 
     def _room_for(self, request: Request, tokens: int) -> int:
         """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
-        return tokens if self._grow(request, tokens) else min(tokens, len(request.blocks) * self._block_tokens)
+        return tokens if self._grow(request, tokens) else min(tokens, len(request.blocks) * self._block_size)
 
     @property
     def wants_tokens(self) -> bool:
         """Whether the tokens of the step under way should be awaited before the next step is scheduled."""
-        return self.speculation.wants_tokens(self._running, self._max_running)
+        return self.speculation.wants_tokens(self._running, self._max_num_seqs)
 
     def _admit(self, plan: StepPlan, budget: int, enough: int, now: float, before: Request | None = None) -> int:
         """Start waiting requests in the order of their turns, while seats, blocks and more than `enough` of the budget
         last; those whose turn comes before another's. The budget that is left."""
         for request in self._waiting.candidates(before):
-            if len(self._running) + len(self._fetching) >= self._max_running:
+            if len(self._running) + len(self._fetching) >= self._max_num_seqs:
                 break
             if request.fetch is not None:
                 fetch = self._start_fetch(request)
@@ -254,7 +256,7 @@ class Scheduler:
         if shared is forked:
             self.forked_blocks += len(forked)
         request.blocks = shared
-        request.num_computed = len(shared) * self._block_tokens
+        request.num_computed = len(shared) * self._block_size
         request.num_published = len(shared)
         if request.cached_tokens is None:
             request.cached_tokens = request.num_computed
@@ -279,7 +281,7 @@ class Scheduler:
         assert fresh is not None
         request.blocks = [*shared, *fresh]
         request.num_published = len(shared)
-        request.cached_tokens = len(shared) * self._block_tokens
+        request.cached_tokens = len(shared) * self._block_size
         request.state = State.FETCHING
         self._fetching[request.request_id] = request
         return Fetch(request, params.remote_block_ids[0][len(shared) :], fresh)
@@ -289,7 +291,7 @@ class Scheduler:
             return []
         if request.to_score(0, tokens):  # what is not computed has no logits
             tokens = request.num_scored
-        return self.pool.lookup(request.block_hashes(self._block_tokens)[: tokens // self._block_tokens])
+        return self.pool.lookup(request.block_hashes(self._block_size)[: tokens // self._block_size])
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Make room for the KV of the first `tokens` tokens; False if there are not enough free blocks."""
@@ -369,23 +371,23 @@ class Scheduler:
         self.kept.quarantine(request.request_id, request.blocks[kept:], shared)
         request.blocks = request.blocks[:kept]
         request.num_published = min(kept, request.num_published)
-        request.num_computed = request.num_published * self._block_tokens
+        request.num_computed = request.num_published * self._block_size
 
     def _drop_blocks(self, request: Request) -> None:
         self.pool.give_back(request.blocks)
         request.blocks, request.num_published, request.num_computed = [], 0, 0
 
     def _publish(self, request: Request) -> None:
-        full = min(request.num_computed, len(request.token_ids)) // self._block_tokens
+        full = min(request.num_computed, len(request.token_ids)) // self._block_size
         if self._prefix_cache and not request.unfindable and full > request.num_published:
-            hashes = request.block_hashes(self._block_tokens)
+            hashes = request.block_hashes(self._block_size)
             for index in range(request.num_published, full):
-                text = request.block_text(index, self._block_tokens) if self.pool.notes_texts else None
+                text = request.block_text(index, self._block_size) if self.pool.notes_texts else None
                 self.pool.publish(request.blocks[index], hashes[index], hashes[index - 1] if index else None, text)
         request.num_published = max(request.num_published, full)
 
     def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens)
+        return -(-tokens // self._block_size)
 
     # --- what it looks like --------------------------------------------------------------------------------------
 
@@ -402,7 +404,7 @@ class Scheduler:
             waiting_tokens=self._waiting.tokens + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
             free_blocks=self.pool.free,
             total_blocks=self.pool.total,
-            block_tokens=self._block_tokens,
+            block_size=self._block_size,
             context_tokens=sum(r.num_computed for r in self._running),
         )
 
@@ -422,5 +424,5 @@ class Scheduler:
         writers: dict[int, str] = {}
         for request in [*self._running, *self._fetching.values()]:
             assert len(request.blocks) >= self._blocks_for(request.num_computed)
-            for block in request.blocks[max(request.num_computed // self._block_tokens, request.num_published) :]:
+            for block in request.blocks[max(request.num_computed // self._block_size, request.num_published) :]:
                 assert writers.setdefault(block, request.request_id) == request.request_id, f"block {block}"

@@ -46,14 +46,14 @@ class StepShape:
         return _prompts_of(self.prompt_rows)
 
 
-def step_shapes(*, max_running: int, max_prompt_rows: int) -> list[StepShape]:
+def step_shapes(*, max_num_seqs: int, max_prompt_rows: int) -> list[StepShape]:
     """All shapes of an engine, the largest last. A sequence cannot have more than `max_prompt_rows` rows."""
     if max_prompt_rows < 2:
         return []
-    decodes = [*(n for n in _DECODES if n < max_running), max_running]
+    decodes = [*(n for n in _DECODES if n < max_num_seqs), max_num_seqs]
     most_rows = min(max_prompt_rows, _PROMPT_ROWS[-1])
     prompt_rows = [*(n for n in _PROMPT_ROWS if n < most_rows), most_rows]
-    shapes = [StepShape(rows, n, min(n + _prompts_of(rows), max_running)) for rows in prompt_rows for n in decodes]
+    shapes = [StepShape(rows, n, min(n + _prompts_of(rows), max_num_seqs)) for rows in prompt_rows for n in decodes]
     # The first parts of a long prompt fill a step each, and sample nothing.
     return sorted([*shapes, StepShape(most_rows, 0, 0)])
 
@@ -79,7 +79,7 @@ def shape_of(values: StepValues, shapes: Sequence[StepShape]) -> StepShape | Non
     )
 
 
-def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_tokens: int) -> StepValues:
+def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_size: int) -> StepValues:
     """The step in this shape, whose sampled rows and slots stay as many as they were. `null_slot` has a block table of
     null blocks."""
     decodes, prompts = values.decodes, len(values.counts) - values.decodes
@@ -88,7 +88,7 @@ def padded(values: StepValues, shape: StepShape, *, null_slot: int, block_tokens
     end = shape.decodes + shape.prompt_rows - spare
     rows[:, :decodes], rows[:, shape.decodes : end] = values.rows[:, :decodes], values.rows[:, decodes:]
     rows[2, end:] = np.arange(spare)
-    rows[4, end:] = rows[2, end:] % block_tokens
+    rows[4, end:] = rows[2, end:] % block_size
     sequences = np.repeat(PADDING_SEQUENCE[:, None], shape.decodes + shape.prompts, axis=1)
     counts = np.concatenate((np.ones(shape.decodes, np.int32), np.zeros(shape.prompts, np.int32)))
     behind = shape.decodes + prompts

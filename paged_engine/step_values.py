@@ -99,10 +99,10 @@ class Slots:
     queued behind that step.
     """
 
-    def __init__(self, count: int, *, max_blocks: int, block_tokens: int) -> None:
+    def __init__(self, count: int, *, max_blocks: int, block_size: int) -> None:
         self._count = count
         self._free = list(reversed(range(count)))
-        self._max_blocks, self._block_tokens = max_blocks, block_tokens
+        self._max_blocks, self._block_size = max_blocks, block_size
         self._seats: dict[Request, _Seat] = {}
 
     def step(self, chunks: Sequence[Chunk]) -> PlannedStep:
@@ -119,12 +119,12 @@ class Slots:
         for chunk, (seat, _) in zip(chunks, seated, strict=True):
             start, end = end, end + chunk.count
             self._fill(rows[:, start:end], chunk, seat.slot)
-            newest = (chunk.start + chunk.count - 1) // self._block_tokens
+            newest = (chunk.start + chunk.count - 1) // self._block_size
             first = seat.slot * self._max_blocks
             new_blocks += [(first + index, seat.blocks[index]) for index in range(seat.known, newest)]
             seat.known = newest + 1
             for context_len in range(chunk.start + chunk.count + 1 - _by_rows(chunk), chunk.start + chunk.count + 1):
-                sequences.append((seat.slot, context_len, seat.blocks[(context_len - 1) // self._block_tokens]))
+                sequences.append((seat.slot, context_len, seat.blocks[(context_len - 1) // self._block_size]))
                 counts.append(chunk.count // _by_rows(chunk))
             sampled_rows += range(end - chunk.sampled_rows, end)
             scored_rows += [start + position - chunk.start for position in chunk.scored]
@@ -160,7 +160,7 @@ class Slots:
         return slots, [SlotState(slot, seat.slot, index + i, newest[i]) for i, slot in enumerate(slots)]
 
     def _fill(self, rows: np.ndarray, chunk: Chunk, slot: int) -> None:
-        request, block_tokens = chunk.request, self._block_tokens
+        request, block_size = chunk.request, self._block_size
         if chunk.count == 1:
             position = chunk.start
             pending = position >= len(request.token_ids)
@@ -168,8 +168,8 @@ class Slots:
                 0 if pending else request.token_ids[position],
                 slot if pending else -1,
                 position,
-                request.blocks[position // block_tokens],
-                position % block_tokens,
+                request.blocks[position // block_size],
+                position % block_size,
                 request.adapter_slot,
             )
             return
@@ -179,8 +179,8 @@ class Slots:
         rows[1, len(known) :] = slot
         places = np.arange(chunk.start, chunk.start + chunk.count, dtype=np.int32)
         rows[2] = places
-        rows[3] = np.asarray(request.blocks, np.int32)[places // block_tokens]
-        rows[4] = places % block_tokens
+        rows[3] = np.asarray(request.blocks, np.int32)[places // block_size]
+        rows[4] = places % block_size
         rows[5] = request.adapter_slot
 
     def _seat(self, request: Request) -> tuple[_Seat, bool]:
@@ -205,13 +205,13 @@ def _by_rows(chunk: Chunk) -> int:
     return chunk.count if chunk.proposals else 1
 
 
-def null_step(counts: Sequence[int], block_tokens: int, adapter: int) -> StepValues:
+def null_step(counts: Sequence[int], block_size: int, adapter: int) -> StepValues:
     """A step that touches the null block alone: sequences of these lengths, from their beginning, all sampled."""
     counts = sorted(counts, key=lambda count: count > 1)
     rows = np.zeros((len(PADDING_ROW), sum(counts)), np.int32)
     rows[1] = -1
     rows[2] = np.concatenate([np.arange(count) for count in counts])
-    rows[3], rows[4], rows[5] = NULL_BLOCK, rows[2] % block_tokens, adapter
+    rows[3], rows[4], rows[5] = NULL_BLOCK, rows[2] % block_size, adapter
     slots = np.arange(len(counts))
     return StepValues(
         rows=rows,

@@ -73,11 +73,11 @@ class TimedSteps:
         tokens = [self._made % self.engine.model.vocab_size, *self._words[at + 1 : at + prompt_tokens]]
         fetch = None
         if filled:
-            blocks = [0] * -(-filled // self.engine.pool.block_tokens)
+            blocks = [0] * -(-filled // self.engine.pool.block_size)
             fetch = KvTransferParams(do_remote_prefill=True, remote_block_ids=[blocks], num_tokens=filled)
         params = SamplingParams(max_tokens, seed=self._made, temperature=0.0, ignore_eos=True)
         request = Request.of(Submit(f"timed-{self._made}", tokens, params, fetch=fetch), time.monotonic())
-        request.block_hashes(self.engine.pool.block_tokens)  # serving has made them long before, step by step
+        request.block_hashes(self.engine.pool.block_size)  # serving has made them long before, step by step
         return request
 
     def submit(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
@@ -119,7 +119,7 @@ class TimedSteps:
 
         Raises ValueError if the pool has no room for that."""
         first = max(1, context - steps // 2)
-        blocks = -(-(first + steps + 1) // self.engine.pool.block_tokens) * requests
+        blocks = -(-(first + steps + 1) // self.engine.pool.block_size) * requests
         if blocks > self.engine.scheduler.pool.free or first + steps >= self.engine.max_model_len:
             raise ValueError(
                 f"{requests} requests of {context} tokens and {steps} steps do not fit into {self._room()}"
@@ -152,7 +152,7 @@ class TimedSteps:
         At most `most`, and none after `seconds`, unless there are less than 3 that are not very slow. Raises ValueError
         if a step or the pool has no room for that."""
         self._check_step(tokens)
-        blocks = -(-(context + tokens + 1) // self.engine.pool.block_tokens) * PREFILLS_AT_ONCE
+        blocks = -(-(context + tokens + 1) // self.engine.pool.block_size) * PREFILLS_AT_ONCE
         if blocks > self.engine.scheduler.pool.free or context + tokens >= self.engine.max_model_len:
             raise ValueError(f"{PREFILLS_AT_ONCE} prompts of {context + tokens} tokens do not fit into {self._room()}")
         times: list[float] = []
@@ -200,12 +200,12 @@ class TimedSteps:
         return times
 
     def _check_step(self, tokens: int) -> None:
-        if tokens > self.engine.max_batched_tokens:
-            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_batched_tokens}")
+        if tokens > self.engine.max_num_batched_tokens:
+            raise ValueError(f"{tokens} tokens are more than a step of {self.engine.max_num_batched_tokens}")
 
     def _room(self) -> str:
         pool = self.engine.pool
-        return f"a pool of {(pool.num_blocks - 1) * pool.block_tokens} tokens, contexts of {self.engine.max_model_len}"
+        return f"a pool of {(pool.num_blocks - 1) * pool.block_size} tokens, contexts of {self.engine.max_model_len}"
 
 
 def _enough(times: list[float], seconds: float) -> bool:

@@ -24,9 +24,9 @@ OVERTAKEN = 2
 class WaitingLine:
     """Waiting requests in the order of their turns. `live` are all requests that have not ended, by id."""
 
-    def __init__(self, live: Mapping[str, Request], block_tokens: int) -> None:
+    def __init__(self, live: Mapping[str, Request], block_size: int) -> None:
         self._live = live
-        self._block_tokens = block_tokens
+        self._block_size = block_size
         self._line: list[Request] = []
         self._arrivals = 0
         self._arrived_tokens = 0
@@ -40,7 +40,7 @@ class WaitingLine:
     def join(self, request: Request, cached: int = 0) -> None:
         """It waits, before all whose turn comes later. So many of its first tokens need not be computed."""
         request.state = State.WAITING
-        shared = max(cached, self._forked(request) * self._block_tokens)
+        shared = max(cached, self._forked(request) * self._block_size)
         request.work = 0 if request.fetch is not None else request.uncomputed - shared
         if not request.order:
             self._set_turn(request)
@@ -89,10 +89,10 @@ class WaitingLine:
         """Blocks that a fork shares: those that its prompt fills, without its newest token, whose logits it wants."""
         if self._parent(request) is None:
             return 0
-        return min(request.prompt_tokens, len(request.token_ids) - 1) // self._block_tokens
+        return min(request.prompt_tokens, len(request.token_ids) - 1) // self._block_size
 
     def _held_back(self, request: Request) -> bool:
         parent = self._parent(request)
         if parent is None:
             return False
-        return parent.fetch is not None or parent.num_computed < self._forked(request) * self._block_tokens
+        return parent.fetch is not None or parent.num_computed < self._forked(request) * self._block_size

@@ -32,8 +32,8 @@ class Limits:
 
     max_model_len: int
     kv_tokens: int
-    block_tokens: int
-    max_running: int
+    block_size: int
+    max_num_seqs: int
     step_tokens: int
     prompts_at_once: int
     """As many prompts are in the pool while a prefill is measured."""
@@ -64,9 +64,9 @@ def units(limits: Limits) -> list[Unit]:
     return sorted([*prefill, *decode], key=lambda unit: unit.level)
 
 
-def sizes_of_transfers(block_tokens: int, longest: int, most_blocks: int) -> list[int]:
+def sizes_of_transfers(block_size: int, longest: int, most_blocks: int) -> list[int]:
     """Blocks of the transfers that are worth measuring, up to the longest prompt that is."""
-    most = max(1, min(-(-min(longest, _LONGEST_TRANSFER) // block_tokens), most_blocks))
+    most = max(1, min(-(-min(longest, _LONGEST_TRANSFER) // block_size), most_blocks))
     sizes = [1]
     while sizes[-1] * _TRANSFER_STEP < most:
         sizes.append(sizes[-1] * _TRANSFER_STEP)
@@ -76,12 +76,12 @@ def sizes_of_transfers(block_tokens: int, longest: int, most_blocks: int) -> lis
 def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
     """(requests, context of each, tokens of a prompt beside them): what chunks of prompts cost those who decode."""
     found = []
-    for requests in sorted({max(1, limits.max_running // 16), max(1, limits.max_running // 2)}):
+    for requests in sorted({max(1, limits.max_num_seqs // 16), max(1, limits.max_num_seqs // 2)}):
         most = min(limits.step_tokens, limits.max_model_len - 1, limits.kv_tokens // 4)
-        room = limits.kv_tokens - limits.prompts_at_once * (most + limits.block_tokens)
-        each = room // (requests * limits.block_tokens) * limits.block_tokens - limits.decode_steps - 1
+        room = limits.kv_tokens - limits.prompts_at_once * (most + limits.block_size)
+        each = room // (requests * limits.block_size) * limits.block_size - limits.decode_steps - 1
         context = min(_MIXED_CONTEXT, each, limits.max_model_len - limits.decode_steps - 2)
-        if requests < limits.max_running and context >= _FEWEST_CONTEXT and most >= _FEWEST_TOKENS:
+        if requests < limits.max_num_seqs and context >= _FEWEST_CONTEXT and most >= _FEWEST_TOKENS:
             tokens = {max(_FEWEST_TOKENS, limits.step_tokens // part) for part in _MIXED_PARTS}
             found += [
                 (requests, _power(context), count) for count in sorted({min(most, each) for each in tokens} | {most})
@@ -91,10 +91,10 @@ def mixed_sizes(limits: Limits) -> list[tuple[int, int, int]]:
 
 def _prefill_lines(limits: Limits) -> dict[int, list[int]]:
     """By context, the tokens of steps."""
-    blocks = (limits.kv_tokens // limits.block_tokens) // limits.prompts_at_once
-    room = max(1, min(limits.max_model_len - 1, blocks * limits.block_tokens - 1))
+    blocks = (limits.kv_tokens // limits.block_size) // limits.prompts_at_once
+    room = max(1, min(limits.max_model_len - 1, blocks * limits.block_size - 1))
     top = room - min(limits.step_tokens, room // 2)
-    top -= top % limits.block_tokens
+    top -= top % limits.block_size
     contexts = sorted({0, top, *(each for each in _CONTEXTS if each < top)})
     return {context: _doubling(_FEWEST_TOKENS, min(limits.step_tokens, room - context)) for context in contexts}
 
@@ -102,11 +102,11 @@ def _prefill_lines(limits: Limits) -> dict[int, list[int]]:
 def _decode_lines(limits: Limits) -> dict[int, list[int]]:
     """By requests, the contexts of each: up to the largest power of two for which there is room."""
     lines: dict[int, list[int]] = {}
-    blocks = limits.kv_tokens // limits.block_tokens
-    sizes = _doubling(1, limits.max_running)
-    behind_leaps = [size + _LEAP for size in sizes if size >= _TILES and size + _LEAP < limits.max_running]
+    blocks = limits.kv_tokens // limits.block_size
+    sizes = _doubling(1, limits.max_num_seqs)
+    behind_leaps = [size + _LEAP for size in sizes if size >= _TILES and size + _LEAP < limits.max_num_seqs]
     for requests in sorted({*sizes, *behind_leaps}):
-        longest = min(blocks // requests * limits.block_tokens, limits.max_model_len) - limits.decode_steps - 1
+        longest = min(blocks // requests * limits.block_size, limits.max_model_len) - limits.decode_steps - 1
         contexts = [size for size in _doubling(_FEWEST_CONTEXT, longest) if size == _power(size)]
         if len(contexts) > 1 or not lines:
             lines[requests] = contexts or [max(1, longest)]

@@ -73,8 +73,8 @@ class Demand(msgspec.Struct, frozen=True):
         return sum(output * (prompt + output / 2) for prompt, _, output in self.lengths) / weights
 
 
-def demand_of(asks: Sequence[Asked], block_tokens: int) -> Demand:
-    """What these come to, if all that was asked before were cached. `block_tokens`: of their named blocks."""
+def demand_of(asks: Sequence[Asked], block_size: int) -> Demand:
+    """What these come to, if all that was asked before were cached. `block_size`: of their named blocks."""
     seen: set[int] = set()
     lengths = []
     for each in asks:
@@ -84,7 +84,7 @@ def demand_of(asks: Sequence[Asked], block_tokens: int) -> Demand:
                 break
             known += 1
         seen.update(each.blocks)
-        lengths.append((each.prompt, min(known * block_tokens, each.prompt - 1), each.output))
+        lengths.append((each.prompt, min(known * block_size, each.prompt - 1), each.output))
     # Caches fill first.
     later = lengths[len(lengths) // 4 :]
     return Demand(later[:: max(1, len(later) // _SAMPLE)])
@@ -219,7 +219,7 @@ def _colocated(split: Split, demand: Demand, goal: Goal, rate: float) -> Estimat
 def token_ms(card: RateCard, context: float, tpot_ms: float) -> float:
     """A token's share of a step of the largest batch, of requests with so much context each, whose steps keep a target:
     what a node spends for a token when it is full."""
-    most = min(card.max_running, int(card.kv_tokens / max(1.0, context)))
+    most = min(card.max_num_seqs, int(card.kv_tokens / max(1.0, context)))
     return balance.token_ms(lambda batch: card.step_ms(batch, batch * context), most, tpot_ms)
 
 
@@ -261,7 +261,7 @@ def _batch(
 
     `use` of its time goes to prompts, whose work has a variance of `spread` square milliseconds a millisecond."""
     output, context = demand.output, demand.context
-    room = min(float(card.max_running), card.kv_tokens / (context * 1.05))
+    room = min(float(card.max_num_seqs), card.kv_tokens / (context * 1.05))
     if card.step_ms(1, context) > tpot_ms:
         return 1.0, 0.0, "decode"
 
@@ -272,7 +272,7 @@ def _batch(
         return rate * output * step_ms(running) / 1e3
 
     if asked(room) > room:
-        return room, 0.0, "KV memory" if room < card.max_running and step_ms(room) <= tpot_ms else "decode"
+        return room, 0.0, "KV memory" if room < card.max_num_seqs and step_ms(room) <= tpot_ms else "decode"
     low, high = 0.0, room
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -66,15 +66,15 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     """ISO 8601, UTC."""
     kv_tokens: int
     """For which its pool has room."""
-    block_tokens: int
-    max_running: int
+    block_size: int
+    max_num_seqs: int
     step_tokens: int
     """What a step computes of prompts at most, beside decodes: a longer prompt is computed in chunks."""
     prefill: list[PrefillPoint]
     decode: list[DecodePoint]
     transfer: dict[str, list[TransferPoint]] = {}
     """By connector; of a pair of nodes on one host unless `hardware` says otherwise."""
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     mixed: list[MixedPoint] = []
     ahead: bool = False
     """Its steps are launched while the ones before them run, as a GPU's are: a step takes what the device or its launch
@@ -84,7 +84,7 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     @property
     def gpus(self) -> int:
         """That one node takes."""
-        return self.tensor_parallel
+        return self.tensor_parallel_size
 
     def chunk_ms(self, tokens: int, context: int = 0) -> float:
         """A step of `tokens` of a prompt behind `context` others."""

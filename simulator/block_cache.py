@@ -13,11 +13,11 @@ __all__ = ["BlockCache"]
 
 
 class BlockCache:
-    """`block_tokens` is the size of named blocks; counts are tokens."""
+    """`block_size` is the size of named blocks; counts are tokens."""
 
-    def __init__(self, capacity: int, block_tokens: int) -> None:
+    def __init__(self, capacity: int, block_size: int) -> None:
         self.capacity = capacity
-        self.block_tokens = block_tokens
+        self.block_size = block_size
         self.private = 0
         self.stored: list[int] = []
         self.removed: list[int] = []
@@ -29,11 +29,11 @@ class BlockCache:
     @property
     def free(self) -> int:
         """Tokens for which room can be made."""
-        return self.capacity - self.private - len(self._used) * self.block_tokens
+        return self.capacity - self.private - len(self._used) * self.block_size
 
     def cached(self, blocks: Sequence[int]) -> int:
         """How many tokens of these blocks, from the first on, are here."""
-        return self._found(blocks) * self.block_tokens
+        return self._found(blocks) * self.block_size
 
     def _found(self, blocks: Sequence[int]) -> int:
         used, unused, coming = self._used, self._unused, self._coming
@@ -47,7 +47,7 @@ class BlockCache:
     def room_for(self, blocks: Sequence[int], private: int) -> bool:
         """Whether these blocks and so many other tokens would fit now."""
         shared = sum(block in self._used for block in blocks[: self._found(blocks)])
-        return (len(blocks) - shared) * self.block_tokens + private <= self.free
+        return (len(blocks) - shared) * self.block_size + private <= self.free
 
     def take(self, blocks: Sequence[int], private: int) -> tuple[int, ...]:
         """Use these blocks and so many tokens that have no name. The blocks that have one from now on: what is not
@@ -60,7 +60,7 @@ class BlockCache:
             used[block] = used.get(block, 0) + 1
         used.update(dict.fromkeys(fresh, 1))
         self._coming.update(fresh)
-        self.private += private + (len(blocks) - found - len(fresh)) * self.block_tokens
+        self.private += private + (len(blocks) - found - len(fresh)) * self.block_size
         self.shrink()
         return (*blocks[:found], *fresh)
 
@@ -87,7 +87,7 @@ class BlockCache:
 
     def shrink(self) -> None:
         """Let unused blocks go until all that is used fits."""
-        most = max(0, self.free) // self.block_tokens
+        most = max(0, self.free) // self.block_size
         while len(self._unused) > most:
             self.removed.append(self._unused.popitem(last=False)[0])
 

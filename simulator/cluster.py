@@ -61,13 +61,13 @@ class Cluster:
         self.roles = [Role.PREFILL] * setting.prefill + [Role.DECODE] * setting.decode
         self.nodes = [
             Engine(
-                setting.speeds_of(role), setting.block_tokens, clock.later, hears, shortest_first=setting.shortest_first
+                setting.speeds_of(role), setting.block_size, clock.later, hears, shortest_first=setting.shortest_first
             )
             for role in self.roles
         ]
         self.routers: list[Router] = []
         if setting.policy != OMNISCIENT:
-            wanted, named = setting.targets or Targets(0.0, 0.0), setting.block_tokens if setting.prefixes else 0
+            wanted, named = setting.targets or Targets(0.0, 0.0), setting.block_size if setting.prefixes else 0
             way = Way(setting.policy, setting.conditional, named, wanted.ttft_ms, wanted.tpot_ms)
             loads = [node.load(0.0) for node in self.nodes]
             self.routers = [

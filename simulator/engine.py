@@ -34,14 +34,14 @@ class Engine:
     def __init__(
         self,
         speeds: Speeds,
-        block_tokens: int,
+        block_size: int,
         later: Callable[[float, Callable[[float], None]], None],
         hears: Hears,
         *,
         shortest_first: bool = True,
     ) -> None:
         self.speeds = speeds
-        self.cache = BlockCache(speeds.kv_tokens, block_tokens)
+        self.cache = BlockCache(speeds.kv_tokens, block_size)
         self.tokens = 0
         """Not computed, and in no step yet."""
         self.running = 0
@@ -94,14 +94,14 @@ class Engine:
 
     def load(self, now: float) -> Load:
         """As an engine reports it."""
-        block_tokens = self.cache.block_tokens
+        block_size = self.cache.block_size
         return Load(
             running=self.running,
             waiting=self.waiting,
             waiting_tokens=self.tokens,
-            free_blocks=self.free(now) // block_tokens,
-            total_blocks=self.cache.capacity // block_tokens,
-            block_tokens=block_tokens,
+            free_blocks=self.free(now) // block_size,
+            total_blocks=self.cache.capacity // block_size,
+            block_size=block_size,
             context_tokens=self.context(now),
         )
 
@@ -163,7 +163,7 @@ class Engine:
                 generated = seat.stream.output - (seat.ends_at - steps)
                 self._stopped(seat)
             lost.append((seat.stream, seat.leg, generated))
-        self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_tokens)
+        self.cache = BlockCache(self.speeds.kv_tokens, self.cache.block_size)
         for emptied in (self._seats, self._line, self._ready, self._batch, self._computing, self._joined):
             emptied.clear()
         self.tokens = self.running = self.waiting = self._context = 0
@@ -194,12 +194,12 @@ class Engine:
         """Give it a seat and room for its KV, if there are any; `taken` tokens are spoken for."""
         stream, cache = seat.stream, self.cache
         holds = stream.prompt + seat.generated + (seat.leg is Leg.WHOLE)
-        private = holds - len(stream.blocks) * cache.block_tokens
-        if self.running >= self.speeds.max_running or not cache.room_for(stream.blocks, private + taken):
+        private = holds - len(stream.blocks) * cache.block_size
+        if self.running >= self.speeds.max_num_seqs or not cache.room_for(stream.blocks, private + taken):
             return False
         found = cache.cached(stream.blocks) if seat.leg is Leg.DECODE else self._cached(seat)
         seat.blocks = cache.take(stream.blocks, private)
-        seat.private = holds - len(seat.blocks) * cache.block_tokens
+        seat.private = holds - len(seat.blocks) * cache.block_size
         seat.begun, seat.begun_at = True, now
         self.running += 1
         self.waiting -= 1
@@ -218,7 +218,7 @@ class Engine:
 
     def _cached(self, seat: Seat) -> int:
         """Tokens that need not be computed; its last one is, because its logits are wanted."""
-        return self.cache.cached(seat.stream.blocks[: (seat.known - 1) // self.cache.block_tokens])
+        return self.cache.cached(seat.stream.blocks[: (seat.known - 1) // self.cache.block_size])
 
     def _begin_beside(self, seat: Seat, now: float) -> None:
         """A decode leg needs none of the steps that run."""
@@ -417,8 +417,8 @@ class Engine:
                     continue
             count, start = min(budget, seat.left), seat.known - seat.left
             pieces.append((count, start))
-            block_tokens = self.cache.block_tokens
-            ready += seat.stream.blocks[start // block_tokens : (start + count) // block_tokens]
+            block_size = self.cache.block_size
+            ready += seat.stream.blocks[start // block_size : (start + count) // block_size]
             budget -= count
             seat.left -= count
             self.tokens -= count

@@ -56,7 +56,7 @@ class Way:
 
     policy: str
     conditional: bool
-    block_tokens: int
+    block_size: int
     """Of named blocks; 0: it knows nothing of prefixes."""
     ttft_ms: float = 0.0
     """What all requests want of their tokens' times; 0: nothing."""
@@ -231,7 +231,7 @@ class Router:
             return
         report = HealthReport(node.role, _MODEL, load=load, generation=generation, kv=_KV)
         self.pool.report(node, report, now / 1e3, now / 1e3)
-        if self._way.block_tokens:
+        if self._way.block_size:
             self.pool.prefixes.trust(node.url)
         self.turn()
 
@@ -267,11 +267,11 @@ class Router:
 
     def _prefix(self, stream: Stream) -> Prefix | None:
         """A block of tokens is a chunk of text. The first request with a text finds no keys of blocks for it."""
-        block_tokens = self._way.block_tokens
-        if not block_tokens:
+        block_size = self._way.block_size
+        if not block_size:
             return None
-        chunks, text_bytes = array("q", (0, *stream.blocks)), max(1, stream.prompt * CHUNK_BYTES // block_tokens)
-        self._prefixes[stream] = Prefix(chunks, text_bytes, array("Q", stream.blocks), stream.prompt, block_tokens)
+        chunks, text_bytes = array("q", (0, *stream.blocks)), max(1, stream.prompt * CHUNK_BYTES // block_size)
+        self._prefixes[stream] = Prefix(chunks, text_bytes, array("Q", stream.blocks), stream.prompt, block_size)
         return Prefix(chunks, text_bytes)
 
 

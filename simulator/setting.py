@@ -65,7 +65,7 @@ class Setting:
     routers: int = 1
     stale_ms: float = 0.0
     seed: int = 0
-    block_tokens: int = 128
+    block_size: int = 128
     prefixes: bool = True
     """Whether routers know of prefixes at all."""
     shortest_first: bool = True

@@ -30,7 +30,7 @@ class Speeds:
     def __init__(self, card: RateCard) -> None:
         self.card = card
         self.ahead = card.ahead
-        self.kv_tokens, self.step_tokens, self.max_running = card.kv_tokens, card.step_tokens, card.max_running
+        self.kv_tokens, self.step_tokens, self.max_num_seqs = card.kv_tokens, card.step_tokens, card.max_num_seqs
         self._decode = _lines([(each.requests, each.context, each.ms) for each in card.decode])
         self._steps: dict[int, tuple[list[float], list[float]]] = {}
         needed = [self._of_device(each) for each in card.prefill]
@@ -229,8 +229,8 @@ H200 = RateCard(
     kvrelay="",
     measured_at="",
     kv_tokens=800_000,
-    block_tokens=64,
-    max_running=256,
+    block_size=64,
+    max_num_seqs=256,
     step_tokens=8_192,
     prefill=[
         PrefillPoint(tokens, context, _h200_chunk_ms(tokens, context))

@@ -21,6 +21,7 @@ __all__ = [
     "NodeConfig",
     "RanksConfig",
     "Role",
+    "SpeculativeConfig",
     "TransferConfig",
 ]
 
@@ -46,10 +47,37 @@ def _named_adapter(text: str) -> tuple[str, str]:
             fields = json.loads(text)
             name, path = fields["name"], fields["path"] if "path" in fields else fields["local_path"]
         except (ValueError, KeyError, TypeError) as why:
-            raise ConfigError(f"lora {text!r} must be JSON with name and path, or name=path") from why
+            raise ConfigError(f"lora_modules {text!r} must be JSON with name and path, or name=path") from why
         equals = "=" if isinstance(name, str) and isinstance(path, str) else ""
-    require(bool(equals and name and path), f"lora {text!r} must be name=path of a folder in PEFT's layout")
+    require(bool(equals and name and path), f"lora_modules {text!r} must be name=path of a folder in PEFT's layout")
     return name, path
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are proposed: the names are those of vLLM's `--speculative-config`."""
+
+    num_speculative_tokens: int
+    """Tokens that a decode step proposes per request at most, and checks in the same step."""
+    method: str = "ngram"
+    """ngram: what followed the newest tokens where they stood before."""
+    prompt_lookup_max: int = 4
+    """Longest run of newest tokens that is looked up."""
+    prompt_lookup_min: int = 2
+    """Shortest run of newest tokens that is looked up."""
+
+    def __post_init__(self) -> None:
+        require(self.method == "ngram", f"method {self.method!r} of speculative_config is not ngram, the only one here")
+        require(
+            1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
+            f"num_speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got "
+            f"{self.num_speculative_tokens}; leave speculative_config out to propose none",
+        )
+        require(
+            1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_NGRAM,
+            f"prompt_lookup_min and prompt_lookup_max must be between 1 and {MAX_NGRAM}, the first not above the "
+            f"second, got {self.prompt_lookup_min} and {self.prompt_lookup_max}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +89,7 @@ class EngineConfig:
     org/name@revision or org/name/file.gguf."""
     revision: str = ""
     """Branch, tag or commit of a model on the Hub; empty takes main."""
-    hub_token: str = field(default="", repr=False)
+    hf_token: str = field(default="", repr=False)
     """For private and gated models on the Hub; better put it into the environment as HF_TOKEN."""
     load_format: str = "auto"
     """auto, safetensors, gguf or dummy (random weights of the right shapes)."""
@@ -79,9 +107,9 @@ class EngineConfig:
     max_model_len: int = 0
     """Longest prompt plus answer in tokens, for example 32k; 0 takes the model's own, or less if the KV pool is too
     small for it."""
-    block_tokens: int = 0
+    block_size: int = 0
     """Tokens of KV in one block, 16, 32 or 64; equal on all nodes of a cluster. 0 takes 16 on CPU, 64 on CUDA."""
-    kv_cache_memory: int = 0
+    kv_cache_memory_bytes: int = 0
     """Bytes of the KV pool of one rank, for example 4GiB; 0 takes 1 GiB on CPU, on CUDA what gpu_memory_utilization
     leaves for it."""
     gpu_memory_utilization: float = 0.9
@@ -90,36 +118,34 @@ class EngineConfig:
     """auto (the compute dtype) or fp8 (e4m3 with a scale per token and head; CUDA only); equal on all nodes."""
     quantization: str = ""
     """fp8 quantizes the weights of linear layers while loading (e4m3 with a scale per channel; CUDA only)."""
-    max_batched_tokens: int = 0
+    max_num_batched_tokens: int = 0
     """Tokens of prompts one step computes at most, beside the one of each request that decodes; 0 takes 128 on CPU,
     2048 on CUDA."""
-    max_running: int = 0
+    max_num_seqs: int = 0
     """Requests computed in one step at most; 0 takes 64 on CPU, 256 on CUDA."""
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     """Ranks that share the model, each a process with a GPU of its own."""
     tensor_parallel_address: str = ""
     """host:port of rank 0 at which the ranks meet; may stay empty when all of them run on this host."""
-    tensor_parallel_local: int = 0
+    tensor_parallel_size_local: int = 0
     """How many of the ranks run on this host; 0 for all. The others are started with `kvrelay rank`."""
-    prefix_cache: bool = True
+    enable_prefix_caching: bool = True
     """Reuse the KV of equal prefixes."""
     batch_invariant: bool = False
     """Fixed tiles and splits: tokens do not depend on the batch. (The CPU path always is.)"""
-    speculative_tokens: int = 0
-    """Tokens that a decode step proposes per request at most, by looking its newest ones up in its own text, and checks
-    in the same step; the answer stays the same. 0 proposes none."""
-    ngram_max: int = 4
-    """Longest run of newest tokens that speculative_tokens looks up."""
-    ngram_min: int = 2
-    """Shortest run of newest tokens that speculative_tokens looks up."""
+    speculative_config: SpeculativeConfig | None = None
+    """Propose tokens by looking the newest ones up in a request's own text: a JSON object with vLLM's names, for
+    example {"method": "ngram", "num_speculative_tokens": 4}. The answer stays the same."""
     threads: int = 0
     """CPU threads of the engine; 0 takes all cores of this machine."""
-    lora: tuple[str, ...] = ()
+    enable_lora: bool = False
+    """Serve LoRA adapters: those of lora_modules, and others with allow_runtime_lora."""
+    lora_modules: tuple[str, ...] = ()
     """A LoRA adapter, name=path of a folder in PEFT's layout; clients choose it by its name as their model. Give it
     again for more; equal on all nodes of a cluster."""
     max_loras: int = 0
-    """How many adapters can be loaded at once, each in a slot of its own; 0 takes as many as are named with lora, and
-    with allow_runtime_lora at least 1."""
+    """How many adapters can be loaded at once, each in a slot of its own; 0 takes as many as lora_modules names, and at
+    least 1."""
     max_lora_rank: int = 16
     """Highest rank of an adapter; each slot takes memory for it."""
     allow_runtime_lora: bool = False
@@ -127,7 +153,7 @@ class EngineConfig:
     of its machine."""
 
     def __post_init__(self) -> None:
-        positive(self, "tensor_parallel", "max_lora_rank")
+        positive(self, "tensor_parallel_size", "max_lora_rank")
         self._check_adapters()
         for name in self.override_generation_config or ():
             require(
@@ -137,24 +163,24 @@ class EngineConfig:
         in_fp8 = self.kv_cache_dtype == "fp8" or bool(self.quantization)
         require(not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out")
         require(
-            not (self.batch_invariant and (self.quantization or self.tensor_parallel > 1)),
-            "batch_invariant does not go with quantization fp8 or tensor_parallel, whose sums depend on the batch; "
-            "leave one of them out",
+            not (self.batch_invariant and (self.quantization or self.tensor_parallel_size > 1)),
+            "batch_invariant does not go with quantization fp8 or tensor_parallel_size above 1, whose sums depend "
+            "on the batch; leave one of them out",
         )
         require(
-            self.tensor_parallel_local in range(self.tensor_parallel + 1),
-            f"tensor_parallel_local must be between 0 and tensor_parallel ({self.tensor_parallel}), got "
-            f"{self.tensor_parallel_local}",
+            self.tensor_parallel_size_local in range(self.tensor_parallel_size + 1),
+            f"tensor_parallel_size_local must be between 0 and tensor_parallel_size ({self.tensor_parallel_size}), got "
+            f"{self.tensor_parallel_size_local}",
         )
         require(
-            bool(self.tensor_parallel_address) or self.tensor_parallel_local in (0, self.tensor_parallel),
+            bool(self.tensor_parallel_address) or self.tensor_parallel_size_local in (0, self.tensor_parallel_size),
             "ranks on other hosts need tensor_parallel_address, the host:port of rank 0",
         )
         require(
             not self.tensor_parallel_address or is_address(self.tensor_parallel_address),
             f"tensor_parallel_address must be host:port, got {self.tensor_parallel_address!r}",
         )
-        for name in ("kv_cache_memory", "max_running"):
+        for name in ("kv_cache_memory_bytes", "max_num_seqs"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must not be negative, got {value}; 0 takes the default")
         require(
@@ -174,53 +200,49 @@ class EngineConfig:
             self.dtype in ("auto", "float32", "bfloat16", "float16"),
             f"dtype {self.dtype!r} is not one of auto, float32, bfloat16, float16",
         )
-        require(self.block_tokens in (0, 16, 32, 64), f"block_tokens must be 16, 32 or 64, got {self.block_tokens}")
+        require(self.block_size in (0, 16, 32, 64), f"block_size must be 16, 32 or 64, got {self.block_size}")
         require(
-            self.max_batched_tokens >= 0,
-            f"max_batched_tokens must not be negative, got {self.max_batched_tokens}; 0 takes the device's default",
+            self.max_num_batched_tokens >= 0,
+            f"max_num_batched_tokens must not be negative, got {self.max_num_batched_tokens}; 0 takes the default",
         )
         require(
             self.max_model_len >= 0,
             f"max_model_len must not be negative, got {self.max_model_len}; 0 takes the model's own",
         )
-        require(
-            0 <= self.speculative_tokens <= MAX_SPECULATIVE_TOKENS,
-            f"speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.speculative_tokens}",
-        )
-        require(
-            1 <= self.ngram_min <= self.ngram_max <= MAX_NGRAM,
-            f"ngram_min and ngram_max must be between 1 and {MAX_NGRAM}, the first not above the second, got "
-            f"{self.ngram_min} and {self.ngram_max}",
-        )
         require(self.threads >= 0, f"threads must not be negative, got {self.threads}; 0 takes all cores")
 
     def _check_adapters(self) -> None:
         names = [name for name, _ in self.adapters]
+        for field_name in ("lora_modules", "max_loras", "allow_runtime_lora"):
+            require(
+                self.enable_lora or not getattr(self, field_name),
+                f"{field_name} needs enable_lora, without which no adapter is served",
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"lora names {', '.join(twice)} twice; give each adapter a name of its own")
+        require(not twice, f"lora_modules names {', '.join(twice)} twice; give each adapter a name of its own")
         require(
             self.max_lora_rank <= MAX_LORA_RANK,
             f"max_lora_rank must be at most {MAX_LORA_RANK}, got {self.max_lora_rank}",
         )
-        require(self.max_loras >= 0, f"max_loras must not be negative, got {self.max_loras}; 0 takes what lora names")
+        require(self.max_loras >= 0, f"max_loras must not be negative, got {self.max_loras}; 0 takes the named")
         require(
             not self.max_loras or len(names) <= self.max_loras,
-            f"lora names {len(names)} adapters and max_loras is {self.max_loras}; raise it or leave it out",
+            f"lora_modules names {len(names)} adapters and max_loras is {self.max_loras}; raise it or leave it out",
         )
 
     @property
     def adapters(self) -> list[tuple[str, str]]:
-        """The adapters of `lora`: name and path. Raises ConfigError for one that is neither name=path nor JSON."""
-        return [_named_adapter(text) for text in self.lora]
+        """Name and path of each of `lora_modules`. Raises ConfigError for one that is neither name=path nor JSON."""
+        return [_named_adapter(text) for text in self.lora_modules]
 
     @property
     def adapter_slots(self) -> int:
         """How many adapters can be loaded at once; 0: none, and nothing is prepared for any."""
-        return self.max_loras or max(len(self.lora), int(self.allow_runtime_lora))
+        return (self.max_loras or max(len(self.lora_modules), 1)) if self.enable_lora else 0
 
     def threads_on(self, cores: int) -> int:
         """CPU threads of each rank on a machine with so many cores."""
-        return self.threads or max(1, cores // (self.tensor_parallel_local or self.tensor_parallel))
+        return self.threads or max(1, cores // (self.tensor_parallel_size_local or self.tensor_parallel_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,22 +250,22 @@ class RanksConfig:
     """The ranks of a tensor-parallel engine that run on a host other than rank 0's."""
 
     engine: EngineConfig
-    """Equal to rank 0's, but for tensor_parallel_local, the number of ranks here."""
+    """Equal to rank 0's, but for tensor_parallel_size_local, the number of ranks here."""
     machine: int = 1
-    """Which machine of the engine this is, where each has tensor_parallel_local ranks; rank 0's is 0."""
+    """Which machine of the engine this is, where each has tensor_parallel_size_local ranks; rank 0's is 0."""
     first_rank: int = 0
-    """Rank of the first one here; 0 takes machine times tensor_parallel_local."""
+    """Rank of the first one here; 0 takes machine times tensor_parallel_size_local."""
 
     @property
     def first(self) -> int:
         """Rank of the first one here."""
-        return self.first_rank or self.machine * self.engine.tensor_parallel_local
+        return self.first_rank or self.machine * self.engine.tensor_parallel_size_local
 
     def __post_init__(self) -> None:
-        size, local = self.engine.tensor_parallel, self.engine.tensor_parallel_local
+        size, local = self.engine.tensor_parallel_size, self.engine.tensor_parallel_size_local
         require(bool(self.engine.tensor_parallel_address), "name rank 0's host:port with tensor_parallel_address")
-        require(local > 0, "say with tensor_parallel_local how many ranks run here")
-        require(local < size, f"tensor_parallel_local {local} leaves no rank 0 elsewhere; give fewer than {size}")
+        require(local > 0, "say with tensor_parallel_size_local how many ranks run here")
+        require(local < size, f"tensor_parallel_size_local {local} leaves no rank 0 elsewhere; give fewer than {size}")
         said = f"got {self.first_rank}" if self.first_rank else f"and machine {self.machine} begins with {self.first}"
         require(
             0 < self.first <= size - local,
@@ -434,7 +456,7 @@ class NodeConfig:
     def told_events(self) -> KvEventsConfig | None:
         """How others hear of its prefix cache, if it has one and they do."""
         told = self.kv_events_config
-        return told if told is not None and told.on and self.engine.prefix_cache else None
+        return told if told is not None and told.on and self.engine.enable_prefix_caching else None
 
     @property
     def url(self) -> str:

@@ -241,7 +241,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     model_name: str
     vocab_size: int
     max_model_len: int
-    block_tokens: int
+    block_size: int
     num_blocks: int
     kv_bytes_per_token: int
     eos_token_ids: list[int]

@@ -36,8 +36,8 @@ def chain(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return blake2b(parent + packed.tobytes(), digest_size=_SIZE).digest()
 
 
-def extend(hashes: list[BlockHash], token_ids: Sequence[int], block_tokens: int, root: BlockHash = ROOT) -> None:
+def extend(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash = ROOT) -> None:
     """Append the hashes of all full blocks of `token_ids` that `hashes` does not name yet."""
-    for start in range(len(hashes) * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         parent = hashes[-1] if hashes else root
-        hashes.append(chain(parent, token_ids[start : start + block_tokens]))
+        hashes.append(chain(parent, token_ids[start : start + block_size]))

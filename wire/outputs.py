@@ -37,7 +37,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
-    block_tokens: int = 0
+    block_size: int = 0
     """Tokens of KV in a block; 0 from a node that does not say."""
     context_tokens: int = 0
     """Tokens of KV that the running requests have, together."""
@@ -55,5 +55,5 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class PromptBlocks(msgspec.Struct, frozen=True, array_like=True):
     """What the full blocks of a prompt are called: their hashes (wire/hashes.py), one behind the other."""
 
-    block_tokens: int
+    block_size: int
     hashes: bytes

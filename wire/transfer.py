@@ -157,7 +157,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """The oldest version that is spoken. Code of version 1 looks at nothing else, and wants its own."""
     model: str
     kv_dtype: str
-    block_tokens: int
+    block_size: int = msgspec.field(name="block_tokens")
     kv_heads: int
     head_dim: int
     layers: int

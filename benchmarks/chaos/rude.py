@@ -89,7 +89,7 @@ class Rude:
 
     async def _ask_for_more(self, node: Node, load: Load, rng: random.Random) -> None:
         tokens = self._crowd.mean_tokens("long answer")
-        count = min(_MOST, round(_OVERFULL * load.total_blocks * load.block_tokens / tokens))
+        count = min(_MOST, round(_OVERFULL * load.total_blocks * load.block_size / tokens))
         rngs = [random.Random(rng.getrandbits(32)) for _ in range(count)]
         await asyncio.gather(*(self._ask_node(node, each) for each in rngs))
 

@@ -71,9 +71,9 @@ class Result:
 async def run(options: argparse.Namespace, folder: Path, schedule: Schedule | None, made: list[Fault]) -> Result:
     """`made`: each fault is written there when it is made, however the run ends. Raises RuntimeError if the cluster
     does not even start, or answers wrongly without faults, or if a kind was asked for that cannot be done here."""
-    flags = [*flags_of(options.model, folder), "--cpu", "--threads", "1", "--max-running", "256"]
+    flags = [*flags_of(options.model, folder), "--cpu", "--threads", "1", "--max-num-seqs", "256"]
     flags += [
-        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
         str(options.pool_mib << 20),
         "--lease-s",
         str(LEASE_S),

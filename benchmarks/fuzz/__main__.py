@@ -71,7 +71,7 @@ class Options:
     only: str = ""
     most_bytes: int = MAX_BODY
     memory_gib: float = 8.0
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     trust_templates: bool = False
 
 
@@ -81,7 +81,7 @@ async def fuzzed(folder: Path, options: Options) -> dict[str, Any]:
     broken: list[str] = report["broken"]
     flags = ["--trust-request-chat-template"] if options.trust_templates else []
     async with AsyncExitStack() as stack:
-        stand = await stack.enter_async_context(Stand(folder, options.tensor_parallel, flags))
+        stand = await stack.enter_async_context(Stand(folder, options.tensor_parallel_size, flags))
         await over_http.warmed(stand)
         watch = await stack.enter_async_context(Watch(stand, int(options.memory_gib * 2**30)))
         halves = [
@@ -213,7 +213,7 @@ async def _grown(stand: Stand, usage: dict[Process, Usage], *, memory: bool) -> 
             if memory and now.rss - was.rss > _GROWTH.rss:
                 wrong.append(f"{process.role} has grown by {(now.rss - was.rss) >> 20} MiB")
             # gloo (torch 2.13) never closes what a stranger has opened at the ranks' own ports.
-            files = 0 if stand.tensor_parallel > 1 and process is stand.nodes[0] else now.files - was.files
+            files = 0 if stand.tensor_parallel_size > 1 and process is stand.nodes[0] else now.files - was.files
             if files > _GROWTH.files or now.threads - was.threads > _GROWTH.threads:
                 wrong.append(f"{process.role} has {now}, and had {was}")
         if not wrong or time.monotonic() > until:
@@ -244,7 +244,9 @@ def main() -> int:
     parser.add_argument("--most-bytes", type=int, default=MAX_BODY, help="of a body of sizes and languages")
     parser.add_argument("--memory-gib", type=float, default=8.0, help="the cluster is ended if it has more")
     parser.add_argument("--trust-templates", action="store_true", help="nodes take the chat templates of requests")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of the prefill node: their ports, too")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="ranks of the prefill node: their ports, too"
+    )
     parser.add_argument("--json", type=Path, help="write the report there")
     given = vars(parser.parse_args())
     written = given.pop("json")

@@ -104,10 +104,10 @@ class Process:
 class Stand:
     """Start with `async with`; everything ends with it."""
 
-    def __init__(self, folder: Path, tensor_parallel: int = 1, flags: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, tensor_parallel_size: int = 1, flags: Sequence[str] = ()) -> None:
         """`flags`: of both nodes, beside those that they have."""
         self.folder, self.flags = folder, flags
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel_size = tensor_parallel_size
         self.secret = secrets.token_urlsafe()
         self.keys = {name: secrets.token_hex() for name in ("user", "admin", "node")} | {"": ""}
         self.heartbeat_port, self.ping_port = free_ports(2)
@@ -233,10 +233,18 @@ class Stand:
         return [port for port in listening(pids) if port.protocol == "tcp"]
 
     async def _start(self) -> None:
-        model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory", str(16 << 20)]
+        model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(16 << 20)]
         node = [*model, "--router", f"tcp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
-        ranks = ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
-        node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50", *self.flags]
+        ranks = ["--tensor-parallel-size", str(self.tensor_parallel_size)] if self.tensor_parallel_size > 1 else []
+        node += [
+            "--enable-lora",
+            "--allow-runtime-lora",
+            "--tool-call-parser",
+            "hermes",
+            "--request-deadline-s",
+            "50",
+            *self.flags,
+        ]
         node += [kv_events()]
         ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
         router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--no-conditional-disaggregation"]

@@ -137,7 +137,7 @@ class _Course:
 
 async def _course(asked: argparse.Namespace) -> int:
     until = time.monotonic() + asked.for_s - _STOP_S
-    flags = [f"--model={Path(asked.model).resolve()}", "--load-format=dummy", "--no-prefix-cache", *asked.flag]
+    flags = [f"--model={Path(asked.model).resolve()}", "--load-format=dummy", "--no-enable-prefix-caching", *asked.flag]
     first: Work = asked.work[0]
     logs = asked.logs or Path(tempfile.mkdtemp(prefix="goodput-logs-"))
     asked.out.mkdir(parents=True, exist_ok=True)

@@ -70,13 +70,13 @@ WORKS = (
 def rows() -> Iterator[Row]:
     """The shipped configuration: all works, then dependent launch, and the plan."""
     buffer = _random_buffer()
-    for fp8, block_tokens, work in itertools.product((False, True), (64, 16), WORKS):
-        yield _row(buffer, work, block_tokens, fp8)
+    for fp8, block_size, work in itertools.product((False, True), (64, 16), WORKS):
+        yield _row(buffer, work, block_size, fp8)
     for work in (ONE, MEDIUM):
         yield _row(buffer, work, 64, False, pdl=True)
     for batch in (1, 256):
         workspace, lengths = _workspace(batch), torch.full((batch,), 1000, dtype=torch.int32, device="cuda")
-        us = median_us([lambda w=workspace, n=lengths: plan_decode(n, w, block_tokens=64)] * 8)  # type: ignore[misc]
+        us = median_us([lambda w=workspace, n=lengths: plan_decode(n, w, block_size=64)] * 8)  # type: ignore[misc]
         yield Row("plan_decode", f"b{batch}", us)
 
 
@@ -98,7 +98,7 @@ def sweep() -> Iterator[Row]:
 
 
 def _tried(
-    buffer: torch.Tensor, shapes: list[_Shape], works: tuple[_Work, ...], block_tokens: int, fp8: bool
+    buffer: torch.Tensor, shapes: list[_Shape], works: tuple[_Work, ...], block_size: int, fp8: bool
 ) -> Iterator[Row]:
     for shape, work in itertools.product(shapes, works):
         registers = min(255, 65536 // (shape.per_sm * shape.warps * 32) & ~7)
@@ -109,32 +109,30 @@ def _tried(
             patches.enter_context(patch.object(decode_plan, "MAX_WAVES", shape.waves))
             patches.enter_context(patch.object(decode_plan, "WAVE_UNITS", shape.wave_units))
             try:
-                yield _row(buffer, work, block_tokens, fp8, config=str(shape))
+                yield _row(buffer, work, block_size, fp8, config=str(shape))
             except TritonError:
                 break
 
 
-def _row(
-    buffer: torch.Tensor, work: _Work, block_tokens: int, fp8: bool, *, pdl: bool = False, config: str = ""
-) -> Row:
-    calls = _calls(buffer, work, block_tokens, fp8, pdl=pdl)
+def _row(buffer: torch.Tensor, work: _Work, block_size: int, fp8: bool, *, pdl: bool = False, config: str = "") -> Row:
+    calls = _calls(buffer, work, block_size, fp8, pdl=pdl)
     vector_bytes = HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM
-    name = f"{work.name}, {'fp8' if fp8 else 'bf16'}, block {block_tokens}{', pdl' if pdl else ''}"
+    name = f"{work.name}, {'fp8' if fp8 else 'bf16'}, block {block_size}{', pdl' if pdl else ''}"
     return Row("paged_decode", name, median_us(calls), 2.0 * sum(work.lengths) * KV_HEADS * vector_bytes, config=config)
 
 
-def _calls(buffer: torch.Tensor, work: _Work, block_tokens: int, fp8: bool, *, pdl: bool) -> list[Callable[[], object]]:
+def _calls(buffer: torch.Tensor, work: _Work, block_size: int, fp8: bool, *, pdl: bool) -> list[Callable[[], object]]:
     """One call per layer, all planned at once."""
-    batch, counts = len(work.lengths), [-(-length // block_tokens) for length in work.lengths]
+    batch, counts = len(work.lengths), [-(-length // block_size) for length in work.lengths]
     owned = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
     tables = torch.zeros(batch, max(counts), dtype=torch.int32)
     tables[owned] = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int() + 1
-    layers = _layers(buffer, sum(counts) + 1, work.layers, block_tokens, fp8)
+    layers = _layers(buffer, sum(counts) + 1, work.layers, block_size, fp8)
     tables, lengths = tables.cuda(), torch.tensor(work.lengths, dtype=torch.int32, device="cuda")
     fused = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     query = fused[:, : HEADS * HEAD_DIM].view(batch, HEADS, HEAD_DIM)
     out, workspace = torch.empty_like(query), _workspace(batch, 1 if fp8 else 2)
-    plan_decode(lengths, workspace, block_tokens=block_tokens)
+    plan_decode(lengths, workspace, block_size=block_size)
 
     def call(layer: tuple[torch.Tensor | None, ...]) -> object:
         key, value, key_scales, value_scales = layer
@@ -149,13 +147,13 @@ def _calls(buffer: torch.Tensor, work: _Work, block_tokens: int, fp8: bool, *, p
 
 
 def _layers(
-    buffer: torch.Tensor, blocks: int, layers: int, block_tokens: int, fp8: bool
+    buffer: torch.Tensor, blocks: int, layers: int, block_size: int, fp8: bool
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """(keys, values, scales of keys, scales of values) of each layer of a pool that begins where the buffer does."""
-    vectors = layers * 2 * block_tokens
+    vectors = layers * 2 * block_size
     head_bytes = vectors * (HEAD_DIM + 4 if fp8 else 2 * HEAD_DIM)
     raw = buffer[: blocks * KV_HEADS * head_bytes].view(blocks, KV_HEADS, head_bytes)
-    shape = (blocks, KV_HEADS, layers, 2, block_tokens)
+    shape = (blocks, KV_HEADS, layers, 2, block_size)
     if not fp8:
         pool = raw.view(torch.bfloat16).view(*shape, HEAD_DIM)
         return [(pool[:, :, layer, 0], pool[:, :, layer, 1], None, None) for layer in range(layers)]

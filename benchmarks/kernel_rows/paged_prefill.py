@@ -52,7 +52,7 @@ class Step:
     """Device inputs of one work."""
 
     query: torch.Tensor
-    pool: torch.Tensor  # [num_blocks, KV_HEADS, LAYERS, 2, block_tokens, HEAD_DIM]
+    pool: torch.Tensor  # [num_blocks, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM]
     block_tables: torch.Tensor
     query_starts: torch.Tensor
     context_lens: torch.Tensor
@@ -79,17 +79,17 @@ class Step:
         ]
 
 
-def _step(work: str, block_tokens: int) -> Step:
+def _step(work: str, block_size: int) -> Step:
     lens = [count for count, _ in WORKS[work]]
     contexts = [count + before for count, before in WORKS[work]]
-    width = -(-max(contexts) // block_tokens)
+    width = -(-max(contexts) // block_size)
     num_blocks = 1 + width * len(lens)
     device, dtype = torch.device("cuda"), torch.bfloat16
     generator = torch.Generator(device).manual_seed(0)
     order = torch.randperm(num_blocks - 1, generator=generator, device=device) + 1
     tiles = prefill_tiles(lens, contexts, group=HEADS // KV_HEADS, head_dim=HEAD_DIM)
     visible = sum(n * before + n * (n + 1) // 2 for n, before in WORKS[work])
-    shape = (num_blocks, KV_HEADS, LAYERS, 2, block_tokens, HEAD_DIM)
+    shape = (num_blocks, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM)
     query = torch.randn(sum(lens), HEADS, HEAD_DIM, dtype=dtype, device=device, generator=generator)
     return Step(
         query=query,
@@ -103,23 +103,23 @@ def _step(work: str, block_tokens: int) -> Step:
     )
 
 
-def _work_name(work: str, block_tokens: int) -> str:
-    return f"{work}, H{HEADS}/{KV_HEADS} D{HEAD_DIM} bf16, block {block_tokens}"
+def _work_name(work: str, block_size: int) -> str:
+    return f"{work}, H{HEADS}/{KV_HEADS} D{HEAD_DIM} bf16, block {block_size}"
 
 
 def rows() -> Iterator[Row]:
     """Every work with the kernel that the engine takes."""
-    for work, block_tokens in itertools.product(WORKS, (16, 64)):
-        step = _step(work, block_tokens)
+    for work, block_size in itertools.product(WORKS, (16, 64)):
+        step = _step(work, block_size)
         us = median_us(step.calls(paged_prefill))
-        yield Row("paged_prefill", _work_name(work, block_tokens), us, flop=step.flop)
+        yield Row("paged_prefill", _work_name(work, block_size), us, flop=step.flop)
 
 
 def sweep() -> Iterator[Row]:
     """Launch shapes of both kernels; one that does not fit the GPU is left out, with its error as the config."""
-    for work, block_tokens in (("1 x 4k", 64), ("1 x 16k", 16)):
-        step = _step(work, block_tokens)
-        name = _work_name(work, block_tokens)
+    for work, block_size in (("1 x 4k", 64), ("1 x 16k", 16)):
+        step = _step(work, block_size)
+        name = _work_name(work, block_size)
         for hopper in HOPPER_SHAPES:
             yield _row(name, step.flop, str(hopper), step.calls(hopper_prefill, shape=hopper))
         for shape in PORTABLE_SHAPES if work == "1 x 4k" else []:

@@ -147,7 +147,7 @@ _ENGINES = Row(
                 ),
             ),
             "percentunit",
-            "Nothing without --speculative-tokens.",
+            "Nothing without --speculative-config.",
         ),
     ),
 )

@@ -81,7 +81,7 @@ class Typical:
         if not of.answered or not nodes:
             return 0.0
         node = nodes[0]
-        room = max(each.load.total_blocks * each.load.block_tokens for each in nodes)
+        room = max(each.load.total_blocks * each.load.block_size for each in nodes)
         most = min(_MOST_RUNNING, int(room / max(1.0, of.context_tokens / of.answered))) if room else _MOST_RUNNING
         rates = node.rates if node.rates.fleet is None else node.rates.fleet
         return of.output_tokens / of.answered * token_ms(rates.step_ms, most, tpot_ms)

@@ -164,7 +164,7 @@ def _node(node: Node, pool: Pool, now: float) -> NodeSeen:
         load.waiting_tokens,
         load.free_blocks,
         load.total_blocks,
-        load.block_tokens,
+        load.block_size,
         {leg.value: _breaker(standing.breaker.facts(now)) for leg, standing in node.standing.items()},
         int(node.up),
         node.flips_to or "",

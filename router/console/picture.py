@@ -72,7 +72,7 @@ class NodeSeen(msgspec.Struct, frozen=True):
     waiting_tokens: int
     free_blocks: int
     total_blocks: int
-    block_tokens: int
+    block_size: int
     breakers: dict[str, BreakerSeen]
     up_in: int = 1
     """So many workers see it up."""

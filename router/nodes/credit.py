@@ -13,9 +13,9 @@ from wire.config import Role
 __all__ = ["Credit", "Reservation", "blocks_of", "likely_kv_tokens"]
 
 
-def blocks_of(tokens: int, block_tokens: int) -> int:
+def blocks_of(tokens: int, block_size: int) -> int:
     """Blocks that so many tokens fill or begin."""
-    return -(-tokens // block_tokens)
+    return -(-tokens // block_size)
 
 
 def likely_kv_tokens(ask: Ask, node: NodeView) -> int:

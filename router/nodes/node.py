@@ -248,8 +248,8 @@ class Node(NodeView):
         """Count a leg of ours, from now on."""
         self.leases.add(lease)
         self.own_tokens += lease.tokens
-        if self.load.block_tokens:
-            lease.room = self.credit.reserve(blocks_of(lease.kv_tokens, self.load.block_tokens))
+        if self.load.block_size:
+            lease.room = self.credit.reserve(blocks_of(lease.kv_tokens, self.load.block_size))
         self._sum_up()
 
     def give_back(self, lease: Lease) -> None:
@@ -269,8 +269,8 @@ class Node(NodeView):
 
     def grown(self, lease: Lease, kv_tokens: int) -> None:
         """The leg has KV of so many tokens by now."""
-        if self.load.block_tokens:
-            self.credit.holds(lease.room, blocks_of(kv_tokens, self.load.block_tokens))
+        if self.load.block_size:
+            self.credit.holds(lease.room, blocks_of(kv_tokens, self.load.block_size))
 
     def _sum_up(self) -> None:
         """Our own legs, exact, plus what others were seen to have there."""
@@ -278,5 +278,5 @@ class Node(NodeView):
         self.tokens = self.own_tokens + self.foreign_tokens
         requests, tokens = self.foreign_now
         self.certain_requests, self.certain_tokens = len(self.leases) + requests, self.own_tokens + tokens
-        if self.load.block_tokens:
-            self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_tokens
+        if self.load.block_size:
+            self.kv_room = self.credit.left(self.load.free_blocks) * self.load.block_size

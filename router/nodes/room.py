@@ -24,10 +24,10 @@ def has_room(node: Node, ask: Ask) -> bool:
 
     An idle node has what it has, and one that says nothing of its KV is asked."""
     load = node.load
-    if not load.block_tokens or not node.requests:
+    if not load.block_size or not node.requests:
         return True
     return node.credit.left(load.free_blocks) >= min(
-        blocks_of(likely_kv_tokens(ask, node), load.block_tokens), load.total_blocks
+        blocks_of(likely_kv_tokens(ask, node), load.block_size), load.total_blocks
     )
 
 

@@ -28,12 +28,12 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _TOKEN_BYTES = 8
 
 
-def keys_of_prompt(tokens: Sequence[int], block_tokens: int, adapter: str = "", salt: str = "") -> array[int]:
+def keys_of_prompt(tokens: Sequence[int], block_size: int, adapter: str = "", salt: str = "") -> array[int]:
     """The keys of the full blocks of a prompt. `adapter` is empty for the model itself."""
     root = [salt] if salt else []
     keys: array[int] = array("Q")
     before = _first(adapter)
-    for at, block in enumerate(_blocks(tokens, block_tokens)):
+    for at, block in enumerate(_blocks(tokens, block_size)):
         before = _next(before, block, _packed(root) if not at else b"")
         keys.append(before)
     return keys
@@ -46,7 +46,7 @@ class BlockContents:
         """`whole`: all that the node holds is told from now on, beginning with nothing."""
         self.tells_prompts = True
         """Whether its answers tell the tokens of a prompt, if asked for them. Else no prompt leads to these keys."""
-        self.block_tokens = 0
+        self.block_size = 0
         """Of its blocks; 0 until some are told of."""
         self.aliases: frozenset[str] = frozenset()
         """Further names of its model, which are no adapters."""
@@ -107,7 +107,7 @@ class BlockContents:
         if before is None:
             self._whole = False
             return
-        self.block_tokens = event.block_size
+        self.block_size = event.block_size
         extras = event.extra_keys if isinstance(event.extra_keys, list) else []
         for at, block in enumerate(blocks):
             extra = extras[at] if at < len(extras) else None
@@ -116,10 +116,10 @@ class BlockContents:
             yield key_of(event.block_hashes[at]), before
 
 
-def _blocks(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+def _blocks(tokens: Sequence[int], block_size: int) -> list[bytes]:
     """The full ones; none if these cannot be tokens."""
     try:
-        packed, size = array("q", tokens).tobytes(), block_tokens * _TOKEN_BYTES
+        packed, size = array("q", tokens).tobytes(), block_size * _TOKEN_BYTES
     except OverflowError:
         return []
     return [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)] if size > 0 else []

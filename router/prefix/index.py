@@ -42,14 +42,14 @@ Sent = tuple[Edge, int]
 class Prefix(msgspec.Struct, frozen=True):
     """By what the index knows a prompt. `chunks` begin with a number for all that decides its tokens beside the text.
 
-    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_tokens` each. `by_content`:
+    Once a node has tokenized it: `tokens` of them, and `keys` of the full blocks of `block_size` each. `by_content`:
     keys are those of router/prefix/contents.py, not nodes' own names."""
 
     chunks: array[int]
     text_bytes: int
     keys: array[int] | None = None
     tokens: int = 0
-    block_tokens: int = 0
+    block_size: int = 0
     by_content: bool = False
     counted: bool = False
     """The text is a list of token ids: it says nothing of how long other texts are in tokens."""
@@ -65,11 +65,11 @@ class Prefix(msgspec.Struct, frozen=True):
         """The same prompt, of which a node has said what its blocks are called."""
         halves = array("Q")
         halves.frombytes(blocks.hashes[: len(blocks.hashes) // 16 * 16])
-        return self.called(halves[::2], tokens, blocks.block_tokens)
+        return self.called(halves[::2], tokens, blocks.block_size)
 
-    def called(self, keys: array[int], tokens: int, block_tokens: int) -> Prefix:
+    def called(self, keys: array[int], tokens: int, block_size: int) -> Prefix:
         """The same prompt, the keys of whose blocks are known otherwise."""
-        return msgspec.structs.replace(self, keys=keys, tokens=tokens, block_tokens=block_tokens)
+        return msgspec.structs.replace(self, keys=keys, tokens=tokens, block_size=block_size)
 
     def for_contents(self) -> Prefix:
         """The same prompt, for nodes whose blocks are called by their content."""
@@ -144,7 +144,7 @@ class PrefixIndex:
         self._trusted = 0
         self._partly = 0
         """Of those that are trusted: they hold more than was told of them."""
-        self._block_tokens = {False: 0, True: 0}
+        self._block_size = {False: 0, True: 0}
         """As last seen, by whether blocks are called by their content."""
         self._tokens_per_byte = _TOKENS_PER_BYTE
 
@@ -153,13 +153,13 @@ class PrefixIndex:
     def lookup(self, prefix: Prefix) -> Cached:
         """What each node has of a prompt."""
         path = self.texts.path(prefix.chunks)
-        keys, block_tokens, tokens = prefix.keys, prefix.block_tokens, prefix.tokens
+        keys, block_size, tokens = prefix.keys, prefix.block_size, prefix.tokens
         per_byte = tokens / prefix.text_bytes if tokens else self._tokens_per_byte
         if keys is None:
             keys, depth = self.texts.known_keys(path)
-            block_tokens = self._block_tokens[prefix.by_content]
+            block_size = self._block_size[prefix.by_content]
             unknown_bytes = prefix.text_bytes - max(0, depth - 1) * CHUNK_BYTES
-            tokens = len(keys) * block_tokens + int(max(0, unknown_bytes) * per_byte)
+            tokens = len(keys) * block_size + int(max(0, unknown_bytes) * per_byte)
         held = self.blocks.steps(keys, self._trusted) if self._trusted else []
         sent, going = self.texts.steps(path)
         chunk_tokens = CHUNK_BYTES * per_byte
@@ -168,7 +168,7 @@ class PrefixIndex:
             tokens,
             self._numbers,
             (
-                [(count * block_tokens, marks) for count, marks in held],
+                [(count * block_size, marks) for count, marks in held],
                 _in_tokens(sent, chunk_tokens, self._known & ~known_wholly),
                 _in_tokens(going, chunk_tokens, known_wholly),
             ),
@@ -190,15 +190,15 @@ class PrefixIndex:
         """What a node has said of a prompt (Prefix.known)."""
         if prefix.keys is None or not prefix.tokens or not prefix.text_bytes:
             return
-        self._block_tokens[prefix.by_content] = prefix.block_tokens
+        self._block_size[prefix.by_content] = prefix.block_size
         per_byte = prefix.tokens / prefix.text_bytes
         if not prefix.counted:
             self._tokens_per_byte += _LEARNING_RATE * (per_byte - self._tokens_per_byte)
         if prefix.text_bytes <= MAX_TEXT_BYTES:
             keys = prefix.keys
         else:
-            keys = prefix.keys[: int(MAX_TEXT_BYTES * per_byte) // prefix.block_tokens]
-        self.texts.learn(prefix.chunks, keys, CHUNK_BYTES * per_byte / prefix.block_tokens)
+            keys = prefix.keys[: int(MAX_TEXT_BYTES * per_byte) // prefix.block_size]
+        self.texts.learn(prefix.chunks, keys, CHUNK_BYTES * per_byte / prefix.block_size)
 
     def knows(self, prefix: Prefix) -> bool:
         """Whether the blocks of all of its text were learned."""

@@ -97,12 +97,12 @@ def _load_of(metrics: bytes) -> tuple[Load, str]:
             continue
     caches = _CACHE.findall(metrics)
     total = sum(int(blocks) for cache in caches for blocks in _BLOCKS.findall(cache))
-    block_tokens = max((int(tokens) for cache in caches for tokens in _BLOCK_TOKENS.findall(cache)), default=0)
+    block_size = max((int(tokens) for cache in caches for tokens in _BLOCK_TOKENS.findall(cache)), default=0)
     used = sums.get(b"usage_perc", [0.0])
     free = round(total * (1 - min(1.0, max(0.0, sum(used) / len(used)))))
     running, waiting = (
         max(0, int(sum(sums.get(name, ())))) for name in (b"vllm:num_requests_running", b"vllm:num_requests_waiting")
     )
     if not total:
-        block_tokens = 0  # room of no known size is not no room
-    return Load(running, waiting, free_blocks=free, total_blocks=total, block_tokens=block_tokens), started
+        block_size = 0  # room of no known size is not no room
+    return Load(running, waiting, free_blocks=free, total_blocks=total, block_size=block_size), started

@@ -216,10 +216,10 @@ class VllmWalk:
             contents.tells_prompts = False
             if self._index.trusts(node.url):
                 self._index.trust(node.url, whole=False)
-        elif block_tokens := contents.block_tokens or node.load.block_tokens:
+        elif block_size := contents.block_size or node.load.block_size:
             adapter = "" if job.model == node.model or job.model in contents.aliases else job.model
-            keys = keys_of_prompt(token_ids, block_tokens, adapter, job.cache_salt)
-            self._prefix = self._prefix.called(keys, len(token_ids), block_tokens)
+            keys = keys_of_prompt(token_ids, block_size, adapter, job.cache_salt)
+            self._prefix = self._prefix.called(keys, len(token_ids), block_size)
             self._index.learn(self._prefix)
 
     async def _decode(self, lease: Lease, body: bytes, headers: Mapping[str, str]) -> None:

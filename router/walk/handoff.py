@@ -339,7 +339,7 @@ class Walk:
         passage = self._doors.enter(node, role, time.monotonic(), computes=computes, waits_for_us=not decoding)
         kv_tokens = lease.kv_tokens if params is None else prompt_tokens(self.job, params)
         kv_failed, begin, grows_at = False, place.at.get(0, 0), 0
-        held, block_tokens = kv_tokens + sum(place.at.values()), node.load.block_tokens if decoding else 0
+        held, block_size = kv_tokens + sum(place.at.values()), node.load.block_size if decoding else 0
 
         timeline, reply, progress, at, part = self.timeline, self.reply, self.progress, place.at, self.job.part
 
@@ -371,11 +371,11 @@ class Walk:
                     self._doors.kv_came(peer, node)
             if frame.kind is FrameKind.TICKET and not decoding:
                 self._take_ticket(frame, lease, place.again)
-            if ids and block_tokens:
+            if ids and block_size:
                 held += len(ids)
                 if held >= grows_at:  # a block further
                     node.grown(lease, held)
-                    grows_at = -(-held // block_tokens) * block_tokens + 1
+                    grows_at = -(-held // block_size) * block_size + 1
             flow = reply.flow
             if flow is None or not flow.write_paused:
                 return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from kvrelay.flag_names import VLLM
 from kvrelay.plan import ClusterConfig
 from kvrelay.settings import Setting, settings_of
 from load.config import BenchConfig
@@ -33,9 +34,12 @@ Taken = Mapping[str, Mapping[str, Parameter]]
 
 
 def setting_pieces() -> dict[str, str]:
-    """A table for each config type."""
+    """Return a table for each config type, and one of names that are not ours."""
     taken = {each.name: {one.name: one for one in each.parameters} for each in commands()}
-    return {name: _settings(config, taken) for name, config in CONFIGS.items()}
+    others = ([code(theirs), code(ours), note] for theirs, (ours, note) in VLLM.items())
+    return {name: _settings(config, taken) for name, config in CONFIGS.items()} | {
+        "vllm-flags": table(["vLLM", "kvrelay", ""], others)
+    }
 
 
 def own_settings(config: type) -> dict[str, Setting]:

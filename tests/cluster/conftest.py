@@ -44,9 +44,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         model = str(embedded_model())
     except ConfigError as why:
         pytest.skip(why.message)
-    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
+    flags = ["--model", model, "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(256 << 20)]
     flags += ["--trust-request-chat-template"]
-    flags += ["--speculative-tokens", "3", "--ngram-min", "1"]
+    flags += ["--speculative-config", '{"num_speculative_tokens": 3, "prompt_lookup_min": 1}']
     folder, router_flags = tmp_path_factory.mktemp("embedded"), ["--api-key", EMBEDDED_KEY]
     with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
         yield ours
@@ -58,9 +58,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """1P1D of a tiny model, for modules whose clients change nothing of it. Its decode node proposes tokens, which must
     make no difference to any answer."""
     folder = tmp_path_factory.mktemp("small")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20)]
+    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20)]
     flags += ["--lease-s", str(SMALL_LEASE_S), "--heartbeat-s", "0.4"]
-    decode_flags = ["--speculative-tokens", "4", "--ngram-min", "1", "--max-body-bytes", str(SMALL_LONGEST_BODY)]
+    decode_flags = [
+        "--speculative-config",
+        '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}',
+        "--max-body-bytes",
+        str(SMALL_LONGEST_BODY),
+    ]
     with running(folder, prefill=1, decode=1, flags=flags, decode_flags=decode_flags) as ours:
         yield ours
         ours.all_blocks_free(within_s=15)

@@ -321,7 +321,7 @@ def attentive_model(folder: Path) -> list[str]:
 def cluster_of_faults(folder: Path) -> Iterator[Faults]:
     """Two prefill and two decode nodes that are ready and measured; ended, whatever happens."""
     flags = [*attentive_model(folder), "--served-model-name", "tiny"]
-    flags += ["--kv-cache-memory", str(8 << 20), "--max-batched-tokens", "32", "--no-prefix-cache"]
+    flags += ["--kv-cache-memory-bytes", str(8 << 20), "--max-num-batched-tokens", "32", "--no-enable-prefix-caching"]
     flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", str(HEARTBEAT_S), "--transfer-deadline-s", "3"]
     cluster, gates = Cluster(folder, flags), Gates()
     try:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["previous_release"]
+from kvrelay.flag_names import BEFORE
+
+__all__ = ["as_before", "previous_release"]
 
 # The last commit whose processes speak the version before HANDOVER.newest or LEGS.newest (wire/versions.py), or, as
 # here, say nothing of their versions. Move it on with each new version.
@@ -26,3 +29,9 @@ def previous_release(folder: Path) -> Path | None:
     with tarfile.open(fileobj=io.BytesIO(packed)) as files:
         files.extractall(folder, filter="data")
     return folder
+
+
+def as_before(flags: Sequence[str]) -> list[str]:
+    """Give flags the names that they had in that release."""
+    names = {now: before for before, now in BEFORE.items()}
+    return [names.get(flag, flag) for flag in flags]

@@ -31,8 +31,8 @@ def adapters(tmp_path_factory) -> dict[str, Path]:
 def cluster(tmp_path_factory, adapters):
     folder = tmp_path_factory.mktemp("cluster")
     flags = tiny_model(folder)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(4 << 20), "--max-batched-tokens", "16"]
-    flags += ["--lora", f"one={adapters['one']}", "--lora", f"two={adapters['two']}"]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(4 << 20), "--max-num-batched-tokens", "16"]
+    flags += ["--enable-lora", "--lora-modules", f"one={adapters['one']}", "--lora-modules", f"two={adapters['two']}"]
     flags += ["--max-loras", "3", "--allow-runtime-lora"]
     with running(folder, prefill=1, decode=1, flags=flags) as ours:
         alone = ours.start("serve", flags)

@@ -30,12 +30,12 @@ LAST = 12
 def cluster(tmp_path_factory):
     """One node for each number of ranks, without a router."""
     folder = tmp_path_factory.mktemp("tp")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20)]
-    flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--max-batched-tokens", "64"]
+    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20)]
+    flags += ["--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--max-num-batched-tokens", "64"]
     ours = Cluster(folder, flags)
     try:
         for role, sizes in (("prefill", PREFILL), ("decode", DECODE)):
-            ours.nodes += [ours.start(role, [*flags, "--tensor-parallel", str(size)]) for size in sizes]
+            ours.nodes += [ours.start(role, [*flags, "--tensor-parallel-size", str(size)]) for size in sizes]
         ours.wait_ready(*ours.nodes)
         yield ours
     finally:

@@ -48,16 +48,21 @@ def cluster(kind, tmp_path_factory):
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(MODEL))
     engine = ["--model", str(folder / "tiny"), "--load-format", "dummy", "--device", "cuda"]
-    engine += ["--kv-cache-memory", str(64 << 20), "--max-running", "8", "--max-batched-tokens", "256"]
+    engine += ["--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
     engine += ["--gpu-memory-utilization", "0.1"]
     ours = Cluster(folder, engine)
     others: list[Process] = []
     try:
         for role, sizes in (("prefill", PREFILL), ("decode", DECODE)):
             for size in sizes:
-                flags = [*engine, "--tensor-parallel", str(size)]
+                flags = [*engine, "--tensor-parallel-size", str(size)]
                 if size == 4:
-                    flags += ["--tensor-parallel-local", "1", "--tensor-parallel-address", f"127.0.0.1:{free_port()}"]
+                    flags += [
+                        "--tensor-parallel-size-local",
+                        "1",
+                        "--tensor-parallel-address",
+                        f"127.0.0.1:{free_port()}",
+                    ]
                     others = [ours.start("rank", [*flags, "--first-rank", str(r)], env=host(r)) for r in (1, 2, 3)]
                 env = {1: {"CUDA_VISIBLE_DEVICES": "1"}, 2: {"CUDA_VISIBLE_DEVICES": "0,1"}, 4: host(0)}[size]
                 more = ["--served-model-name", "tiny", "--kv-connector", kind]

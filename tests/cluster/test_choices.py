@@ -17,7 +17,7 @@ PROMPT = [2 + (i * i * 7 + 13 * i) % 300 for i in range(5 * BLOCK + 9)]
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("choices")
     flags = tiny_model(folder)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20), "--no-prefix-cache"]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20), "--no-enable-prefix-caching"]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3"]
     with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours

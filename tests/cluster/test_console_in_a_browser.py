@@ -46,7 +46,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if not SCREENSHOTS:
         yield request.getfixturevalue("embedded")
         return
-    flags = ["--model", str(embedded_model()), "--cpu", "--threads", "1", "--kv-cache-memory", str(96 << 20)]
+    flags = ["--model", str(embedded_model()), "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(96 << 20)]
     folder = tmp_path_factory.mktemp("console")
     with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--api-key", EMBEDDED_KEY]) as ours:
         yield ours

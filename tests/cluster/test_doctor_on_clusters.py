@@ -22,7 +22,16 @@ def cluster(tmp_path_factory):
     """Two prefill nodes, and two decode nodes of which the second may use NIXL alone."""
     folder = tmp_path_factory.mktemp("doctor")
     flags = tiny_model(folder)
-    flags += ["--kv-cache-memory", str(8 << 20), "--lease-s", str(LEASE_S), "--heartbeat-s", "0.3", "--api-key", KEY]
+    flags += [
+        "--kv-cache-memory-bytes",
+        str(8 << 20),
+        "--lease-s",
+        str(LEASE_S),
+        "--heartbeat-s",
+        "0.3",
+        "--api-key",
+        KEY,
+    ]
     flags += ["--transfer-deadline-s", "1"]
     with running(folder, prefill=2, decode=1, flags=flags, router_flags=["--node-api-key", KEY]) as ours:
         forced = ours.start("decode", [*flags, "--kv-connector", "nixl"])

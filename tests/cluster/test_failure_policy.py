@@ -20,7 +20,7 @@ TOKENS = 6000
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     flags = tiny_model(folder, max_position_embeddings=8192)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20), "--max-batched-tokens", "16"]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "16"]
     flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--kv-load-failure-policy", "fail"]
     with running(folder, prefill=1, decode=2, flags=flags) as ours:
         yield ours

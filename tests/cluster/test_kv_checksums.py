@@ -47,8 +47,8 @@ def text(answer: httpx2.Response) -> Any:
 def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checked]:
     folder = tmp_path_factory.mktemp(request.param)
     flags = tiny_model(folder, max_position_embeddings=2048)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20), "--kv-connector", "direct"]
-    flags += ["--kv-checksums", "1", "--kv-load-failure-policy", request.param, "--max-batched-tokens", "64"]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20), "--kv-connector", "direct"]
+    flags += ["--kv-checksums", "1", "--kv-load-failure-policy", request.param, "--max-num-batched-tokens", "64"]
     flags += ["--transfer-deadline-s", "60", "--lease-s", "30"]
     trigger, fault = folder / "fault", Path(__file__).parent / "kv_fault"
     with pytest.MonkeyPatch.context() as patch:

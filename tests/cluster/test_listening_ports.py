@@ -32,7 +32,7 @@ def up(folder: Path, *flags: str) -> Iterator[tuple[int, str]]:
     (port,) = free_ports(1)
     root = Path(__file__).parents[2]
     argv = [sys.executable, "-m", "kvrelay.cli", "up", f"--port={port}", "--prefill=2", "--decode=2"]
-    argv += [*tiny_model(folder), f"--kv-cache-memory={16 << 20}", f"--log-dir={folder / 'logs'}", *flags]
+    argv += [*tiny_model(folder), f"--kv-cache-memory-bytes={16 << 20}", f"--log-dir={folder / 'logs'}", *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     url = f"http://127.0.0.1:{port}"
     with (folder / "up.log").open("wb") as log:

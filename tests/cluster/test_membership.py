@@ -46,7 +46,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) ->
     """2P2D over NIXL. No list of nodes: they tell the router that they are there."""
     folder = tmp_path_factory.mktemp("members")
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-connector", "nixl"]
-    flags += ["--kv-cache-memory", str(8 << 20)]
+    flags += ["--kv-cache-memory-bytes", str(8 << 20)]
     heartbeats, olds = free_port(), free_port()
     cluster = Cluster(folder, flags, events=False)  # the release before has other flags for them
     try:

@@ -18,7 +18,7 @@ DEADLINE_S = 400.0
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("openapi")
-    flags = [*tiny_model(folder, 64), "--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20)]
+    flags = [*tiny_model(folder, 64), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20)]
     # Every word of its tokenizer (the ids above the bytes) ends an answer: two thousand of them need not be long.
     config = folder / "tiny" / "config.json"
     fields = json.loads(config.read_text())

@@ -20,8 +20,8 @@ LAST = 8
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipelined")
     flags = tiny_model(folder, max_position_embeddings=8192)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(16 << 20), "--max-batched-tokens", "16"]
-    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--no-prefix-cache"]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "16"]
+    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--no-enable-prefix-caching"]
     with running(folder, prefill=2, decode=2, flags=flags) as ours:
         yield ours
 

@@ -23,7 +23,7 @@ STREAMS = 4
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("poison")
-    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(8 << 20)]
+    flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20)]
     fault = Path(__file__).parent / "poison_fault"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(fault), os.environ.get("PYTHONPATH", "")]))

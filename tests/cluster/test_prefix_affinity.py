@@ -21,7 +21,7 @@ NEARLY = 2 * BLOCK
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("affinity")
     flags = tiny_model(folder, max_position_embeddings=2048)
-    flags += ["--served-model-name", "tiny", "--kv-cache-memory", str(1 << 20)]
+    flags += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(1 << 20)]
     policies = ["--prefill-policy", "prefix", "--decode-policy", "prefix"]
     with running(folder, prefill=2, decode=2, flags=flags, router_flags=policies) as ours:
         yield ours

@@ -51,7 +51,7 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("scraped")
-    flags = [*tiny_model(folder), "--speculative-tokens", "2", "--ngram-min", "1"]
+    flags = [*tiny_model(folder), "--speculative-config", '{"num_speculative_tokens": 2, "prompt_lookup_min": 1}']
     with running(folder, prefill=2, decode=2, flags=flags, router_flags=["--workers", "2"]) as ours:
         yield ours
 

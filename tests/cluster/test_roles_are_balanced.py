@@ -28,7 +28,7 @@ CHANGES_WITHIN_S = 180.0
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """1P3D."""
     folder = tmp_path_factory.mktemp("balance")
-    flags = [*tiny_model(folder, 8192), "--served-model-name", "tiny", "--kv-cache-memory", str(32 << 20)]
+    flags = [*tiny_model(folder, 8192), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(32 << 20)]
     cluster = Cluster(folder, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "decode", "decode", "decode")]

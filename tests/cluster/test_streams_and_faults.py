@@ -30,7 +30,7 @@ def cluster(tmp_path_factory):
     flags += [
         "--served-model-name",
         "tiny",
-        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
         str(8 << 20),
         "--lease-s",
         "1.5",

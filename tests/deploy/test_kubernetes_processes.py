@@ -108,7 +108,7 @@ def test_the_command_line_takes_every_containers_arguments(overlay: str, configs
             assert (config.host, config.port) == ("0.0.0.0", pod.ports["http"])
             assert config.api_key == "k"
             gpus = pod.main["resources"]["limits"]["nvidia.com/gpu"]
-            assert gpus == (config.prefill + config.decode) * config.engine.tensor_parallel
+            assert gpus == (config.prefill + config.decode) * config.engine.tensor_parallel_size
             continue
         assert isinstance(config, KINDS[command])
         if isinstance(config, RouterConfig):
@@ -135,11 +135,13 @@ def test_gpus_shared_memory_and_memory_are_enough_for_the_config(overlay: str, c
         limits = pod.main["resources"]["limits"]
         assert (shm["medium"], {"name": "shm", "mountPath": "/dev/shm"} in pod.main["volumeMounts"]) == ("Memory", True)
         engine = config.engine
-        assert size(shm["sizeLimit"]) + (engine.kv_cache_memory or 1 << 30) < size(limits["memory"])
+        assert size(shm["sizeLimit"]) + (engine.kv_cache_memory_bytes or 1 << 30) < size(limits["memory"])
         if pod.main["args"][0] == "up":
             continue
         gpus = limits.get("nvidia.com/gpu", 0)
-        assert gpus == (0 if engine.device == "cpu" else engine.tensor_parallel_local or engine.tensor_parallel)
+        assert gpus == (
+            0 if engine.device == "cpu" else engine.tensor_parallel_size_local or engine.tensor_parallel_size
+        )
 
 
 def size(quantity: str) -> int:
@@ -153,9 +155,9 @@ def test_the_ranks_of_a_group_are_all_ranks_once(configs: Configs) -> None:
         ours = [each for each in configs("multi-node") if each.pod.owner["metadata"] == group["metadata"]]
         (leader, node), (worker, rank) = ((each.pod, each.config) for each in ours)
         assert (leader.component, worker.component) == ("node", "rank")
-        local = node.engine.tensor_parallel_local
-        assert (rank.machine, rank.first, rank.engine.tensor_parallel_local) == (1, local, local)
-        assert size * local == node.engine.tensor_parallel
+        local = node.engine.tensor_parallel_size_local
+        assert (rank.machine, rank.first, rank.engine.tensor_parallel_size_local) == (1, local, local)
+        assert size * local == node.engine.tensor_parallel_size
         (which,) = [each for each in worker.main["env"] if each["name"] == "MACHINE"]
         label = "leaderworkerset.sigs.k8s.io/worker-index"
         assert which["valueFrom"] == {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}

@@ -144,7 +144,7 @@ async def test_pods_get_ready_are_found_serve_and_are_drained(kubelet: Kubelet, 
     flags = dict(zip(*[iter(tiny_model(tmp_path))] * 2, strict=True))
     engine = "".join(f"{flag.removeprefix('--').replace('-', '_')}: {value}\n" for flag, value in flags.items())
     for pod in pods("cpu-demo"):
-        await kubelet.start(pod, engine + f"kv_cache_memory: {8 << 20}\n")
+        await kubelet.start(pod, engine + f"kv_cache_memory_bytes: {8 << 20}\n")
     http, everyone = kubelet.http, list(kubelet.running.values())
     for running in everyone:
         await until(f"{running.name} answers", lambda running=running: running.probe(http, "liveness"))

@@ -10,14 +10,14 @@ from kernels.block_tables import append_blocks, step_tables
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("block_tokens", [16, 64])
-def test_tables_follow_their_slots(block_tokens, seed, device):
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_tables_follow_their_slots(block_size, seed, device):
     generator = torch.Generator().manual_seed(seed)
     slots_total, max_blocks = 7, 300
     slot_tables = torch.full((slots_total, max_blocks), -9, dtype=torch.int32, device=device)
-    lens = torch.tensor([1, block_tokens, block_tokens + 1, 0, 290 * block_tokens])
+    lens = torch.tensor([1, block_size, block_size + 1, 0, 290 * block_size])
     slots = torch.tensor([4, 0, 6, -1, 2])
-    blocks = [torch.randint(1, 10_000, (-(-int(n) // block_tokens),), generator=generator).tolist() for n in lens]
+    blocks = [torch.randint(1, 10_000, (-(-int(n) // block_size),), generator=generator).tolist() for n in lens]
     # All but the newest block of each sequence were written in earlier steps.
     known = [(int(s) * max_blocks + i, b) for s, ids in zip(slots, blocks, strict=True) for i, b in enumerate(ids[:-1])]
     index, values = (torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*known, strict=True))
@@ -30,7 +30,7 @@ def test_tables_follow_their_slots(block_tokens, seed, device):
         last,
         slot_tables,
         tables,
-        block_tokens=block_tokens,
+        block_size=block_size,
     )
     for row, ids in enumerate(blocks):
         assert tables[row, : len(ids)].tolist() == ids

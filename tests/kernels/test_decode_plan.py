@@ -25,7 +25,7 @@ def test_shares_are_equal_and_cover_all_units(device):
     lengths, window = [1000, 0, 64, 1, 333, 0], 130
     workspace, context_lens = _workspace(6, device), _lengths(lengths, device)
     for chosen in (0, window):
-        plan_decode(context_lens, workspace, block_tokens=16, window=chosen)
+        plan_decode(context_lens, workspace, block_size=16, window=chosen)
         line = []  # (sequence, length, KV head, unit) of every unit
         for sequence, length in enumerate(lengths):
             units = -(-length // 64) - (max(0, length - chosen) // 64 if chosen else 0)
@@ -40,8 +40,8 @@ def test_shares_are_equal_and_cover_all_units(device):
 def test_what_does_not_fit_the_workspace_is_refused(device):
     workspace = _workspace(2, device)
     with pytest.raises(ValueError, match="workspace is for 2"):
-        plan_decode(_lengths([1, 1, 1], device), workspace, block_tokens=16)
-    with pytest.raises(ValueError, match="block_tokens"):
-        plan_decode(_lengths([1, 1], device), workspace, block_tokens=128)
+        plan_decode(_lengths([1, 1, 1], device), workspace, block_size=16)
+    with pytest.raises(ValueError, match="block_size"):
+        plan_decode(_lengths([1, 1], device), workspace, block_size=128)
     with pytest.raises(ValueError, match="multiple of 3 KV heads"):
         DecodeWorkspace(max_batch=2, num_heads=4, num_kv_heads=3, head_dim=64, device=device)

@@ -39,7 +39,7 @@ FORMS = [
 class Case:
     """Random inputs and a pool laid out as the engine's, of which one layer is written."""
 
-    def __init__(self, shape, dtype, device, *, seed, kv_dtype=None, block_tokens=BLOCK_TOKENS, index=torch.int32):
+    def __init__(self, shape, dtype, device, *, seed, kv_dtype=None, block_size=BLOCK_TOKENS, index=torch.int32):
         self.tokens, self.heads, self.kv_heads, self.dim, self.rotary = shape
         generator = torch.Generator().manual_seed(seed)
         self.qkv = randn(
@@ -48,15 +48,13 @@ class Case:
         angles = torch.rand(POSITIONS, self.rotary // 2, generator=generator) * 6.28
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(device) if self.rotary else None
         self.positions = torch.randint(POSITIONS, (self.tokens,), generator=generator).to(device, index)
-        blocks = self.tokens // block_tokens + 3
-        slots = torch.randperm((blocks - 1) * block_tokens, generator=generator)[: self.tokens] + block_tokens
+        blocks = self.tokens // block_size + 3
+        slots = torch.randperm((blocks - 1) * block_size, generator=generator)[: self.tokens] + block_size
         slots[self.tokens // 2 : self.tokens // 2 + 1] = 0  # a padding row
-        self.blocks, self.offsets = (slots // block_tokens).to(device, index), (slots % block_tokens).to(device, index)
+        self.blocks, self.offsets = (slots // block_size).to(device, index), (slots % block_size).to(device, index)
         self.kv_dtype = kv_dtype or dtype
-        self.pool = poisoned(
-            blocks, self.kv_heads, LAYERS, 2, block_tokens, self.dim, dtype=self.kv_dtype, device=device
-        )
-        self.scale_pool = poisoned(blocks, self.kv_heads, LAYERS, 2, block_tokens, dtype=torch.float32, device=device)
+        self.pool = poisoned(blocks, self.kv_heads, LAYERS, 2, block_size, self.dim, dtype=self.kv_dtype, device=device)
+        self.scale_pool = poisoned(blocks, self.kv_heads, LAYERS, 2, block_size, dtype=torch.float32, device=device)
         self.q_norm, self.k_norm = (
             randn(self.dim, seed=seed + s, dtype=dtype, device=device) * 0.2 + 1 for s in (1, 2)
         )
@@ -129,9 +127,9 @@ def test_fp8_cache_has_a_scale_per_token_and_head(device, shape, norm):
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("block_tokens", [16, 32, 64])
-def test_block_sizes_and_index_types(device, block_tokens, index):
-    Case((7, 2, 1, 64, 64), torch.bfloat16, device, seed=1, block_tokens=block_tokens, index=index).compare()
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_block_sizes_and_index_types(device, block_size, index):
+    Case((7, 2, 1, 64, 64), torch.bfloat16, device, seed=1, block_size=block_size, index=index).compare()
 
 
 @pytest.mark.parametrize("tile", [(1, 1, 1), (2, 2, 1), (1, 4, 2)])
@@ -198,20 +196,18 @@ def test_a_token_is_the_same_in_every_batch(device, dim):
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=str)
 def test_a_pool_beyond_4_gib(device, kv_dtype):
     """The last block lies beyond 2^32 bytes, and in bf16 beyond 2^31 elements; the pool is laid out as the engine's."""
-    blocks, kv_heads, layers, block_tokens, dim = 2400, 8, 16, 64, 128
+    blocks, kv_heads, layers, block_size, dim = 2400, 8, 16, 64, 128
     size = 1 if kv_dtype == FP8 else 2
-    values = layers * 2 * block_tokens * dim * size
-    scales = layers * 2 * block_tokens * 4 if kv_dtype == FP8 else 0
+    values = layers * 2 * block_size * dim * size
+    scales = layers * 2 * block_size * 4 if kv_dtype == FP8 else 0
     pool = torch.full((blocks, kv_heads, values + scales), 0x7F, dtype=torch.uint8, device=device)
     assert pool.numel() > 1 << 32
-    cache = pool[:, :, :values].view(kv_dtype).unflatten(2, (layers, 2, block_tokens, dim))
-    case = Case(
-        (40, 32, kv_heads, dim, dim), torch.bfloat16, device, seed=6, block_tokens=block_tokens, kv_dtype=kv_dtype
-    )
+    cache = pool[:, :, :values].view(kv_dtype).unflatten(2, (layers, 2, block_size, dim))
+    case = Case((40, 32, kv_heads, dim, dim), torch.bfloat16, device, seed=6, block_size=block_size, kv_dtype=kv_dtype)
     _, small, small_scales = case.run(twin)
     given = {}
     if kv_dtype == FP8:
-        scale_pool = pool[:, :, values:].view(torch.float32).unflatten(2, (layers, 2, block_tokens))
+        scale_pool = pool[:, :, values:].view(torch.float32).unflatten(2, (layers, 2, block_size))
         given = {"key_scales": scale_pool[:, :, -1, 0], "value_scales": scale_pool[:, :, -1, 1]}
     moved = torch.where(case.blocks > 0, case.blocks + blocks - 3, 0).int()
     fused.rope_and_write(

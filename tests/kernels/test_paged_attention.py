@@ -66,7 +66,7 @@ def test_equals_plain_attention(mix, heads, kv_heads, dim, window):
     tokens = sum(span.count for span in spans)
     query = torch.randn(tokens, heads, dim, generator=torch.Generator().manual_seed(4))
     plan = plan_attention(
-        spans, tokens=tokens, block_tokens=BLOCK, kv_heads=kv_heads, group=heads // kv_heads, window=window
+        spans, tokens=tokens, block_size=BLOCK, kv_heads=kv_heads, group=heads // kv_heads, window=window
     )
     out = attend(query, *_layer(pool, 1), plan)
     for span in spans:
@@ -94,7 +94,7 @@ def test_bits_depend_on_neither_batch_nor_chunks(window):
                 ]
                 rows = [query[length:], query[first:end]]
             tokens = sum(span.count for span in spans)
-            plan = plan_attention(spans, tokens=tokens, block_tokens=BLOCK, kv_heads=kv_heads, group=3, window=window)
+            plan = plan_attention(spans, tokens=tokens, block_size=BLOCK, kv_heads=kv_heads, group=3, window=window)
             parts.append(attend(torch.cat(rows), *_layer(pool, 0), plan)[-(end - first) :])
         return torch.cat(parts)
 
@@ -107,9 +107,9 @@ def test_bits_depend_on_neither_batch_nor_chunks(window):
 def test_slabs_bound_the_memory_and_change_nothing(monkeypatch):
     pool, spans = _pool(3, 64), _spans([(1, 700), (100, 37), (1, 60), (40, 0)])
     query = torch.randn(142, 9, 64, generator=torch.Generator().manual_seed(6))
-    whole = plan_attention(spans, tokens=142, block_tokens=BLOCK, kv_heads=3, group=3)
+    whole = plan_attention(spans, tokens=142, block_size=BLOCK, kv_heads=3, group=3)
     monkeypatch.setattr("kernels.paged_attention.SLAB_BYTES", 1)
-    cut = plan_attention(spans, tokens=142, block_tokens=BLOCK, kv_heads=3, group=3)
+    cut = plan_attention(spans, tokens=142, block_size=BLOCK, kv_heads=3, group=3)
     assert len(cut.slabs) > len(whole.slabs)
     assert torch.equal(attend(query, *_layer(pool, 0), cut), attend(query, *_layer(pool, 0), whole))
 

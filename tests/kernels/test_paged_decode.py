@@ -39,17 +39,17 @@ class Pool:
 
 
 def _empty_pool(
-    blocks: int, kv_heads: int, block_tokens: int, head_dim: int, dtype: torch.dtype, fp8: bool, device: torch.device
+    blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, fp8: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Views of layer 1: keys, values and the scales of both."""
     if not fp8:
-        pool = torch.full((blocks, kv_heads, LAYERS, 2, block_tokens, head_dim), torch.nan, dtype=dtype, device=device)
+        pool = torch.full((blocks, kv_heads, LAYERS, 2, block_size, head_dim), torch.nan, dtype=dtype, device=device)
         return pool[:, :, 1, 0], pool[:, :, 1, 1], None, None
-    vectors = LAYERS * 2 * block_tokens  # of a block and head
+    vectors = LAYERS * 2 * block_size  # of a block and head
     raw = torch.full((blocks, kv_heads, vectors * (head_dim + 4)), 0x7F, dtype=torch.uint8, device=device)
     numbers = raw[:, :, : vectors * head_dim].view(torch.float8_e4m3fn)
-    numbers = numbers.unflatten(2, (LAYERS, 2, block_tokens, head_dim))
-    scales = raw[:, :, vectors * head_dim :].view(torch.float32).unflatten(2, (LAYERS, 2, block_tokens))
+    numbers = numbers.unflatten(2, (LAYERS, 2, block_size, head_dim))
+    scales = raw[:, :, vectors * head_dim :].view(torch.float32).unflatten(2, (LAYERS, 2, block_size))
     scales.fill_(torch.nan)
     return numbers[:, :, 1, 0], numbers[:, :, 1, 1], scales[:, :, 1, 0], scales[:, :, 1, 1]
 
@@ -59,7 +59,7 @@ def _fill(
     *,
     kv_heads: int,
     head_dim: int,
-    block_tokens: int,
+    block_size: int,
     dtype: torch.dtype,
     fp8: bool = False,
     seed: int = 0,
@@ -68,9 +68,9 @@ def _fill(
 ) -> Pool:
     """Random keys and values of sequences of these lengths in shuffled blocks."""
     order, random = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
-    needed = [-(-length // block_tokens) for length in lengths]
+    needed = [-(-length // block_size) for length in lengths]
     key, value, key_scales, value_scales = _empty_pool(
-        sum(needed) + 1, kv_heads, block_tokens, head_dim, dtype, fp8, device
+        sum(needed) + 1, kv_heads, block_size, head_dim, dtype, fp8, device
     )
     free = (torch.randperm(sum(needed), generator=order) + 1).tolist()
     # An odd number of columns, because every kind of stride is a compilation.
@@ -97,7 +97,7 @@ def _fill(
 
 
 def _scatter(cache: torch.Tensor, ids: list[int], vectors: torch.Tensor, poison: float) -> None:
-    """vectors [kv_heads, length, ...] into blocks of cache [num_blocks, kv_heads, block_tokens, ...]."""
+    """vectors [kv_heads, length, ...] into blocks of cache [num_blocks, kv_heads, block_size, ...]."""
     kv_heads, length, *rest = vectors.shape
     whole = vectors.new_full((kv_heads, len(ids) * cache.shape[2], *rest), poison)
     whole[:, :length] = vectors
@@ -153,7 +153,7 @@ def _check(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    block_tokens: int,
+    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     fp8: bool = False,
@@ -162,13 +162,13 @@ def _check(
     seed: int = 0,
 ) -> None:
     pool = _fill(
-        lengths, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=dtype, fp8=fp8, seed=seed,
+        lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=fp8, seed=seed,
         device=device,
     )  # fmt: skip
     query = _query(len(lengths), heads, kv_heads, head_dim, dtype, device, seed)
     context_lens, scale = _lengths(lengths, device), head_dim**-0.5
     workspace = _workspace(len(lengths), heads, kv_heads, head_dim, device, fp8=fp8)
-    plan_decode(context_lens, workspace, block_tokens=block_tokens, window=window)
+    plan_decode(context_lens, workspace, block_size=block_size, window=window)
     out = torch.full((len(lengths), heads, head_dim), torch.nan, dtype=dtype, device=device)
     paged_decode(
         query, pool.key, pool.value, pool.tables, context_lens, workspace, out=out, scale=scale, window=window,
@@ -192,33 +192,33 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_any_mixture_of_lengths(mix, device):
-    _check(MIXES[mix], heads=4, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device)
+    _check(MIXES[mix], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lengths(seed, device):
     lengths = torch.randint(0, 200, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-    _check(lengths, heads=2, kv_heads=2, head_dim=64, block_tokens=32, dtype=BF16, device=device, seed=seed)
+    _check(lengths, heads=2, kv_heads=2, head_dim=64, block_size=32, dtype=BF16, device=device, seed=seed)
 
 
-@pytest.mark.parametrize(("head_dim", "block_tokens"), [(64, 64), (80, 16), (96, 32), (128, 16), (256, 64)])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (80, 16), (96, 32), (128, 16), (256, 64)])
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
-def test_head_dims_and_block_sizes(head_dim, block_tokens, fp8, device):
+def test_head_dims_and_block_sizes(head_dim, block_size, fp8, device):
     _check(
-        [200, 0, 31, 64], heads=4, kv_heads=1, head_dim=head_dim, block_tokens=block_tokens, dtype=BF16,
+        [200, 0, 31, 64], heads=4, kv_heads=1, head_dim=head_dim, block_size=block_size, dtype=BF16,
         fp8=fp8, device=device,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 17])
 def test_groups_of_query_heads(group, device):
-    _check([150, 3, 70], heads=2 * group, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device)
+    _check([150, 3, 70], heads=2 * group, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device)
 
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 100, 1000])
 def test_windows(window, device):
     _check(
-        [300, 1, 64, 0, 165], heads=4, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device,
+        [300, 1, 64, 0, 165], heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device,
         window=window,
     )  # fmt: skip
 
@@ -227,27 +227,27 @@ def test_windows(window, device):
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_softcap(softcap, fp8, device):
     _check(
-        [130, 7], heads=4, kv_heads=2, head_dim=64, block_tokens=32, dtype=torch.float16, device=device, fp8=fp8,
+        [130, 7], heads=4, kv_heads=2, head_dim=64, block_size=32, dtype=torch.float16, device=device, fp8=fp8,
         softcap=softcap, window=90,
     )  # fmt: skip
 
 
 def test_equals_the_torch_twin(device):
     """The CPU path's own attention over the same pool."""
-    lengths, heads, kv_heads, head_dim, block_tokens = [77, 1, 130], 4, 2, 64, 16
+    lengths, heads, kv_heads, head_dim, block_size = [77, 1, 130], 4, 2, 64, 16
     pool = _fill(
-        lengths, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=torch.float16, device=device
+        lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.float16, device=device
     )
     query = _query(3, heads, kv_heads, head_dim, torch.float16, device, 0)
-    counts = [-(-length // block_tokens) for length in lengths]
+    counts = [-(-length // block_size) for length in lengths]
     spans = [
         SequenceSpan(row, 1, length - 1, pool.tables[row, : counts[row]].tolist()) for row, length in enumerate(lengths)
     ]
-    plan = plan_attention(spans, tokens=3, block_tokens=block_tokens, kv_heads=kv_heads, group=2)
+    plan = plan_attention(spans, tokens=3, block_size=block_size, kv_heads=kv_heads, group=2)
     finite = [cache.cpu().nan_to_num() for cache in (pool.key, pool.value)]
     expected = attend(query.cpu(), *finite, plan)
     workspace, context_lens = _workspace(3, heads, kv_heads, head_dim, device), _lengths(lengths, device)
-    plan_decode(context_lens, workspace, block_tokens=block_tokens)
+    plan_decode(context_lens, workspace, block_size=block_size)
     out = torch.full_like(query, torch.nan)
     paged_decode(query, pool.key, pool.value, pool.tables, context_lens, workspace, out=out, scale=head_dim**-0.5)
     torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
@@ -256,10 +256,10 @@ def test_equals_the_torch_twin(device):
 def test_launches_in_a_row_give_the_same_bits(device):
     """The counters are zero again after each launch, and who arrives last does not matter."""
     lengths, heads, kv_heads, head_dim = [600, 5, 200], 4, 2, 64
-    pool = _fill(lengths, kv_heads=kv_heads, head_dim=head_dim, block_tokens=16, dtype=torch.float16, device=device)
+    pool = _fill(lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=16, dtype=torch.float16, device=device)
     query, context_lens = _query(3, heads, kv_heads, head_dim, torch.float16, device, 0), _lengths(lengths, device)
     workspace = _workspace(3, heads, kv_heads, head_dim, device)
-    plan_decode(context_lens, workspace, block_tokens=16)
+    plan_decode(context_lens, workspace, block_size=16)
     outs = []
     for _ in range(200 if GPU else 2):
         out = torch.full_like(query, torch.nan)
@@ -269,9 +269,9 @@ def test_launches_in_a_row_give_the_same_bits(device):
 
 def test_a_call_that_was_not_planned_is_refused(device):
     workspace, context_lens = _workspace(2, 4, 2, 64, device), _lengths([3, 4], device)
-    pool = _fill([3, 4], kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.float16, device=device)
+    pool = _fill([3, 4], kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16, device=device)
     query = _query(2, 4, 2, 64, torch.float16, device, 0)
-    plan_decode(context_lens, workspace, block_tokens=16)
+    plan_decode(context_lens, workspace, block_size=16)
     with pytest.raises(ValueError, match="planned for"):
         paged_decode(
             query, pool.key, pool.value, pool.tables, context_lens, workspace, out=query.clone(), scale=1.0, window=9
@@ -284,11 +284,11 @@ def test_a_call_that_was_not_planned_is_refused(device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
-@pytest.mark.parametrize("block_tokens", [16, 32, 64])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_full_grid_on_a_gpu(head_dim, block_tokens, fp8, device):
+def test_full_grid_on_a_gpu(head_dim, block_size, fp8, device):
     """Every combination has one dtype, group size and soft cap, because each of these is a compilation."""
-    number = head_dim // 16 + block_tokens // 16 + 3 * fp8
+    number = head_dim // 16 + block_size // 16 + 3 * fp8
     dtype = [torch.bfloat16, torch.float16][number // 2 % 2]
     heads, kv_heads = [(8, 8), (8, 4), (8, 2), (14, 2), (32, 4)][number % 5]
     random = torch.Generator().manual_seed(number)
@@ -299,7 +299,7 @@ def test_full_grid_on_a_gpu(head_dim, block_tokens, fp8, device):
     ]
     for lengths, window in itertools.product(mixes, [0, 700]):
         _check(
-            lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=dtype,
+            lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype,
             device=device, fp8=fp8, window=window, softcap=[0.0, 0.0, 30.0][number % 3], seed=number,
         )  # fmt: skip
 
@@ -307,16 +307,16 @@ def test_full_grid_on_a_gpu(head_dim, block_tokens, fp8, device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
-@pytest.mark.parametrize("block_tokens", [16, 64])
-def test_blocks_beyond_four_gibibytes(block_tokens, fp8, device):
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_beyond_four_gibibytes(block_size, fp8, device):
     """A pool of more than 2^31 elements and 4 GiB; the sequences' blocks are its last."""
     heads, kv_heads, head_dim, lengths = 8, 8, 128, [1000, 77]
     pool = _fill(
-        lengths, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=torch.bfloat16, fp8=fp8,
+        lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16, fp8=fp8,
         device=device,
     )  # fmt: skip
-    blocks = -(-(5 << 30) // (LAYERS * 2 * kv_heads * block_tokens * head_dim * pool.key.element_size()))
-    big = _empty_pool(blocks, kv_heads, block_tokens, head_dim, torch.bfloat16, fp8, device)
+    blocks = -(-(5 << 30) // (LAYERS * 2 * kv_heads * block_size * head_dim * pool.key.element_size()))
+    big = _empty_pool(blocks, kv_heads, block_size, head_dim, torch.bfloat16, fp8, device)
     offset = blocks - pool.key.shape[0]
     for view, small in zip(big, (pool.key, pool.value, pool.key_scales, pool.value_scales), strict=True):
         if view is not None and small is not None:
@@ -324,7 +324,7 @@ def test_blocks_beyond_four_gibibytes(block_tokens, fp8, device):
     assert offset * big[0].stride(0) > 2**31
     query, context_lens = _query(2, heads, kv_heads, head_dim, torch.bfloat16, device, 0), _lengths(lengths, device)
     workspace = _workspace(2, heads, kv_heads, head_dim, device, fp8=fp8)
-    plan_decode(context_lens, workspace, block_tokens=block_tokens)
+    plan_decode(context_lens, workspace, block_size=block_size)
     out = torch.full((2, heads, head_dim), torch.nan, dtype=torch.bfloat16, device=device)
     paged_decode(
         query, big[0], big[1], pool.tables + offset, context_lens, workspace, out=out, scale=0.1, key_scales=big[2],
@@ -339,7 +339,7 @@ def test_blocks_beyond_four_gibibytes(block_tokens, fp8, device):
 def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
     if pdl and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs compute capability 9.0")
-    batch, heads, kv_heads, head_dim, block_tokens, layers = 64, 8, 2, 128, 64, 4
+    batch, heads, kv_heads, head_dim, block_size, layers = 64, 8, 2, 128, 64, 4
     random = torch.Generator().manual_seed(0)
     mixes = [
         [2000] * batch,
@@ -350,13 +350,13 @@ def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
     ]
     pools = [
         _fill(
-            lengths, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=torch.bfloat16, seed=seed,
-            device=device, spare_columns=40 - -(-max(lengths) // block_tokens),
+            lengths, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16, seed=seed,
+            device=device, spare_columns=40 - -(-max(lengths) // block_size),
         )
         for seed, lengths in enumerate(mixes)
     ]  # fmt: skip
     blocks = max(pool.key.shape[0] for pool in pools)
-    key, value, _, _ = _empty_pool(blocks, kv_heads, block_tokens, head_dim, torch.bfloat16, False, device)
+    key, value, _, _ = _empty_pool(blocks, kv_heads, block_size, head_dim, torch.bfloat16, False, device)
     tables, context_lens = torch.zeros_like(pools[0].tables), _lengths([1] * batch, device)
     query = torch.zeros(batch, heads, head_dim, dtype=torch.bfloat16, device=device)
     outs = torch.empty(layers, batch, heads, head_dim, dtype=torch.bfloat16, device=device)
@@ -365,7 +365,7 @@ def test_a_graph_replays_with_other_lengths_and_tables(pdl, device):
     value.fill_(0)
 
     def step() -> None:
-        plan_decode(context_lens, workspace, block_tokens=block_tokens)
+        plan_decode(context_lens, workspace, block_size=block_size)
         query.add_(0)  # what stands between plan and decode in a model
         for out in outs:
             paged_decode(query, key, value, tables, context_lens, workspace, out=out, scale=0.1, pdl=pdl)

@@ -81,8 +81,8 @@ class Case:
 
     def sequence_kv(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a sequence, dequantized: [context, Hkv, D] fp64."""
-        length, block_tokens = self.context_lens[sequence], self.key_cache.shape[2]
-        ids = self.block_tables[sequence, : -(-length // block_tokens)].long()
+        length, block_size = self.context_lens[sequence], self.key_cache.shape[2]
+        ids = self.block_tables[sequence, : -(-length // block_size)].long()
         kv = []
         for cache, scales in ((self.key_cache, self.key_scales), (self.value_cache, self.value_scales)):
             real = cache[ids].double()
@@ -123,7 +123,7 @@ def make_case(
     heads: int,
     kv_heads: int,
     dim: int,
-    block_tokens: int,
+    block_size: int,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -136,7 +136,7 @@ def make_case(
     generator = torch.Generator(device).manual_seed(seed)
     query_lens = [count for count, _ in mix]
     context_lens = [count + before for count, before in mix]
-    needed = [-(-length // block_tokens) for length in context_lens]
+    needed = [-(-length // block_size) for length in context_lens]
     num_blocks = sum(needed) + 1 + spare_blocks
     # An odd number of columns, because every kind of stride is a compilation.
     tables = torch.zeros(len(mix), max(needed) + 2 | 1, dtype=torch.int32)
@@ -148,34 +148,34 @@ def make_case(
         row[:need] = torch.tensor([ids.pop() for _ in range(need)], dtype=torch.int32)
 
     kv_dtype = torch.float8_e4m3fn if fp8 else dtype
-    plane = block_tokens * dim * kv_dtype.itemsize  # bytes of one layer's keys in one block of one head
+    plane = block_size * dim * kv_dtype.itemsize  # bytes of one layer's keys in one block of one head
     pool = torch.empty(
-        num_blocks, kv_heads, layers * 2 * (plane + 4 * block_tokens * fp8), dtype=torch.uint8, device=device
+        num_blocks, kv_heads, layers * 2 * (plane + 4 * block_size * fp8), dtype=torch.uint8, device=device
     )
     first = (layers - 1) * 2  # the last layer's keys; its values lie behind them
     caches = [
-        pool.view(kv_dtype)[..., (first + i) * block_tokens * dim :][..., : block_tokens * dim].unflatten(-1, (-1, dim))
+        pool.view(kv_dtype)[..., (first + i) * block_size * dim :][..., : block_size * dim].unflatten(-1, (-1, dim))
         for i in (0, 1)
     ]
     scales: list[torch.Tensor | None] = [None, None]
     if fp8:
         floats = pool.view(torch.float32)[..., layers * 2 * plane // 4 :]
-        scales = [floats[..., (first + i) * block_tokens :][..., :block_tokens] for i in (0, 1)]
+        scales = [floats[..., (first + i) * block_size :][..., :block_size] for i in (0, 1)]
     pool[0] = 0xFF  # NaN in every format
     for row, need, length in zip(tables, needed, context_lens, strict=True):
         used = row[:need].long().to(device)
         for cache, scale in zip(caches, scales, strict=True):
-            vectors = torch.randn(need, kv_heads, block_tokens, dim, generator=generator, device=device)
+            vectors = torch.randn(need, kv_heads, block_size, dim, generator=generator, device=device)
             if scale is not None:
                 amax = vectors.abs().amax(-1)
                 scale[used] = amax / 448
                 vectors = vectors / (amax / 448)[..., None]
             cache[used] = vectors.to(kv_dtype)
-            if length % block_tokens:
+            if length % block_size:
                 last = int(row[need - 1])
-                cache[last, :, length % block_tokens :] = torch.full((1,), torch.nan, device=device).to(kv_dtype)
+                cache[last, :, length % block_size :] = torch.full((1,), torch.nan, device=device).to(kv_dtype)
                 if scale is not None:
-                    scale[last, :, length % block_tokens :] = torch.nan
+                    scale[last, :, length % block_size :] = torch.nan
     rows = sum(query_lens) + PADDING
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim, generator=generator, device=device)
     query = (1.5 * qkv).to(dtype)[:, :heads]
@@ -224,9 +224,9 @@ def test_equals_plain_attention(mix: str, heads: int, kv_heads: int, window: int
 
 @cpu_only
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("block_tokens", [16, 32, 64])
-def test_head_dims_and_block_sizes(dim: int, block_tokens: int, device: torch.device) -> None:
-    make_case(MIXES["mixed"], 4, 2, dim, block_tokens, torch.float16, device, seed=dim).check()
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_head_dims_and_block_sizes(dim: int, block_size: int, device: torch.device) -> None:
+    make_case(MIXES["mixed"], 4, 2, dim, block_size, torch.float16, device, seed=dim).check()
 
 
 @cpu_only
@@ -236,10 +236,10 @@ def test_softcap(window: int, device: torch.device) -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("block_tokens", [16, 64])
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (60, 5.0)])
-def test_fp8(block_tokens: int, window: int, softcap: float, device: torch.device) -> None:
-    case = make_case(MIXES["mixed"], 6, 2, 80, block_tokens, torch.float16, device, seed=12, fp8=True)
+def test_fp8(block_size: int, window: int, softcap: float, device: torch.device) -> None:
+    case = make_case(MIXES["mixed"], 6, 2, 80, block_size, torch.float16, device, seed=12, fp8=True)
     case.check(window=window, softcap=softcap)
 
 
@@ -256,7 +256,7 @@ def test_equals_the_torch_twin(window: int, device: torch.device) -> None:
         if count
     ]
     plan = plan_attention(
-        spans, tokens=len(case.query), block_tokens=16, kv_heads=2, group=3, window=window, device=device
+        spans, tokens=len(case.query), block_size=16, kv_heads=2, group=3, window=window, device=device
     )
     expected = attend(case.query, key_cache, value_cache, plan)
     rows = sum(case.query_lens)
@@ -390,12 +390,12 @@ GPU_GRID = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "block_tokens", "dtype", "window", "softcap"), GPU_GRID)
+@pytest.mark.parametrize(("dim", "block_size", "dtype", "window", "softcap"), GPU_GRID)
 def test_on_gpu(
-    dim: int, block_tokens: int, dtype: torch.dtype, window: int, softcap: float, path: str, device: torch.device
+    dim: int, block_size: int, dtype: torch.dtype, window: int, softcap: float, path: str, device: torch.device
 ) -> None:
     for seed, mix in enumerate([*MIXES.values(), *LONG_MIXES.values()]):
-        case = make_case(mix, 8, 2, dim, block_tokens, dtype, device, seed=seed)
+        case = make_case(mix, 8, 2, dim, block_size, dtype, device, seed=seed)
         case.check(window=window, softcap=softcap)
 
 

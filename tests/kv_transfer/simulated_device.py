@@ -70,8 +70,8 @@ class Device:
 
     def __init__(self, node: SimulatedNode, num_blocks: int, rng: random.Random) -> None:
         self._node, self._rng = node, rng
-        self.pool = SimpleNamespace(block_tokens=BLOCK_TOKENS, num_blocks=num_blocks, block_bytes=BLOCK_BYTES)
-        self.max_batched_tokens, self.max_running = rng.choice([4, 8, 24]), rng.choice([2, 8])
+        self.pool = SimpleNamespace(block_size=BLOCK_TOKENS, num_blocks=num_blocks, block_bytes=BLOCK_BYTES)
+        self.max_num_batched_tokens, self.max_num_seqs = rng.choice([4, 8, 24]), rng.choice([2, 8])
         self.runs_ahead = rng.random() < 0.5
         self.memory = [[0] * BLOCK_TOKENS for _ in range(num_blocks)]
         self._queue: deque[_Step] = deque()

@@ -50,9 +50,9 @@ class _Engine(Engine):
         self.model = SimpleNamespace(vocab_size=1000, eos_token_ids=(EOS,))  # type: ignore[assignment]
         self.scheduler = Scheduler(
             BlockPool(device.pool.num_blocks),
-            block_tokens=BLOCK_TOKENS,
-            max_batched_tokens=device.max_batched_tokens,
-            max_running=device.max_running,
+            block_size=BLOCK_TOKENS,
+            max_num_batched_tokens=device.max_num_batched_tokens,
+            max_num_seqs=device.max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS,),
         )

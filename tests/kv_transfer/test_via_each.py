@@ -119,7 +119,7 @@ def test_no_block_that_is_used_again_is_touched_by_a_source_that_was_stopped_and
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
     scheduler = Scheduler(
-        BlockPool(BLOCKS), block_tokens=16, max_batched_tokens=16, max_running=1, max_model_len=16, eos_token_ids=()
+        BlockPool(BLOCKS), block_size=16, max_num_batched_tokens=16, max_num_seqs=1, max_model_len=16, eos_token_ids=()
     )
     reader = RealNode("reader", "nixl")
     try:

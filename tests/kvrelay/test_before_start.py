@@ -55,7 +55,7 @@ CASES: list[tuple[str, dict[str, Any], Host, type[ConfigError] | None, str]] = [
     ("serve", {"quantization": "fp8"}, gpus(16), None, ""),
     (
         "serve",
-        {"kv_cache_memory": 80 * GIB},
+        {"kv_cache_memory_bytes": 80 * GIB},
         gpus(80),
         ConfigError,
         "may have 80.00 GiB of 80.00 GiB; lower kv_cache_m",
@@ -63,11 +63,17 @@ CASES: list[tuple[str, dict[str, Any], Host, type[ConfigError] | None, str]] = [
     ("serve", {"max_model_len": 131_072}, gpus(24), ConfigError, "16.01 GiB of KV pool"),
     ("serve", {"max_model_len": 131_072}, gpus(80), None, ""),
     ("serve", {}, gpus(80, free=0.5), NotNow, "gives 72.00 GiB of GPU 0 to nodes, and only 40.00 GiB of its 80.00 GiB"),
-    ("serve", {"tensor_parallel": 2}, gpus(16, 16), None, ""),
-    ("serve", {"tensor_parallel": 2}, gpus(80), ConfigError, "tensor_parallel 2 needs 2 GPUs for each node"),
+    ("serve", {"tensor_parallel_size": 2}, gpus(16, 16), None, ""),
+    ("serve", {"tensor_parallel_size": 2}, gpus(80), ConfigError, "tensor_parallel_size 2 needs 2 GPUs for each node"),
     ("up", {}, gpus(80), None, ""),
-    ("up", {"kv_cache_memory": 30 * GIB}, gpus(80), ConfigError, "GPU 0 need at least 91.92 GiB together, and it has"),
-    ("up", {"kv_cache_memory": 30 * GIB}, gpus(80, 80), None, ""),
+    (
+        "up",
+        {"kv_cache_memory_bytes": 30 * GIB},
+        gpus(80),
+        ConfigError,
+        "GPU 0 need at least 91.92 GiB together, and it has",
+    ),
+    ("up", {"kv_cache_memory_bytes": 30 * GIB}, gpus(80, 80), None, ""),
     (
         "up",
         {"gpu_memory_utilization": 0.8},
@@ -91,12 +97,12 @@ CASES: list[tuple[str, dict[str, Any], Host, type[ConfigError] | None, str]] = [
         "2 nodes together need at least 31.92 GiB",
     ),
     ("up", {"device": "cpu", "dtype": "bfloat16"}, cpu(40, 31), NotNow, "this machine's 40.00 GiB only 31.00 GiB are"),
-    ("serve", {"device": "cpu", "tensor_parallel": 2}, cpu(34, 34), None, ""),
-    ("serve", {"device": "cpu", "tensor_parallel": 8}, cpu(32, 32), ConfigError, "8.00 GiB of KV pool)"),
-    ("rank", {"device": "cpu", "kv_cache_memory": 20 * GIB}, cpu(64, 64), None, ""),
+    ("serve", {"device": "cpu", "tensor_parallel_size": 2}, cpu(34, 34), None, ""),
+    ("serve", {"device": "cpu", "tensor_parallel_size": 8}, cpu(32, 32), ConfigError, "8.00 GiB of KV pool)"),
+    ("rank", {"device": "cpu", "kv_cache_memory_bytes": 20 * GIB}, cpu(64, 64), None, ""),
     (
         "rank",
-        {"device": "cpu", "kv_cache_memory": 60 * GIB},
+        {"device": "cpu", "kv_cache_memory_bytes": 60 * GIB},
         cpu(64, 64),
         ConfigError,
         "60.00 GiB of KV pool), and this",
@@ -116,7 +122,9 @@ def test_what_a_machine_cannot_hold_is_refused_with_the_figures(
     engine = replace(big, **settings)
     config: Any
     if command == "rank":
-        two = replace(engine, tensor_parallel=2, tensor_parallel_local=1, tensor_parallel_address="127.0.0.1:5000")
+        two = replace(
+            engine, tensor_parallel_size=2, tensor_parallel_size_local=1, tensor_parallel_address="127.0.0.1:5000"
+        )
         config = RanksConfig(two)
     else:
         config = ClusterConfig(engine) if command == "up" else NodeConfig(engine)
@@ -135,7 +143,7 @@ def test_the_class_llm_is_checked_too(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     monkeypatch.setattr(before_start, "host", lambda: cpu(16, 16))
     with pytest.raises(ConfigError, match=r"needs at least 2048.00 GiB .* this machine has 16.00 GiB"):
-        LLM(str(tmp_path), load_format="dummy", kv_cache_memory="2T")
+        LLM(str(tmp_path), load_format="dummy", kv_cache_memory_bytes="2T")
 
 
 def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("command", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("serve", Role.AGGREGATED)]
 )
 def test_a_node_command_sets_the_role(command: str, role: Role, served: list[Any]) -> None:
-    assert cli.run([command, "--model", ".", "--cpu", "--max_model_len", "9", "--no-prefix-cache"]) == 0
+    assert cli.run([command, "--model", ".", "--cpu", "--max_model_len", "9", "--no-enable-prefix-caching"]) == 0
     (config,) = served
     assert isinstance(config, NodeConfig)
     assert config.role is role
-    assert (config.engine.device, config.engine.max_model_len, config.engine.prefix_cache) == ("cpu", 9, False)
+    assert (config.engine.device, config.engine.max_model_len, config.engine.enable_prefix_caching) == ("cpu", 9, False)
 
 
 def test_the_router_takes_several_nodes(served: list[Any]) -> None:

@@ -72,11 +72,13 @@ def test_nodes_that_share_a_gpu_start_one_after_the_other_with_half_of_its_memor
 
 
 def test_ranks_take_as_many_gpus_as_they_are() -> None:
-    made = services(gpus="GPU-a,GPU-b,GPU-c", prefill=1, decode=1, decode_tensor_parallel=2)
+    made = services(gpus="GPU-a,GPU-b,GPU-c", prefill=1, decode=1, decode_tensor_parallel_size=2)
     assert made["prefill-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-a"
     assert made["decode-0"]["environment"]["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
-    with pytest.raises(ConfigError, match="tensor_parallel 4 needs 4 GPUs for each node, and this machine shows 1"):
-        services(gpus="0", engine={"tensor_parallel": 4})
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size 4 needs 4 GPUs for each node, and this machine shows 1"
+    ):
+        services(gpus="0", engine={"tensor_parallel_size": 4})
 
 
 def test_only_the_direct_connector_has_containers_share_namespaces() -> None:
@@ -104,7 +106,11 @@ def test_no_secret_is_in_the_file_and_dollars_are_kept() -> None:
 
 
 def test_files_of_the_host_are_mounted_where_they_are() -> None:
-    made = services(model="/models/llama", engine={"lora": ("sql=/adapters/sql",)}, chat_template="/t.jinja")
+    made = services(
+        model="/models/llama",
+        engine={"enable_lora": True, "lora_modules": ("sql=/adapters/sql",)},
+        chat_template="/t.jinja",
+    )
     mounts = ["/models/llama:/models/llama:ro", "/t.jinja:/t.jinja:ro", "/adapters/sql:/adapters/sql:ro"]
     assert made["decode-0"]["volumes"] == ["cache:/var/cache/kvrelay", *mounts]
     with pytest.raises(ConfigError, match="mounted into containers: name it by an absolute path"):
@@ -198,12 +204,12 @@ def test_paths_are_made_absolute_and_names_on_the_hub_are_not(tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     with pytest.raises(ConfigError, match=f"{tmp_path}/x is not there"):
-        write({"output": "here", "model": "llama", "lora": ("a=./x",)}, QUIET)
+        write({"output": "here", "model": "llama", "enable_lora": True, "lora_modules": ("a=./x",)}, QUIET)
     (tmp_path / "x").mkdir()
-    write({"output": "here", "model": "llama", "lora": ("a=./x",)}, QUIET)
+    write({"output": "here", "model": "llama", "enable_lora": True, "lora_modules": ("a=./x",)}, QUIET)
     made = yaml.safe_load((tmp_path / "here" / "compose.yaml").read_text())["services"]["decode-0"]
     assert f"--model={tmp_path}/llama" in made["command"]
-    assert f"--lora=a={tmp_path}/x" in made["command"]
+    assert f"--lora-modules=a={tmp_path}/x" in made["command"]
     write({"output": "here", "model": "org/name"}, QUIET)
     made = yaml.safe_load((tmp_path / "here" / "compose.yaml").read_text())["services"]["decode-0"]
     assert "--model=org/name" in made["command"]

@@ -74,13 +74,13 @@ def test_a_few_kilobytes_say_nothing_of_the_rate() -> None:
 
 
 def test_refusals_wrong_bytes_and_nodes_that_are_down_are_failures() -> None:
-    refused = PairSeen("prefill-0", "decode-1", refused="decode-1: Incompatible: block_tokens is 16 here and 64 there")
+    refused = PairSeen("prefill-0", "decode-1", refused="decode-1: Incompatible: block_size is 16 here and 64 there")
     down = NodeSeen("decode-2", "decode", "http://x", down="http://x/health cannot be reached: refused")
     report = judge([*NODES, down], [pair(), refused, pair(verified=False, decode="decode-3")])
     assert not report.healthy
     assert report.failures[:2] == [
         "decode-2 (http://x): http://x/health cannot be reached: refused",
-        "decode-1 cannot take KV of prefill-0: decode-1: Incompatible: block_tokens is 16 here and 64 there",
+        "decode-1 cannot take KV of prefill-0: decode-1: Incompatible: block_size is 16 here and 64 there",
     ]
     assert "decode-3 reads prefill-0 by direct at 10 GB/s, and the bytes that arrived are not" in report.failures[2]
     assert "probes of 64 blocks" in report.failures[2]

@@ -68,7 +68,7 @@ def test_cpu_is_a_flag_for_the_device_and_a_variable_may_be_a_switch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "true")
-    found = explained(capsys, "serve", "--cpu", "--model", "m")
+    found = explained(capsys, "serve", "m", "--cpu", "--enable-lora")
     assert found["device"] == ('"cpu"', "flag --cpu")
     assert found["allow_runtime_lora"] == ("true", "VLLM_ALLOW_RUNTIME_LORA_UPDATING")
 

@@ -19,7 +19,7 @@ from wire.errors import ConfigError, KvrelayError, RequestError
 
 pytestmark = pytest.mark.cluster
 
-SETTINGS = {"load_format": "dummy", "device": "cpu", "threads": 1, "kv_cache_memory": 8 << 20}
+SETTINGS = {"load_format": "dummy", "device": "cpu", "threads": 1, "kv_cache_memory_bytes": 8 << 20}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def stand_in(name, function, run):
     setattr(module, function, run)
 
 def show(config):
-    print(json.dumps([config.engine.model, config.engine.revision, config.engine.hub_token, sorted(sys.modules)]))
+    print(json.dumps([config.engine.model, config.engine.revision, config.engine.hf_token, sorted(sys.modules)]))
     return 0
 
 def show_children(config):
@@ -53,7 +53,7 @@ COMMANDS = {
     "prefill": ["--port=0"],
     "decode": ["--port=0"],
     "serve": ["--port=0"],
-    "rank": ["--tensor-parallel=2", "--tensor-parallel-local=1", "--tensor-parallel-address=127.0.0.1:5000"],
+    "rank": ["--tensor-parallel-size=2", "--tensor-parallel-size-local=1", "--tensor-parallel-address=127.0.0.1:5000"],
 }
 
 
@@ -78,7 +78,7 @@ def test_every_command_downloads_and_goes_on_with_a_path(
     command: str, hub: FakeHub, tmp_path: Path, repository: Path
 ) -> None:
     hub.repositories["org/Tiny-1B"] = Repository(FILES, token="a-secret")
-    words = [command, "--model=org/Tiny-1B", "--revision=main", "--hub-token=a-secret", *COMMANDS[command]]
+    words = [command, "--model=org/Tiny-1B", "--revision=main", "--hf-token=a-secret", *COMMANDS[command]]
     done = kvrelay(hub, tmp_path, repository, *words)
     assert done.returncode == 0, done.stderr
     path, revision, token, rest = json.loads(done.stdout)
@@ -88,7 +88,7 @@ def test_every_command_downloads_and_goes_on_with_a_path(
     assert "a-secret" not in done.stdout + done.stderr
     if command == "up":
         assert f"--model={path}" in rest
-        assert not [word for word in rest if "hub-token" in word or "revision" in word]
+        assert not [word for word in rest if "hf-token" in word or "revision" in word]
 
 
 def test_the_token_may_be_in_the_environment_and_the_revision_in_the_id(
@@ -112,8 +112,8 @@ def test_random_weights_are_not_downloaded(hub: FakeHub, tmp_path: Path, reposit
     ("words", "said"),
     [
         (["serve", "--port=99999"], "port must be between 0 and 65535"),
-        (["prefill", "--tensor-parallel=0"], "tensor_parallel must be positive"),
-        (["up", "--decode-tensor-parallel=-1"], "decode_tensor_parallel must not be negative"),
+        (["prefill", "--tensor-parallel-size=0"], "tensor_parallel_size must be positive"),
+        (["up", "--decode-tensor-parallel-size=-1"], "decode_tensor_parallel_size must not be negative"),
         (["serve", "--kv-cache-dtype=fp4"], "kv_cache_dtype 'fp4' is not one of auto, fp8"),
     ],
 )

@@ -80,22 +80,24 @@ def test_tensor_parallel_nodes_get_as_many_gpus_as_they_have_ranks() -> None:
     gpus = ("0", "2", "5", "6", "7")
     assert [each.visible for each in gpus_of_nodes([2, 2, 2], gpus)] == ["0,2", "5,6", "0,2"]
     assert gpus_of_nodes([5], gpus) == [NodeGpus("0,2,5,6,7", 1)]
-    with pytest.raises(ConfigError, match="tensor_parallel 4 needs 4 GPUs for each node, and this machine shows 2"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size 4 needs 4 GPUs for each node, and this machine shows 2"
+    ):
         gpus_of_nodes([1, 4], ("0", "1"))
 
 
 def test_roles_may_have_different_numbers_of_ranks() -> None:
-    mixed = ClusterConfig(EngineConfig("m", tensor_parallel=2), decode=2, decode_tensor_parallel=1)
+    mixed = ClusterConfig(EngineConfig("m", tensor_parallel_size=2), decode=2, decode_tensor_parallel_size=1)
     specs = planned(mixed, gpus=("0", "1", "2"))[:-1]
-    assert ["--tensor-parallel=2" in spec.command for spec in specs] == [True, False, False]
+    assert ["--tensor-parallel-size=2" in spec.command for spec in specs] == [True, False, False]
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2", "0"]
     assert shares(mixed, ("0", "1", "2")) == ["0.45", None, "0.45"]
     on = [[node.name for node in wave] for wave in waves(specs, Machine(8, ("0", "1", "2"), (), {}))]
     assert on == [["prefill-0", "decode-0"], ["decode-1"]]
-    cpu = planned(ClusterConfig(EngineConfig("m"), prefill_tensor_parallel=2), cores=8)
+    cpu = planned(ClusterConfig(EngineConfig("m"), prefill_tensor_parallel_size=2), cores=8)
     assert ["--threads=2" in cpu[0].command, "--threads=8" in cpu[1].command] == [True, True]
-    with pytest.raises(ConfigError, match="decode_tensor_parallel must not be negative, got -1"):
-        ClusterConfig(EngineConfig("m"), decode_tensor_parallel=-1)
+    with pytest.raises(ConfigError, match="decode_tensor_parallel_size must not be negative, got -1"):
+        ClusterConfig(EngineConfig("m"), decode_tensor_parallel_size=-1)
 
 
 def shares(config: ClusterConfig, gpus: tuple[str, ...]) -> list[str | None]:
@@ -131,7 +133,7 @@ def test_nodes_on_one_gpu_start_one_after_the_other() -> None:
 
 def test_secrets_travel_in_the_environment_only() -> None:
     transfer = TransferConfig(cluster_secret="a cluster-secret")
-    specs = planned(ClusterConfig(EngineConfig("m", hub_token="hub-secret"), transfer, api_key="client-secret"))
+    specs = planned(ClusterConfig(EngineConfig("m", hf_token="hub-secret"), transfer, api_key="client-secret"))
     assert not [word for spec in specs for word in spec.command if "secret" in word]
     assert all(spec.env["KVRELAY_NODE_API_KEY"] == "node-secret" for spec in specs)
     assert [spec.env.get("KVRELAY_API_KEY") for spec in specs] == [None, None, "client-secret"]

@@ -15,7 +15,7 @@ from wire.errors import ConfigError
 
 pytestmark = pytest.mark.cluster
 
-ON_CPU = ("--cpu", "--load-format=dummy", "--threads=1", f"--kv-cache-memory={8 << 20}", "--max-running=16")
+ON_CPU = ("--cpu", "--load-format=dummy", "--threads=1", f"--kv-cache-memory-bytes={8 << 20}", "--max-num-seqs=16")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_a_card_has_prefill_decode_and_transfers_and_is_shown(
     arguments = ("--seconds=9", f"--out={file}", "--kv-connector=direct", "--served-model-name=mine")
     assert run(["profile", *ON_CPU, f"--model={model}", *arguments]) == 0
     card = read_card(file)
-    assert (card.model, card.gpus, card.max_running, card.block_tokens) == ("mine", 1, 16, 16)
+    assert (card.model, card.gpus, card.max_num_seqs, card.block_size) == ("mine", 1, 16, 16)
     assert card.step_tokens == 128
     assert card.hardware.endswith("1 threads")
     prefill = {(point.tokens, point.context) for point in card.prefill}
@@ -134,7 +134,7 @@ def test_on_a_gpu_a_whole_card_within_its_time(
 ) -> None:
     shape = repository / "benchmarks" / "models" / "llama-3.1-8b.json"
     file = tmp_path / "card.json"
-    small = ("--max-model-len=8192", "--gpu-memory-utilization=0.5", "--max-running=32")
+    small = ("--max-model-len=8192", "--gpu-memory-utilization=0.5", "--max-num-seqs=32")
     assert run(["profile", f"--model={shape}", "--load-format=dummy", "--seconds=40", f"--out={file}", *small]) == 0
     card = read_card(file)
     assert card.chunk_ms(4096) > card.chunk_ms(64)

@@ -37,10 +37,10 @@ def test_every_setting_has_help(config: type) -> None:
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
-    file.write_text("max-running: 8\nmax_batched_tokens: 256\nprefix-cache: no\n")
-    values = merge(settings_of(EngineConfig), {"max_running": "4", "device": None}, str(file))
+    file.write_text("max-num-seqs: 8\nmax_num_batched_tokens: 256\nenable-prefix-caching: no\n")
+    values = merge(settings_of(EngineConfig), {"max_num_seqs": "4", "device": None}, str(file))
     config = build(EngineConfig, values | {"model": "m"})
-    assert config == EngineConfig("m", max_running=4, max_batched_tokens=256, prefix_cache=False)
+    assert config == EngineConfig("m", max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=False)
 
 
 def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_name_unlike_all_others_gets_no_suggestion() -> None:
         ("port: 1.5", "port must be a whole number, got 1.5 (float)"),
         ("port: true", "port must be a whole number, got True (bool)"),
         ("lease_s: [1]", "lease_s must be a number, got [1] (list)"),
-        ("prefix_cache: 3", "prefix_cache must be true or false, got 3 (int)"),
+        ("enable_prefix_caching: 3", "enable_prefix_caching must be true or false, got 3 (int)"),
         ("chat_template: 123", "chat_template must be text, got 123 (int); put it in quotes"),
         ("api_key: 123", "api_key must be text, got int (not shown); put it in quotes"),
         ("host:", "host must be text, got None (NoneType)"),
@@ -84,7 +84,7 @@ def test_a_wrong_file_is_told_with_key_value_and_type(line: str, said: str, tmp_
     ("line", "said"),
     [
         ("cluster-secret: 12345678901234567890", "must be text, got int (not shown); put it in quotes"),
-        ("hub-token: [12345]", "must be text, got list (not shown)"),
+        ("hf-token: [12345]", "must be text, got list (not shown)"),
         ('port: 1\ncluster-secret: "12345', "line 2 is not valid YAML; values with special characters need quotes"),
         ("cluster-secret: *12345", "line 1 is not valid YAML"),
     ],
@@ -141,7 +141,7 @@ def test_whole_numbers_may_have_the_units_that_vllm_takes_and_those_of_memory(
     text: str, value: int, tmp_path: Path
 ) -> None:
     known = settings_of(EngineConfig)
-    assert merge(known, {"kv_cache_memory": text}, None) == {"kv_cache_memory": value}
+    assert merge(known, {"kv_cache_memory_bytes": text}, None) == {"kv_cache_memory_bytes": value}
     (tmp_path / "c.yaml").write_text(f"max-model-len: {text}")
     assert merge(known, {}, str(tmp_path / "c.yaml")) == {"max_model_len": value}
 
@@ -179,13 +179,13 @@ def test_cpu_and_another_device_contradict_each_other(tmp_path: Path) -> None:
 
 def test_flags_of_a_config_make_the_same_config_again() -> None:
     config = NodeConfig(
-        EngineConfig("m", prefix_cache=False, batch_invariant=True, threads=3),
+        EngineConfig("m", enable_prefix_caching=False, batch_invariant=True, threads=3),
         transfer=TransferConfig(lease_s=6.5),
         served_model_name="--odd name",
         role=Role.DECODE,
     )
     flags = flags_of(config, skip={"role"})
-    assert "--no-prefix-cache" in flags
+    assert "--no-enable-prefix-caching" in flags
     assert "--batch-invariant" in flags
     assert "--served-model-name=--odd name" in flags
     assert len(flags) == 6
@@ -200,10 +200,10 @@ def test_flags_of_an_engine_on_several_gpus_make_the_same_engine_again() -> None
         kv_cache_dtype="fp8",
         quantization="fp8",
         gpu_memory_utilization=0.45,
-        kv_cache_memory=1 << 33,
-        tensor_parallel=4,
+        kv_cache_memory_bytes=1 << 33,
+        tensor_parallel_size=4,
         tensor_parallel_address="10.0.0.1:5000",
-        tensor_parallel_local=2,
+        tensor_parallel_size_local=2,
     )
     pairs = (flag.removeprefix("--").split("=", 1) for flag in flags_of(engine))
     typed = {name.replace("-", "_"): value for name, value in pairs}
@@ -231,7 +231,7 @@ def test_kv_events_are_told_only_where_they_are_asked_for(tmp_path: Path) -> Non
     assert node(None).told_events is None
     for off in ({}, {"enable_kv_cache_events": False}, {"enable_kv_cache_events": True, "publisher": "null"}):
         assert node(json.dumps(off)).told_events is None
-    assert node(json.dumps(VLLMS), prefix_cache=False).told_events is None
+    assert node(json.dumps(VLLMS), enable_prefix_caching=False).told_events is None
     told = node('{"enable_kv_cache_events": true, "publisher": null, "replay_endpoint": null}').told_events
     assert told == KvEventsConfig(True)
     assert (told.endpoint, told.replay_endpoint, told.topic) == ("tcp://127.0.0.1:5557", "", "")

@@ -93,7 +93,7 @@ def test_a_trace_that_is_too_short_is_said_to_be(card: str, tmp_path: Path, caps
 
 
 def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
-    assert workload_of("chat").block_tokens == 128
+    assert workload_of("chat").block_size == 128
     fixed = workload_of("512:256").make(50)
     assert [(each.prompt, each.output) for each in fixed] == [(512, 256)] * 50
     trace = tmp_path / "trace.jsonl"
@@ -107,7 +107,7 @@ def test_a_workload_is_a_name_lengths_or_a_trace(tmp_path: Path) -> None:
 
 def test_what_cannot_be_planned_is_one_sentence(card: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
-    write_card(msgspec.structs.replace(H200, model="another", tensor_parallel=2), other)
+    write_card(msgspec.structs.replace(H200, model="another", tensor_parallel_size=2), other)
     asked = ["plan", "--card", card, "--workload", "10:10", "--tpot-ms", "400"]
     for more, says in (
         (["--gpus", "0", "--ttft-ms", "9"], "at least 1"),

@@ -135,7 +135,7 @@ def test_a_node_whose_gpu_has_failed_is_another_process_and_serves_again(tmp_pat
     port, trigger = free_port(), tmp_path / "fault"
     paths = [str(repository / "tests" / "node" / "gpu_fault"), str(repository), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "GPU_FAULT": str(trigger), "PYTHONPATH": os.pathsep.join(paths), LOG_FORMAT: "json"}
-    flags = [*tiny_model(tmp_path), "--port", str(port), "--kv-cache-memory", str(4 << 20)]
+    flags = [*tiny_model(tmp_path), "--port", str(port), "--kv-cache-memory-bytes", str(4 << 20)]
     command = [sys.executable, "-m", "kvrelay.cli", "supervise", "serve", *flags]
     log = tmp_path / "log"
     with log.open("wb") as out:

@@ -28,18 +28,19 @@ EMPTY = b'{"__metadata__": {}}'
 # Tried in a folder with what `place` writes there. Without a model of its own a line of an engine is for `tiny`.
 WRONG = [
     # memory and sizes
-    ("up --kv-cache-memory 2T", "2 nodes together need at least 4096.00 GiB of memory"),
-    ("up --kv-cache-memory 2T --prefill 2", "3 nodes together need at least 6144.00 GiB of memory"),
-    ("serve --kv-cache-memory 2048GiB", "the engine needs at least 2048.00 GiB of memory"),
+    ("up --kv-cache-memory-bytes 2T", "2 nodes together need at least 4096.00 GiB of memory"),
+    ("up --kv-cache-memory-bytes 2T --prefill 2", "3 nodes together need at least 6144.00 GiB of memory"),
+    ("serve --kv-cache-memory-bytes 2048GiB", "the engine needs at least 2048.00 GiB of memory"),
     ("up --config pool.yaml", "2 nodes together need at least 4096.00 GiB"),
     (
-        "rank --kv-cache-memory 2T --tensor-parallel 2 --tensor-parallel-local 1 --tensor-parallel-address 127.0.0.1:9",
+        "rank --kv-cache-memory-bytes 2T --tensor-parallel-size 2 --tensor-parallel-size-local 1"
+        " --tensor-parallel-address 127.0.0.1:9",
         "the engine needs at least 2048.00 GiB",
     ),
-    ("up --kv-cache-memory 4Gigs", "--kv-cache-memory must be a whole number, got '4Gigs'"),
-    ("prefill --kv-cache-memory 1k", "a KV pool of 1000 bytes holds"),
+    ("up --kv-cache-memory-bytes 4Gigs", "--kv-cache-memory-bytes must be a whole number, got '4Gigs'"),
+    ("prefill --kv-cache-memory-bytes 1k", "a KV pool of 1000 bytes holds"),
     ("up --max-model-len 32k", "max_model_len 32000 is above the model's own limit of 1024; lower it"),
-    ("decode --max-model-len 1000 --kv-cache-memory 100K", "max_model_len 1000 does not fit: the KV pool of"),
+    ("decode --max-model-len 1000 --kv-cache-memory-bytes 100K", "max_model_len 1000 does not fit: the KV pool of"),
     # devices and dtypes
     ("up --device tpu", "device 'tpu' is not one of auto, cpu, cuda"),
     ("prefill --device cuda", "device cuda was asked for, but torch can use no GPU here"),
@@ -48,7 +49,7 @@ WRONG = [
     ("up --config contrary.yaml", "contrary.yaml: cpu and device cuda contradict each other"),
     ("serve --dtype fp4", "dtype 'fp4' is not one of auto, float32, bfloat16, float16"),
     ("decode --cpu --quantization fp8", "need a GPU; leave them out"),
-    ("up --decode-tensor-parallel 3", "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
+    ("up --decode-tensor-parallel-size 3", "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
     # models
     ("up --model missing", "model 'missing' does not exist; pass a folder"),
     ("prefill --model empty", "model folder empty holds no config.json"),
@@ -62,11 +63,17 @@ WRONG = [
     (f"up --model {'x' * 300}", "cannot be looked up"),
     ("up --model ~nobody-of-this-name/model", "cannot be looked up"),
     # adapters and templates
-    ("up --lora a=missing", "adapter missing has no adapter_config.json"),
-    ("decode --lora missing", "lora 'missing' must be name=path"),
-    ("prefill --lora a=adapter", "adapter adapter has rank 64 and max_lora_rank is 16; raise it to 64"),
-    ("up --lora tiny=adapter --max-lora-rank 64", "an adapter is named 'tiny', as the model itself is"),
-    ("up --lora a=adapter --lora a=adapter", "lora names a twice"),
+    ("up --enable-lora --lora-modules a=missing", "adapter missing has no adapter_config.json"),
+    ("decode --enable-lora --lora-modules missing", "lora_modules 'missing' must be name=path"),
+    (
+        "prefill --enable-lora --lora-modules a=adapter",
+        "adapter adapter has rank 64 and max_lora_rank is 16; raise it to 64",
+    ),
+    (
+        "up --enable-lora --lora-modules tiny=adapter --max-lora-rank 64",
+        "an adapter is named 'tiny', as the model itself is",
+    ),
+    ("up --enable-lora --lora-modules a=adapter --lora-modules a=adapter", "lora_modules names a twice"),
     ("up --chat-template missing.jinja", "the chat template missing.jinja cannot be read"),
     # the rest
     ("up --port 99999", "port must be between 0 and 65535, got 99999"),
@@ -101,7 +108,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "adapter/adapter_model.safetensors": weights,
         "notes.txt": b"",
         "part.gguf": b"GGUF",
-        "pool.yaml": b"cpu: true\nkv-cache-memory: 2TiB\n",
+        "pool.yaml": b"cpu: true\nkv-cache-memory-bytes: 2TiB\n",
         "contrary.yaml": b"cpu: true\ndevice: cuda\n",
     }
     for name, content in files.items():

@@ -1,4 +1,4 @@
-"""A script: an engine with `tensor_parallel` ranks runs a few requests and prints their tokens and log-probabilities.
+"""A script: an engine with several ranks runs a few requests and prints their tokens and log-probabilities.
 
 Takes EngineConfig as JSON on stdin and prints one JSON object. With --forever it prints "running" and goes on.
 """

@@ -53,14 +53,14 @@ def load(engine: StubEngine, config: NodeConfig, serving: Any, raw: bytes) -> An
 def test_loading_needs_the_operators_leave():
     serving = SimpleNamespace(model_name="m", adapters={"a": FACTS})
     with pytest.raises(NotFound, match="--allow-runtime-lora"):
-        load(StubEngine(), node(max_loras=2), serving, body(lora_name="a", lora_path="/x"))
+        load(StubEngine(), node(enable_lora=True, max_loras=2), serving, body(lora_name="a", lora_path="/x"))
     with pytest.raises(NotFound, match="--allow-runtime-lora"):
         unload_adapter(node(), StubEngine(), serving, body(lora_name="a"))  # type: ignore[arg-type]
     assert serving.adapters
 
 
 def test_what_is_loaded_and_unloaded_is_known_at_once():
-    serving, config = SimpleNamespace(model_name="m", adapters={}), node(allow_runtime_lora=True)
+    serving, config = SimpleNamespace(model_name="m", adapters={}), node(enable_lora=True, allow_runtime_lora=True)
     engine = StubEngine(AdapterLoaded("1", FACTS))
     load(engine, config, serving, body(lora_name="a", lora_path="/x", load_inplace=True))
     assert serving.adapters == {"a": FACTS}
@@ -87,7 +87,7 @@ def test_bad_bodies_and_missing_files(raw, kind, words):
     serving = SimpleNamespace(model_name="m", adapters={})
     engine = StubEngine(AdapterRefused("1", "no such thing", missing=True))
     with pytest.raises(kind, match=words):
-        load(engine, node(allow_runtime_lora=True), serving, raw)
+        load(engine, node(enable_lora=True, allow_runtime_lora=True), serving, raw)
     assert not serving.adapters
 
 
@@ -138,13 +138,15 @@ def test_the_root_of_a_prefix_is_of_salt_and_adapter():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"lora": ("a",)}, "name=path"),
-        ({"lora": ("=x",)}, "name=path"),
-        ({"lora": ('{"name": "a"}',)}, "JSON with name and path"),
-        ({"lora": ("a=x", "a=y")}, "names a twice"),
-        ({"lora": ("a=x", "b=y"), "max_loras": 1}, "2 adapters and max_loras is 1"),
+        ({"enable_lora": True, "lora_modules": ("a",)}, "name=path"),
+        ({"enable_lora": True, "lora_modules": ("=x",)}, "name=path"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "JSON with name and path"),
+        ({"enable_lora": True, "lora_modules": ("a=x", "a=y")}, "names a twice"),
+        ({"enable_lora": True, "lora_modules": ("a=x", "b=y"), "max_loras": 1}, "2 adapters and max_loras is 1"),
         ({"max_lora_rank": 1000}, "at most 512"),
-        ({"max_loras": -1}, "not be negative"),
+        ({"lora_modules": ("a=x",)}, "needs enable_lora"),
+        ({"allow_runtime_lora": True}, "needs enable_lora"),
+        ({"enable_lora": True, "max_loras": -1}, "not be negative"),
     ],
 )
 def test_settings_that_cannot_work(fields, words):
@@ -154,7 +156,12 @@ def test_settings_that_cannot_work(fields, words):
 
 def test_slots_by_what_is_asked_for():
     assert EngineConfig("m").adapter_slots == 0
-    assert EngineConfig("m", lora=("a=x", '{"name": "b", "path": "y"}')).adapter_slots == 2
-    assert EngineConfig("m", lora=('{"name": "b", "local_path": "y=z"}',)).adapters == [("b", "y=z")]
-    assert EngineConfig("m", allow_runtime_lora=True).adapter_slots == 1
-    assert EngineConfig("m", lora=("a=x",), max_loras=4, allow_runtime_lora=True).adapter_slots == 4
+    assert EngineConfig("m", enable_lora=True, lora_modules=("a=x", '{"name": "b", "path": "y"}')).adapter_slots == 2
+    assert EngineConfig("m", enable_lora=True, lora_modules=('{"name": "b", "local_path": "y=z"}',)).adapters == [
+        ("b", "y=z")
+    ]
+    assert EngineConfig("m", enable_lora=True, allow_runtime_lora=True).adapter_slots == 1
+    assert (
+        EngineConfig("m", enable_lora=True, lora_modules=("a=x",), max_loras=4, allow_runtime_lora=True).adapter_slots
+        == 4
+    )

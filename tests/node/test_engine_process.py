@@ -44,9 +44,9 @@ class _Engine(Engine):
         self.max_model_len = 99
         self.adapters = None
         self.model = SimpleNamespace(vocab_size=300, eos_token_ids=())  # type: ignore[assignment]
-        self.pool = SimpleNamespace(block_tokens=16)  # type: ignore[assignment]
+        self.pool = SimpleNamespace(block_size=16)  # type: ignore[assignment]
         self.scheduler = Scheduler(
-            BlockPool(33), block_tokens=16, max_batched_tokens=64, max_running=4, max_model_len=99, eos_token_ids=()
+            BlockPool(33), block_size=16, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=99, eos_token_ids=()
         )
 
 

@@ -71,7 +71,7 @@ class Watched:
         port = free_port()
         self.url, self.trigger, self.said = f"http://127.0.0.1:{port}", folder / "fault", list[str]()
         fault = Path(__file__).with_name("gpu_fault")
-        flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory", str(4 << 20), *more]
+        flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(4 << 20), *more]
         paths = [str(fault), str(repository), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "GPU_FAULT": str(self.trigger), "PYTHONPATH": os.pathsep.join(paths)}
         self.spec = ChildSpec(

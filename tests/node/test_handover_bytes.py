@@ -36,21 +36,21 @@ class Side:
             load_format="dummy",
             device=device,
             dtype="float32" if device == "cpu" else "bfloat16",
-            block_tokens=16,
+            block_size=16,
             threads=1,
-            kv_cache_memory=16 << 20,
+            kv_cache_memory_bytes=16 << 20,
             # Tokens must not depend on what is computed where, and other tests use the GPU at the same time.
             batch_invariant=True,
             gpu_memory_utilization=0.05,
-            max_running=8,
-            max_batched_tokens=128,
+            max_num_seqs=8,
+            max_num_batched_tokens=128,
         )
         self.engine = Engine(options)
         self.news = threading.Event()
         self.heard: list[object] = []
         pool, config = self.engine.pool, self.engine.model
         fingerprint = Fingerprint(
-            HANDOVER.newest, config.name, str(pool.dtype), pool.block_tokens, config.num_kv_heads, config.head_dim,
+            HANDOVER.newest, config.name, str(pool.dtype), pool.block_size, config.num_kv_heads, config.head_dim,
             config.num_layers, config.window, 1,
         )  # fmt: skip
         region = PoolRegion(pool.address, pool.num_blocks, pool.block_bytes, str(self.engine.device))
@@ -65,7 +65,7 @@ class Side:
         self.ticket = self.connector.offer(request.request_id, request.blocks, request.prompt_tokens, ready=0)
 
     def grow(self, request: Request, tokens: int) -> None:
-        self.connector.grow(request.request_id, tokens // self.engine.pool.block_tokens)
+        self.connector.grow(request.request_id, tokens // self.engine.pool.block_size)
 
     def next_event(self) -> object:
         deadline = time.monotonic() + 20

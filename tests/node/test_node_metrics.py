@@ -7,7 +7,7 @@ import os
 from prometheus_client.parser import text_string_to_metric_families
 
 from node.metrics import NodeMetrics
-from wire.config import EngineConfig, NodeConfig, Role
+from wire.config import EngineConfig, NodeConfig, Role, SpeculativeConfig
 from wire.engine_messages import STEP_TOKENS, EngineReady, EngineStats, Timing
 from wire.outputs import Finish, Load
 
@@ -15,7 +15,7 @@ INFO = EngineReady("e", "g", "tiny", 320, 1000, 16, 101, 64, [1], "", 0, 1.0)
 
 
 def metrics(stats: EngineStats | None = None, role: Role = Role.DECODE) -> NodeMetrics:
-    config = NodeConfig(EngineConfig("tiny", speculative_tokens=2), role)
+    config = NodeConfig(EngineConfig("tiny", speculative_config=SpeculativeConfig(2)), role)
     return NodeMetrics(lambda: stats or EngineStats(Load()), config, INFO, "tiny", os.getpid)
 
 

@@ -46,9 +46,14 @@ class Node:
 
     def __init__(self) -> None:
         self.bytes = torch.zeros(BLOCKS, 2, WORDS * 2, dtype=torch.uint8)
-        pool = SimpleNamespace(bytes=self.bytes, num_blocks=BLOCKS, block_bytes=WORDS * 4, block_tokens=16)
+        pool = SimpleNamespace(bytes=self.bytes, num_blocks=BLOCKS, block_bytes=WORDS * 4, block_size=16)
         self.scheduler = Scheduler(
-            BlockPool(BLOCKS), block_tokens=16, max_batched_tokens=64, max_running=4, max_model_len=99, eos_token_ids=()
+            BlockPool(BLOCKS),
+            block_size=16,
+            max_num_batched_tokens=64,
+            max_num_seqs=4,
+            max_model_len=99,
+            eos_token_ids=(),
         )
         self.connector, self.said = FakeConnector(), list[Any]()
         model = SimpleNamespace(num_kv_heads=2)

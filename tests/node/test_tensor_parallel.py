@@ -41,7 +41,7 @@ def start(
     variables: dict[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.Popen[str]:
-    defaults = {"device": "cpu", "kv_cache_memory": 4 << 20, "threads": 1}
+    defaults = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "threads": 1}
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -92,7 +92,7 @@ def with_adapters(tiny, repository, tmp_path_factory) -> tuple[dict[str, Any], d
     """An engine's config with two adapters, and what it gives without ranks."""
     folder = tmp_path_factory.mktemp("adapters")
     lora = [f"{name}={make_adapter(folder / name, tiny, seed=seed)}" for seed, name in enumerate(("one", "two"))]
-    config = {"model": str(tiny), "lora": lora}
+    config = {"model": str(tiny), "enable_lora": True, "lora_modules": lora}
     return config, result(start([sys.executable, str(SCRIPT)], config, repository))
 
 
@@ -101,14 +101,15 @@ def test_ranks_share_adapters(ranks, with_adapters, alone, repository):
     config, given = with_adapters
     assert given["logprobs"]["r0"] == pytest.approx(alone["logprobs"]["r0"], abs=1e-4)
     assert given["tokens"][2] != alone["tokens"][2]
-    shared = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel": ranks}, repository))
+    shared = result(start([sys.executable, str(SCRIPT)], config | {"tensor_parallel_size": ranks}, repository))
     assert equal(shared, given)
 
 
 def test_ranks_load_an_adapter_at_run_time(tiny, repository, tmp_path):
     path = make_adapter(tmp_path / "a", tiny, seed=3)
-    given = {"model": str(tiny), "lora": [f"x={path}", f"y={path}"]}
-    late = {"model": str(tiny), "allow_runtime_lora": True, "tensor_parallel": 2}
+    own = {"model": str(tiny), "enable_lora": True}
+    given = own | {"lora_modules": [f"x={path}", f"y={path}"]}
+    late = own | {"allow_runtime_lora": True, "tensor_parallel_size": 2}
     command = [sys.executable, str(SCRIPT)]
     alone, shared = start(command, given, repository), start([*command, "--load", str(path)], late, repository)
     assert equal(result(shared), result(alone))
@@ -120,33 +121,39 @@ def test_ranks_that_find_other_adapters_end_and_say_so(tiny, repository, tmp_pat
         make_adapter(tmp_path / host / "adapter", tiny, seed=seed)
     config = {
         "model": str(tiny),
-        "lora": ["a=adapter"],
-        "tensor_parallel": 2,
+        "enable_lora": True,
+        "lora_modules": ["a=adapter"],
+        "tensor_parallel_size": 2,
         "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}",
-        "tensor_parallel_local": 1,
+        "tensor_parallel_size_local": 1,
     }
     first = start([sys.executable, str(SCRIPT)], config, repository, folder=tmp_path / "one")
-    rank = [sys.executable, "-m", "kvrelay.cli", "rank", *flags(config | {"lora": config["lora"][0]})]
+    rank = [sys.executable, "-m", "kvrelay.cli", "rank", *flags(config | {"lora_modules": config["lora_modules"][0]})]
     second = start(rank, {}, repository, folder=tmp_path / "two")
     for child in (first, second):
         _, err = child.communicate(timeout=120)
         assert child.returncode != 0
         assert "the ranks differ" in err
-    assert "lora a=adapter is" in err
+    assert "lora_modules a=adapter is" in err
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_of_one_host_equal_one_alone(ranks, tiny, alone, repository):
-    config = {"model": str(tiny), "tensor_parallel": ranks}
+    config = {"model": str(tiny), "tensor_parallel_size": ranks}
     assert equal(result(start([sys.executable, str(SCRIPT)], config, repository)), alone)
 
 
 def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    config = {"model": str(tiny), "tensor_parallel": 2, "tensor_parallel_address": address, "tensor_parallel_local": 1}
-    first = start([sys.executable, str(SCRIPT)], config | {"block_tokens": 32}, repository)
+    config = {
+        "model": str(tiny),
+        "tensor_parallel_size": 2,
+        "tensor_parallel_address": address,
+        "tensor_parallel_size_local": 1,
+    }
+    first = start([sys.executable, str(SCRIPT)], config | {"block_size": 32}, repository)
     second = start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config)], {}, repository)
-    for child, words in ((first, "the ranks differ"), (second, "block_tokens is 0 here and 32 on rank 0")):
+    for child, words in ((first, "the ranks differ"), (second, "block_size is 0 here and 32 on rank 0")):
         _, err = child.communicate(timeout=60)
         assert child.returncode != 0
         assert words in err
@@ -155,7 +162,7 @@ def test_ranks_that_were_told_different_things_end_and_say_so(tiny, repository):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
+        ({"tensor_parallel_size": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
         ({"max_model_len": 1000}, "max_model_len 1000 is above the model's own limit of 512; lower it"),
         ({"tensor_parallel_address": "192.0.2.7:5000"}, "'192.0.2.7:5000' is not of this host, where rank 0 runs"),
         ({"tensor_parallel_address": "127.0.0.1:{taken}"}, "port {taken} is taken; choose another one"),
@@ -171,7 +178,7 @@ def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, t
             name: value.replace("{taken}", taken) if isinstance(value, str) else value
             for name, value in settings.items()
         }
-        config = EngineConfig(**{"model": str(tiny), "device": "cpu", "tensor_parallel": 2} | settings)
+        config = EngineConfig(**{"model": str(tiny), "device": "cpu", "tensor_parallel_size": 2} | settings)
         with pytest.raises(ConfigError, match=re.escape(words.replace("{taken}", taken))):
             rank_processes.join_as_rank_0(config)
 
@@ -188,7 +195,7 @@ def test_what_cannot_work_is_refused_before_ranks_are_started(settings, words, t
     ],
 )
 def test_what_cannot_work_is_one_sentence_on_the_command_line(command, words, tiny, repository):
-    more = [f"--model={tiny}", "--cpu", "--tensor-parallel=2", "--tensor-parallel-local=1"]
+    more = [f"--model={tiny}", "--cpu", "--tensor-parallel-size=2", "--tensor-parallel-size-local=1"]
     child = start([sys.executable, "-m", "kvrelay.cli", *command, *more], {}, repository)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 2
@@ -196,7 +203,7 @@ def test_what_cannot_work_is_one_sentence_on_the_command_line(command, words, ti
     assert words in line
 
 
-ON_GPU = {"device": "cuda", "kv_cache_memory": 64 << 20, "max_running": 8, "max_batched_tokens": 256}
+ON_GPU = {"device": "cuda", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
 ON_GPU |= {"gpu_memory_utilization": 0.1}
 COLD = 400.0  # seconds: every rank compiles every kernel
 
@@ -233,7 +240,7 @@ def test_ranks_on_gpus_equal_one_alone(ranks, tiny_for_gpus, alone_on_gpu, repos
 
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    config = {"model": str(tiny_for_gpus), "tensor_parallel": ranks} | ON_GPU
+    config = {"model": str(tiny_for_gpus), "tensor_parallel_size": ranks} | ON_GPU
     assert near(result(start([sys.executable, str(SCRIPT)], config, repository), COLD), alone_on_gpu)
 
 
@@ -244,12 +251,12 @@ def test_ranks_on_gpus_share_adapters(tiny_for_gpus, alone_on_gpu, repository, t
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     lora = [f"{name}={make_adapter(tmp_path / name, tiny_for_gpus, seed=at)}" for at, name in enumerate(("one", "two"))]
-    config = {"model": str(tiny_for_gpus), "lora": lora} | ON_GPU
+    config = {"model": str(tiny_for_gpus), "enable_lora": True, "lora_modules": lora} | ON_GPU
     command = [sys.executable, str(SCRIPT)]
     with_adapters = result(start(command, config, repository), COLD)
     # Of r2, whose prompt's 60 tokens are scored: its adapter is there, and the same on both.
     assert with_adapters["logprobs"]["r2"][:50] != pytest.approx(alone_on_gpu["logprobs"]["r2"][:50], abs=0.1)
-    shared = result(start(command, config | {"tensor_parallel": 2}, repository), COLD)
+    shared = result(start(command, config | {"tensor_parallel_size": 2}, repository), COLD)
     assert near(shared, with_adapters)
     assert shared["logprobs"]["r2"][:50] == pytest.approx(with_adapters["logprobs"]["r2"][:50], abs=0.1)
 
@@ -273,10 +280,10 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(ranks, tiny_for_gpus, al
 
     config: dict[str, Any] = {
         "model": str(tiny_for_gpus),
-        "tensor_parallel": ranks,
-        "tensor_parallel_local": 1,
+        "tensor_parallel_size": ranks,
+        "tensor_parallel_size_local": 1,
     } | ON_GPU
-    config |= {"tensor_parallel_local": 1, "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}"}
+    config |= {"tensor_parallel_size_local": 1, "tensor_parallel_address": f"127.0.0.1:{free_ports(1)[0]}"}
     first = start([sys.executable, str(SCRIPT)], config, repository, host(0))
     others = [
         start([sys.executable, "-m", "kvrelay.cli", "rank", *flags(config, rank)], {}, repository, host(rank))
@@ -289,7 +296,7 @@ def test_ranks_of_hosts_that_share_gpus_equal_one_alone(ranks, tiny_for_gpus, al
 
 
 def test_a_lost_rank_ends_the_engine(tiny, repository):
-    config = {"model": str(tiny), "tensor_parallel": 2}
+    config = {"model": str(tiny), "tensor_parallel_size": 2}
     child = start([sys.executable, str(SCRIPT), "--forever"], config, repository)
     assert child.stdout is not None
     assert child.stdout.readline() == "running\n"
@@ -301,8 +308,8 @@ def test_a_lost_rank_ends_the_engine(tiny, repository):
 
 def flags(config: dict[str, Any], first_rank: int = 1) -> list[str]:
     """`kvrelay rank` with what rank 0 was told."""
-    values = {"device": "cpu", "kv_cache_memory": 4 << 20, "threads": 1} | config
-    values |= {"tensor_parallel_local": 1, "first_rank": first_rank}
+    values = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "threads": 1} | config
+    values |= {"tensor_parallel_size_local": 1, "first_rank": first_rank}
     return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -326,12 +333,12 @@ def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):
             f"-n {name}b link set {name}1 up",
         ):
             subprocess.run(["ip", *words.split()], check=True, capture_output=True)
-        config = {"model": str(tiny), "tensor_parallel": 2, "tensor_parallel_address": "10.77.0.1:29517"}
+        config = {"model": str(tiny), "tensor_parallel_size": 2, "tensor_parallel_address": "10.77.0.1:29517"}
 
         def inside(which: str, *command: str) -> list[str]:
             return ["ip", "netns", "exec", f"{name}{which}", sys.executable, *command]
 
-        first = start(inside("a", str(SCRIPT)), config | {"tensor_parallel_local": 1}, repository)
+        first = start(inside("a", str(SCRIPT)), config | {"tensor_parallel_size_local": 1}, repository)
         second = start(inside("b", "-m", "kvrelay.cli", "rank", *flags(config)), {}, repository)
         assert equal(result(first), alone)
         second.communicate(timeout=20)

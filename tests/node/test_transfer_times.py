@@ -13,7 +13,7 @@ from node import transfer_times as measured
 from node.transfer_pair import Part, Took
 from wire.errors import TransferError
 
-OF = cast(measured.BlocksMoved, SimpleNamespace(devices=("cpu", "cpu"), block_bytes=1024, block_tokens=16))
+OF = cast(measured.BlocksMoved, SimpleNamespace(devices=("cpu", "cpu"), block_bytes=1024, block_size=16))
 
 
 class FakePair:

@@ -14,6 +14,7 @@ from tiny_models import make_tiny
 from paged_engine.adapter_slots import AdapterSlots
 from paged_engine.engine import Engine
 from paged_engine.request import Request
+from wire.config import SpeculativeConfig
 from wire.engine_messages import AdapterFacts, Submit
 from wire.errors import ConfigError
 from wire.sampling import SamplingParams
@@ -40,7 +41,7 @@ def two(base, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def with_two(base: Path, two: tuple[Path, Path], **options) -> Engine:
-    return make(base, lora=(f"one={two[0]}", f"two={two[1]}"), **options)
+    return make(base, enable_lora=True, lora_modules=(f"one={two[0]}", f"two={two[1]}"), **options)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -69,7 +70,10 @@ def test_an_adapter_answers_as_the_merged_model_does(architecture, tmp_path):
     make_tiny(architecture, base)
     targets = {"targets": SPELLED[architecture]} if architecture in SPELLED else {}
     adapter = make_adapter(tmp_path / "adapter", base, seed=3, rank=5, alpha=10, **targets)
-    ours, theirs = make(base, lora=(f"a={adapter}",)), make(merged(tmp_path / "merged", base, adapter, 2.0))
+    ours, theirs = (
+        make(base, enable_lora=True, lora_modules=(f"a={adapter}",)),
+        make(merged(tmp_path / "merged", base, adapter, 2.0)),
+    )
     for length in (1, 17, 90):
         tokens = prompt(length, seed=length)
         mine, wanted = ask(ours, "a", tokens, "a"), ask(theirs, "m", tokens)
@@ -85,7 +89,10 @@ def test_scales_and_ranks_by_pattern_are_those_of_peft(base, tmp_path):
     adapter = make_adapter(
         tmp_path / "a", base, seed=4, rank=4, alpha=6, targets=("q_proj",), use_rslora=True, alpha_pattern={"q_proj": 8}
     )
-    ours, theirs = make(base, lora=(f"a={adapter}",)), make(merged(tmp_path / "m", base, adapter, 8 / 2))
+    ours, theirs = (
+        make(base, enable_lora=True, lora_modules=(f"a={adapter}",)),
+        make(merged(tmp_path / "m", base, adapter, 8 / 2)),
+    )
     mine, wanted = ask(ours, "a", prompt(40), "a"), ask(theirs, "m", prompt(40))
     drain(ours)
     drain(theirs)
@@ -97,7 +104,7 @@ def test_a_mixed_batch_gives_each_request_the_bits_that_it_has_alone(base, two):
     names = ("", "one", "two", "one", "", "two")
 
     def answers(alone: bool) -> list[tuple[list[int], list[float]]]:
-        engine, found = with_two(base, two, prefix_cache=False), []
+        engine, found = with_two(base, two, enable_prefix_caching=False), []
         for i, (tokens, name) in enumerate(zip(prompts, names, strict=True)):
             found.append(ask(engine, f"r{i}", tokens, name, temperature=0.8 * (i % 2)))
             if alone:
@@ -107,7 +114,7 @@ def test_a_mixed_batch_gives_each_request_the_bits_that_it_has_alone(base, two):
 
     together = answers(alone=False)
     assert together == answers(alone=True)
-    base_alone = make(base, lora=(), max_loras=1)
+    base_alone = make(base, enable_lora=True, max_loras=1)
     plain = ask(base_alone, "r", prompts[0])
     drain(base_alone)
     assert answer(plain) == together[0]
@@ -117,7 +124,7 @@ def test_proposed_and_scored_rows_take_the_adapter_of_their_request(base, two):
     tokens, names = prompt(5) * 9, ("", "one", "two")
 
     def answers(alone: bool, **options) -> list[tuple[tuple[list[int], list[float]], list[float]]]:
-        engine, found = with_two(base, two, max_batched_tokens=64, **options), []
+        engine, found = with_two(base, two, max_num_batched_tokens=64, **options), []
         for name in names:
             found.append(ask(engine, f"r{name}", tokens, name, max_tokens=60, prompt_logprobs=0))
             if alone:
@@ -127,7 +134,7 @@ def test_proposed_and_scored_rows_take_the_adapter_of_their_request(base, two):
         return [(answer(req), [each.logprob for each in req.prompt_logprobs]) for req in found]
 
     told = answers(alone=True)
-    assert answers(alone=False, speculative_tokens=4, ngram_min=1) == told
+    assert answers(alone=False, speculative_config=SpeculativeConfig(4, prompt_lookup_min=1)) == told
     assert len({tuple(scores) for _, scores in told}) == 3
 
 
@@ -148,7 +155,7 @@ def test_no_kv_is_shared_between_adapters(base, two, tmp_path):
     drain(engine)
     assert req.cached_tokens == 0
     # The same name with other content is another adapter.
-    other = make(base, lora=(f"one={two[1]}",))
+    other = make(base, enable_lora=True, lora_modules=(f"one={two[1]}",))
     assert other.adapters is not None
     assert other.adapters.named("one").identity != identity
 
@@ -162,7 +169,7 @@ def load(engine: Engine, name: str, path: Path, *, in_place: bool = False) -> Ad
 
 
 def test_loaded_and_unloaded_while_requests_run(base, two):
-    engine = make(base, max_loras=1, allow_runtime_lora=True)
+    engine = make(base, max_loras=1, enable_lora=True, allow_runtime_lora=True)
     adapters, live = engine.adapters, engine.scheduler.live
     assert adapters is not None
     plain = ask(engine, "plain", prompt(40), max_tokens=60)
@@ -195,7 +202,7 @@ def test_loaded_and_unloaded_while_requests_run(base, two):
 
 
 def test_a_broken_adapter_gives_its_slot_back(base, two, tmp_path):
-    engine = make(base, allow_runtime_lora=True)
+    engine = make(base, enable_lora=True, allow_runtime_lora=True)
     with pytest.raises(ConfigError, match="adapter_config"):
         load(engine, "x", tmp_path / "nothing")
     assert load(engine, "x", two[0]).rank == 4

@@ -56,7 +56,7 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 def test_logits_of_all_positions_equal_transformers_in_any_chunks(tiny) -> None:
     folder, model = tiny
-    engine = make(folder, max_batched_tokens=256)
+    engine = make(folder, max_num_batched_tokens=256)
     tokens = prompt(150)
     theirs = logits_of(model, tokens)
     req = Request.of(Submit("r", tokens, SamplingParams(1, seed=0)), 0.0)
@@ -71,7 +71,7 @@ def test_logits_of_all_positions_equal_transformers_in_any_chunks(tiny) -> None:
 
 def test_greedy_text_equals_transformers_through_chunks_and_batches(tiny) -> None:
     folder, model = tiny
-    engine = make(folder, max_batched_tokens=40)
+    engine = make(folder, max_num_batched_tokens=40)
     prompts = [prompt(length, seed=length) for length in (1, 16, 17, 70, 129)]
     requests = [submit(engine, f"r{i}", tokens, max_tokens=12) for i, tokens in enumerate(prompts)]
     drain(engine)
@@ -95,7 +95,7 @@ def test_tokens_do_not_depend_on_batch_chunks_or_cache(tiny) -> None:
 
     reference = run(alone=True)
     assert run(alone=False) == reference
-    assert run(alone=False, max_batched_tokens=19, prefix_cache=False) == reference
+    assert run(alone=False, max_num_batched_tokens=19, enable_prefix_caching=False) == reference
 
 
 # --- what config.json says

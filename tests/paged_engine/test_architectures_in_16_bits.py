@@ -100,14 +100,14 @@ def test_log_probabilities_are_those_of_fp32(
             device=device,
             dtype=dtype,
             threads=1,
-            kv_cache_memory=32 << 20,
+            kv_cache_memory_bytes=32 << 20,
             gpu_memory_utilization=0.05,
             **options,
         )
         return Engine(config)
 
     try:
-        engine = make(device, dtype, max_batched_tokens=96, max_running=8)
+        engine = make(device, dtype, max_num_batched_tokens=96, max_num_seqs=8)
     except ConfigError as error:
         if device == "cpu" and "matrix library" in str(error):
             pytest.skip(str(error))
@@ -119,7 +119,7 @@ def test_log_probabilities_are_those_of_fp32(
     while engine.has_work:
         engine.step()
 
-    exact = make("cpu", "float32", max_batched_tokens=256)
+    exact = make("cpu", "float32", max_num_batched_tokens=256)
     errors, gaps = [], []
     for request in requests:
         twin = Request.of(Submit("twin", request.token_ids[:-1], params), 0.0)

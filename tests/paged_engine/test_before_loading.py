@@ -37,11 +37,14 @@ def seen(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "message"),
     [
         ({"max_model_len": 131_073}, "max_model_len 131073 is above the model's own limit of 131072; lower it"),
-        ({"tensor_parallel": 3}, "32 query heads cannot be shared by 3 ranks; choose a divisor of 32"),
-        ({"tensor_parallel": 8}, "8 ranks here need 8 GPUs, and this host shows 4; lower tensor_parallel, or"),
+        ({"tensor_parallel_size": 3}, "32 query heads cannot be shared by 3 ranks; choose a divisor of 32"),
+        (
+            {"tensor_parallel_size": 8},
+            "8 ranks here need 8 GPUs, and this host shows 4; lower tensor_parallel_size, or",
+        ),
         ({"dtype": "float32"}, "dtype float32 is not served on a GPU; use bfloat16"),
-        ({"kv_cache_memory": 1 << 20}, "a KV pool of 1048576 bytes holds 0 blocks of 8388608 bytes"),
-        ({"kv_cache_memory": 1 << 26, "max_model_len": 4096}, "Lower max_model_len to at most 448"),
+        ({"kv_cache_memory_bytes": 1 << 20}, "a KV pool of 1048576 bytes holds 0 blocks of 8388608 bytes"),
+        ({"kv_cache_memory_bytes": 1 << 26, "max_model_len": 4096}, "Lower max_model_len to at most 448"),
         ({"device": "cpu", "kv_cache_dtype": "auto", "max_model_len": 10_000}, "Lower max_model_len to at most 4080"),
         ({"load_format": "auto"}, "holds no weights; pass its folder"),
     ],
@@ -58,9 +61,9 @@ def test_settings_that_do_not_fit_are_refused_by_name(
     "settings",
     [
         {"max_model_len": 131_072},
-        {"tensor_parallel": 4},
-        {"tensor_parallel": 16, "tensor_parallel_local": 4, "tensor_parallel_address": "10.0.0.1:5000"},
-        {"kv_cache_memory": 1 << 26, "max_model_len": 448, "kv_cache_dtype": "fp8"},
+        {"tensor_parallel_size": 4},
+        {"tensor_parallel_size": 16, "tensor_parallel_size_local": 4, "tensor_parallel_address": "10.0.0.1:5000"},
+        {"kv_cache_memory_bytes": 1 << 26, "max_model_len": 448, "kv_cache_dtype": "fp8"},
         {"device": "cpu", "max_model_len": 4080},
     ],
 )
@@ -75,7 +78,9 @@ def test_kv_heads_must_divide_the_ranks_or_be_divided(tmp_path: Path, llama: str
     values = json.loads(Path(llama).read_text()) | {"num_attention_heads": 24, "num_key_value_heads": 6}
     (tmp_path / "odd.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="6 KV heads cannot be shared by 4 ranks; choose a divisor or a multiple"):
-        check_engine(EngineConfig(str(tmp_path / "odd.json"), load_format="dummy", device="cpu", tensor_parallel=4))
+        check_engine(
+            EngineConfig(str(tmp_path / "odd.json"), load_format="dummy", device="cpu", tensor_parallel_size=4)
+        )
 
 
 def test_the_device_is_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,14 +30,14 @@ GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 ON_GPU = {
     "device": "cuda",
     "dtype": "bfloat16",
-    "max_running": 8,
+    "max_num_seqs": 8,
     "gpu_memory_utilization": 0.05,
-    "kv_cache_memory": 64 << 20,
+    "kv_cache_memory_bytes": 64 << 20,
 }
 
 
 def make(folder: Path, **options) -> Engine:
-    defaults = {"device": "cpu", "kv_cache_memory": 8 << 20, "threads": 1}
+    defaults = {"device": "cpu", "kv_cache_memory_bytes": 8 << 20, "threads": 1}
     return Engine(EngineConfig(model=str(folder), **(defaults | options)))
 
 
@@ -71,7 +71,7 @@ def output(req: Request) -> list[int]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_equal_transformers(architecture, tiny):
     folder, model = tiny[architecture]
-    engine = make(folder, max_batched_tokens=256)
+    engine = make(folder, max_num_batched_tokens=256)
     tokens = prompt(150)
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0]
@@ -86,7 +86,7 @@ def test_logits_equal_transformers(architecture, tiny):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_text_equals_transformers_through_chunks_and_batches(architecture, tiny):
     folder, model = tiny[architecture]
-    engine = make(folder, max_batched_tokens=40)
+    engine = make(folder, max_num_batched_tokens=40)
     prompts = [prompt(length, seed=length) for length in (1, 15, 16, 17, 70, 129)]
     requests = [submit(engine, f"r{i}", tokens) for i, tokens in enumerate(prompts)]
     drain(engine)
@@ -130,7 +130,7 @@ def answers(folder: Path, *, alone: bool, **options) -> list[tuple[list[int], li
 
 def pool_of_14_blocks(vector_bytes: int) -> dict[str, int]:
     """Of 16 tokens of a tiny model, whose heads have keys and values of so many bytes; and a context that fits."""
-    return {"kv_cache_memory": 14 * 16 * 3 * 2 * 2 * vector_bytes, "block_tokens": 16, "max_model_len": 160}
+    return {"kv_cache_memory_bytes": 14 * 16 * 3 * 2 * 2 * vector_bytes, "block_size": 16, "max_model_len": 160}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -139,7 +139,7 @@ def test_tokens_do_not_depend_on_batch_chunks_cache_or_preemption(architecture, 
     folder, _ = tiny[architecture]
     reference = answers(folder, alone=True)
     assert answers(folder, alone=False) == reference
-    assert answers(folder, alone=False, max_batched_tokens=19, prefix_cache=False) == reference
+    assert answers(folder, alone=False, max_num_batched_tokens=19, enable_prefix_caching=False) == reference
     assert answers(folder, alone=False, **pool_of_14_blocks(16 * 4)) == reference
 
 
@@ -218,7 +218,7 @@ def test_forks_answer_as_requests_of_their_own(device, tmp_path):
     """Prompts that fill no block, two blocks, and some blocks and a part of one."""
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
     options = ON_GPU | {"batch_invariant": True} if device == "cuda" else {}
-    options |= {"prefix_cache": False, "max_batched_tokens": 40}
+    options |= {"enable_prefix_caching": False, "max_num_batched_tokens": 40}
 
     def drawn(forks: bool) -> tuple[list[list[int]], int, int]:
         engine = make(tmp_path, **options)
@@ -229,12 +229,12 @@ def test_forks_answer_as_requests_of_their_own(device, tmp_path):
                 params = SAMPLED | {"choice": choice, **fork}
                 requests.append(submit(engine, f"{length}.{choice}", prompt(length), **params))
         drain(engine)
-        return [output(req) for req in requests], engine.scheduler.forked_blocks, engine.pool.block_tokens
+        return [output(req) for req in requests], engine.scheduler.forked_blocks, engine.pool.block_size
 
     alone, none, _ = drawn(forks=False)
-    forked, blocks, block_tokens = drawn(forks=True)
+    forked, blocks, block_size = drawn(forks=True)
     assert forked == alone
-    assert (none, blocks) == (0, 2 * sum((length - 1) // block_tokens for length in (5, 32, 71)))
+    assert (none, blocks) == (0, 2 * sum((length - 1) // block_size for length in (5, 32, 71)))
     assert len({tuple(tokens) for tokens in alone}) == 9
 
 
@@ -243,7 +243,7 @@ def test_forks_answer_as_requests_of_their_own(device, tmp_path):
 def test_a_gpu_in_bfloat16_answers_as_transformers_in_fp32_but_for_near_ties(architecture, tmp_path):
     """Every token of the answers is put to transformers behind the tokens before it."""
     model = make_tiny(architecture, tmp_path, **GPU_SIZES)
-    engine = make(tmp_path, **ON_GPU, max_batched_tokens=40)
+    engine = make(tmp_path, **ON_GPU, max_num_batched_tokens=40)
     prompts = [prompt(length, seed=length) for length in (1, 16, 70, 129)]
     greedy = [submit(engine, f"r{i}", tokens, logprobs=0) for i, tokens in enumerate(prompts)]
     sampled = submit(engine, "sampled", prompts[1], logprobs=0, **SAMPLED)
@@ -265,9 +265,9 @@ def test_a_gpu_in_bfloat16_answers_as_transformers_in_fp32_but_for_near_ties(arc
 def test_a_batch_invariant_gpu_keeps_its_tokens_in_any_batch(tmp_path):
     """As on the CPU: alone, in a crowd, in small chunks, from the prefix cache, in a pool that is too small."""
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
-    options = ON_GPU | {"batch_invariant": True, "max_batched_tokens": 512}
+    options = ON_GPU | {"batch_invariant": True, "max_num_batched_tokens": 512}
     reference = answers(tmp_path, alone=True, **options)
-    for changed in ({}, {"max_batched_tokens": 19, "prefix_cache": False}, pool_of_14_blocks(64 * 2)):
+    for changed in ({}, {"max_num_batched_tokens": 19, "enable_prefix_caching": False}, pool_of_14_blocks(64 * 2)):
         ours = answers(tmp_path, alone=False, **options | changed)
         assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in reference]
         for (_, given), (_, expected) in zip(ours, reference, strict=True):
@@ -278,8 +278,8 @@ def test_a_batch_invariant_gpu_keeps_its_tokens_in_any_batch(tmp_path):
     ("options", "words"),
     [
         ({"max_model_len": 1000}, "above the model's own limit of 512"),
-        ({"kv_cache_memory": 100_000, "max_model_len": 500}, "[Ll]ower max_model_len to at most"),
-        ({"kv_cache_memory": 1000}, "needs at least"),
+        ({"kv_cache_memory_bytes": 100_000, "max_model_len": 500}, "[Ll]ower max_model_len to at most"),
+        ({"kv_cache_memory_bytes": 1000}, "needs at least"),
         ({"device": "cuda"}, "sees no GPU"),
     ],
 )

@@ -23,8 +23,8 @@ BLOCK, EOS = 16, 1
 
 
 def make(blocks: int = 64, **options) -> Scheduler:
-    defaults = {"max_batched_tokens": 64, "max_running": 8, "max_model_len": 10_000}
-    return Scheduler(BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
+    defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 10_000}
+    return Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
 
 
 def next_token(tokens: list[int]) -> int:
@@ -176,8 +176,8 @@ def test_random_failures_never_let_a_step_attend_to_kv_that_is_not_its_own(seed:
     memory = Memory()
     scheduler = make(
         blocks=rng.choice([14, 24, 60]),
-        max_batched_tokens=rng.choice([8, 33, 64]),
-        max_running=rng.choice([2, 5]),
+        max_num_batched_tokens=rng.choice([8, 33, 64]),
+        max_num_seqs=rng.choice([2, 5]),
         prefix_cache=prefix_cache,
     )
     prefix = [rng.randrange(2, 90) for _ in range(64)]

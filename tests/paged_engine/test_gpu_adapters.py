@@ -86,9 +86,9 @@ GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 ON_GPU = {
     "device": "cuda",
     "dtype": "bfloat16",
-    "max_running": 8,
+    "max_num_seqs": 8,
     "gpu_memory_utilization": 0.05,
-    "kv_cache_memory": 64 << 20,
+    "kv_cache_memory_bytes": 64 << 20,
 }
 PROMPTS = [[3 + (i * i + 7 * seed) % 250 for i in range(length)] for seed, length in enumerate((5, 70, 130, 1, 33))]
 NAMES = ("", "one", "two", "one", "")
@@ -130,12 +130,14 @@ def answers(
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}], ids=str)
 def test_a_gpu_answers_as_merged_weights_do_but_for_rounding(files, tmp_path, options):
     base, one, two = files
-    adapted = engine(base, lora=(f"one={one}", f"two={two}"), prefix_cache=False, **options)
+    adapted = engine(
+        base, enable_lora=True, lora_modules=(f"one={one}", f"two={two}"), enable_prefix_caching=False, **options
+    )
     mixed = answers(adapted, [0, 1, 2, 3, 4])
-    plain = engine(base, prefix_cache=False, **options)
+    plain = engine(base, enable_prefix_caching=False, **options)
     assert answers(plain, [0])[0] == answers(adapted, [0])[0]  # a step without adapters: bit for bit
     for name, path, scale in (("one", one, 1.0), ("two", two, 0.5)):
-        reference = engine(merged(tmp_path / name, base, path, scale), prefix_cache=False, **options)
+        reference = engine(merged(tmp_path / name, base, path, scale), enable_prefix_caching=False, **options)
         for index in [i for i, each in enumerate(NAMES) if each == name]:
             wanted = answers(reference, [index], ("",) * 5)[index]
             assert mixed[index][1][:1] == pytest.approx(wanted[1][:1], abs=0.3 if options else 0.1)
@@ -145,7 +147,13 @@ def test_a_gpu_answers_as_merged_weights_do_but_for_rounding(files, tmp_path, op
 @pytest.mark.gpu
 def test_a_batch_invariant_gpu_keeps_adapters_apart(files):
     base, one, two = files
-    adapted = engine(base, lora=(f"one={one}", f"two={two}"), prefix_cache=False, batch_invariant=True)
+    adapted = engine(
+        base,
+        enable_lora=True,
+        lora_modules=(f"one={one}", f"two={two}"),
+        enable_prefix_caching=False,
+        batch_invariant=True,
+    )
     together = answers(adapted, [0, 1, 2, 3, 4])
     for index in range(5):
         assert answers(adapted, [index])[index] == together[index]
@@ -154,7 +162,7 @@ def test_a_batch_invariant_gpu_keeps_adapters_apart(files):
 @pytest.mark.gpu
 def test_a_gpu_loads_an_adapter_at_run_time(files):
     base, one, two = files
-    adapted = engine(base, allow_runtime_lora=True, prefix_cache=False)
+    adapted = engine(base, enable_lora=True, allow_runtime_lora=True, enable_prefix_caching=False)
     assert adapted.adapters is not None
     for path in (one, two):
         read = threading.Event()
@@ -162,5 +170,12 @@ def test_a_gpu_loads_an_adapter_at_run_time(files):
         assert read.wait(60)
         adapted.adapters.finish(reading)
         got = answers(adapted, [1], ("x",) * 5)[1]
-        assert got == answers(engine(base, lora=(f"x={path}",), prefix_cache=False), [1], ("x",) * 5)[1]
+        assert (
+            got
+            == answers(
+                engine(base, enable_lora=True, lora_modules=(f"x={path}",), enable_prefix_caching=False),
+                [1],
+                ("x",) * 5,
+            )[1]
+        )
         adapted.adapters.remove_unused(adapted.scheduler.live)

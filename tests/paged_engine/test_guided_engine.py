@@ -16,6 +16,7 @@ from tiny_models import make_tiny
 from paged_engine.engine import Engine
 from paged_engine.grammar import Grammars, _refused
 from paged_engine.request import Request
+from wire.config import SpeculativeConfig
 from wire.engine_messages import Submit
 from wire.errors import RequestError
 from wire.outputs import Finish
@@ -256,7 +257,7 @@ def test_a_preempted_answer_is_the_same(folder, grammars):
         assert bool(engine.scheduler.preemptions) == bool(options)
         return [output(request) for request in requests]
 
-    assert answers() == answers(max_model_len=128, kv_cache_memory=1 << 17)
+    assert answers() == answers(max_model_len=128, kv_cache_memory_bytes=1 << 17)
 
 
 def test_a_forked_guide_goes_its_own_way(engine, grammars):
@@ -285,7 +286,7 @@ def test_beside_rows_of_proposals_guided_ones_have_one_row_each(folder, grammars
         assert bool(engine.scheduler.speculation.draft_tokens) == bool(options)
         return [output(request) for request in requests]
 
-    assert answers(speculative_tokens=3) == answers()
+    assert answers(speculative_config=SpeculativeConfig(3)) == answers()
 
 
 def test_choices_that_share_a_prompt_have_guides_of_their_own(engine, grammars):

@@ -173,7 +173,7 @@ def test_a_token_is_sent_from_the_argument_or_from_the_environment(
     assert "no folder 'org/private' here and no such model on the Hub; if it is private, give a token" in refused(
         "org/private"
     )
-    assert resolve("org/private", hub_token="secret").exists()
+    assert resolve("org/private", hf_token="secret").exists()
     shutil.rmtree(huggingface_hub.constants.HF_HUB_CACHE)
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert resolve("org/private").exists()
@@ -337,9 +337,9 @@ def test_errors_of_the_hub_are_told_in_one_sentence(hub: FakeHub, tiny: dict[str
     assert "no folder 'org/missing' here and no such model on the Hub" in refused("org/missing")
     gated = refused("org/gated")
     assert "org/gated is gated; accept its terms on https://huggingface.co/org/gated" in gated
-    assert "--hub-token or in HF_TOKEN" in gated
-    assert resolve("org/gated", hub_token="secret").exists()
-    assert "does not accept the token" in refused("org/tiny", hub_token="broken-token")
+    assert "--hf-token or in HF_TOKEN" in gated
+    assert resolve("org/gated", hf_token="secret").exists()
+    assert "does not accept the token" in refused("org/tiny", hf_token="broken-token")
     assert "neither a path that exists nor a Hub id" in refused("org/a--b")
     hub.broken = 500
     assert "the Hub cannot be reached" in refused("org/tiny")
@@ -380,9 +380,9 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
     ("settings", "message"),
     [
         ({"max_model_len": 1000}, "max_model_len 1000 is above the model's own limit of 512; lower it"),
-        ({"tensor_parallel": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
-        ({"kv_cache_memory": 100_000, "max_model_len": 500}, "max_model_len 500 does not fit: the KV pool of"),
-        ({"kv_cache_memory": 1000}, "a KV pool of 1000 bytes holds 0 blocks"),
+        ({"tensor_parallel_size": 3}, "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
+        ({"kv_cache_memory_bytes": 100_000, "max_model_len": 500}, "max_model_len 500 does not fit: the KV pool of"),
+        ({"kv_cache_memory_bytes": 1000}, "a KV pool of 1000 bytes holds 0 blocks"),
         ({"quantization": "fp8"}, "quantization fp8 need a GPU; leave them out on a CPU"),
         ({"device": "cuda"}, "device cuda was asked for, but torch sees no GPU"),
         ({"load_format": "gguf"}, "load_format gguf does not fit org/tiny, which holds no GGUF file; leave"),

@@ -11,6 +11,7 @@ from tiny_models import make_tiny
 
 from paged_engine import prompt_scores, runner
 from paged_engine.request import Request
+from wire.config import SpeculativeConfig
 from wire.outputs import TokenLogprobs
 
 ARCHITECTURES = ["LlamaForCausalLM", "Gemma2ForCausalLM"]  # one with a soft cap of its logits
@@ -44,14 +45,14 @@ def test_equal_those_of_transformers(length, tiny, monkeypatch):
     monkeypatch.setattr(prompt_scores, "_SLICE_ROWS", 3)
     tokens = prompt(length, seed=length)
     for budget in (256, 40):
-        engine = make(folder, max_batched_tokens=budget)
+        engine = make(folder, max_num_batched_tokens=budget)
         req = submit(engine, "r", tokens, prompt_logprobs=4, max_tokens=3)
         drain(engine)
         check(req.prompt_logprobs, model, tokens, 4)
 
 
 def scores(folder: Path, *, alone: bool, **options) -> list[tuple[list[int], list[TokenLogprobs]]]:
-    engine = make(folder, max_batched_tokens=33, **options)
+    engine = make(folder, max_num_batched_tokens=33, **options)
     requests: list[Request] = []
     for round_ in range(2):  # the second round would find its prefixes cached
         for i, length in enumerate((40, 90, 128, 33)):
@@ -71,9 +72,9 @@ def test_do_not_depend_on_batch_cache_or_preemption(tiny):
     folder, _ = tiny
     reference = scores(folder, alone=True)
     assert scores(folder, alone=False) == reference
-    few_blocks = {"kv_cache_memory": 14 * 16 * 3 * 2 * 2 * 64, "block_tokens": 16, "max_model_len": 180}
+    few_blocks = {"kv_cache_memory_bytes": 14 * 16 * 3 * 2 * 2 * 64, "block_size": 16, "max_model_len": 180}
     assert scores(folder, alone=False, **few_blocks) == reference
-    assert scores(folder, alone=False, speculative_tokens=3, ngram_min=1) == reference
+    assert scores(folder, alone=False, speculative_config=SpeculativeConfig(3, prompt_lookup_min=1)) == reference
 
 
 def test_others_find_the_blocks_of_a_prompt_that_was_scored(tiny):
@@ -92,7 +93,7 @@ def test_others_find_the_blocks_of_a_prompt_that_was_scored(tiny):
 def test_a_gpu_in_bfloat16_is_close(architecture, tmp_path):
     """More rows than a step samples, in chunks, beside decodes."""
     model = make_tiny(architecture, tmp_path, **GPU_SIZES)
-    engine = make(tmp_path, **ON_GPU, max_batched_tokens=60)
+    engine = make(tmp_path, **ON_GPU, max_num_batched_tokens=60)
     plain = submit(engine, "plain", prompt(9), max_tokens=30)
     requests = [submit(engine, f"r{n}", prompt(n, seed=n), prompt_logprobs=n % 5) for n in (2, 33, 150)]
     drain(engine)

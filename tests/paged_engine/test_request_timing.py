@@ -133,7 +133,7 @@ class Later:
 def behind(folder: Path, launch_s: float) -> tuple[Engine, Device, Request, Request]:
     """An engine whose steps take 0.1 s, with one request, and another that is not there yet."""
     make_tiny("Qwen3ForCausalLM", folder)
-    engine = Engine(EngineConfig(str(folder), device="cpu", prefix_cache=False))
+    engine = Engine(EngineConfig(str(folder), device="cpu", enable_prefix_caching=False))
     device = Device(engine, launch_s, 0.1)
     first, second = (
         Request.of(Submit(name, PROMPT, SamplingParams(1, seed=0, ignore_eos=True)), 0.0) for name in ("a", "b")

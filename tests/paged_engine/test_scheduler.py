@@ -22,8 +22,8 @@ def next_token(tokens: list[int]) -> int:
 
 
 def make(blocks: int = 64, **options) -> Scheduler:
-    defaults = {"max_batched_tokens": 64, "max_running": 8, "max_model_len": 10_000}
-    return Scheduler(BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
+    defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 10_000}
+    return Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **(defaults | options))
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 5, choice: int = 0, **submit) -> Request:
@@ -101,7 +101,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token():
 
 def test_after_a_reset_nothing_from_before_is_found():
     """Also not what a request that ran then computes later: it is computed from KV of before."""
-    scheduler = make(max_batched_tokens=32)
+    scheduler = make(max_num_batched_tokens=32)
     prompt = list(range(100, 200))
     scheduler.add(request("ended", prompt[:32], max_tokens=1, hold=True))
     drain(scheduler)
@@ -240,7 +240,7 @@ def test_the_first_token_may_come_with_the_kv():
 
 
 def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
-    scheduler = make(max_batched_tokens=BLOCK)
+    scheduler = make(max_num_batched_tokens=BLOCK)
     req = request("r", list(range(40)), max_tokens=1, hold=True)
     scheduler.add(req)
     plan = scheduler.schedule(0.0)
@@ -261,7 +261,7 @@ def test_a_request_that_holds_is_offered_once_with_all_blocks_of_its_prompt():
 
 def test_an_offered_request_is_not_preempted():
     """Somebody may be reading its blocks."""
-    scheduler = make(blocks=6, max_batched_tokens=BLOCK)
+    scheduler = make(blocks=6, max_num_batched_tokens=BLOCK)
     older = request("older", [3] * (2 * BLOCK - 1), max_tokens=40)
     younger = request("younger", [6] * (3 * BLOCK), max_tokens=1, hold=True)
     younger.arrival_s = 1.0
@@ -373,7 +373,7 @@ def test_the_blocks_of_a_probe_that_failed_stay_quarantined_until_settled():
 
 
 def test_forks_wait_for_the_prompt_and_share_its_blocks():
-    scheduler = make(max_batched_tokens=32, prefix_cache=False)
+    scheduler = make(max_num_batched_tokens=32, prefix_cache=False)
     prompt = list(range(40))
     parent = request("r", prompt)
     forks = [request(f"r.{i}", prompt, choice=i, fork_of="r") for i in (1, 2)]
@@ -414,7 +414,7 @@ def test_others_pass_a_fork_that_waits():
 
 @pytest.mark.parametrize("how", ["aborted", "unknown", "ended"])
 def test_a_fork_without_its_parent_starts_by_itself(how):
-    scheduler = make(max_running=1)
+    scheduler = make(max_num_seqs=1)
     prompt = list(range(40))
     fork = request("r.1", prompt, choice=1, fork_of="r")
     if how != "unknown":
@@ -429,7 +429,7 @@ def test_a_fork_without_its_parent_starts_by_itself(how):
 
 
 def test_a_fork_of_a_preempted_parent_waits_for_it_again():
-    scheduler = make(blocks=9, max_batched_tokens=16)
+    scheduler = make(blocks=9, max_num_batched_tokens=16)
     older = request("older", [3] * 60, max_tokens=40)
     scheduler.add(older)
     for _ in range(5):
@@ -456,7 +456,7 @@ def test_what_stops_at_its_first_token_is_held_for_other_choices_if_there_are_an
 
 
 def test_a_lower_priority_number_is_admitted_first_and_preempted_last():
-    scheduler = make(blocks=9, max_running=2)
+    scheduler = make(blocks=9, max_num_seqs=2)
     first = request("first", [3] * 60, max_tokens=60, priority=1)
     scheduler.add(first)
     step(scheduler)
@@ -473,13 +473,13 @@ def test_a_lower_priority_number_is_admitted_first_and_preempted_last():
 
 
 def test_load_counts_what_waits_and_runs():
-    scheduler = make(max_running=1)
+    scheduler = make(max_num_seqs=1)
     scheduler.add(request("a", [3] * 100))
     scheduler.add(request("b", [4] * 70))
     step(scheduler)
     load = scheduler.load()
     assert (load.running, load.waiting, load.waiting_tokens) == (1, 1, 36 + 70)
-    assert (load.block_tokens, load.context_tokens) == (BLOCK, 64)
+    assert (load.block_size, load.context_tokens) == (BLOCK, 64)
     assert load.total_blocks - load.free_blocks == 4
 
 
@@ -494,8 +494,8 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
     pending: list[Chunk] = []
     scheduler = make(
         blocks=rng.choice([14, 24, 60]),
-        max_batched_tokens=rng.choice([8, 33, 64]),
-        max_running=rng.choice([2, 5]),
+        max_num_batched_tokens=rng.choice([8, 33, 64]),
+        max_num_seqs=rng.choice([2, 5]),
         prefix_cache=rng.random() < 0.8,
     )
     live: dict[str, tuple[Request, list[int], int]] = {}
@@ -590,7 +590,7 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(seed, ah
 
 def test_a_request_whose_last_token_is_on_its_way_keeps_its_blocks():
     """One step ahead it still looks like a running request; but a hand-over of it must find its KV."""
-    scheduler = make(blocks=5, max_batched_tokens=256)
+    scheduler = make(blocks=5, max_num_batched_tokens=256)
     growing = request("growing", [3] * (2 * BLOCK - 1), max_tokens=20)
     held = request("held", [6] * (2 * BLOCK), max_tokens=1, hold=True)
     held.arrival_s = 1.0

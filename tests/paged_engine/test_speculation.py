@@ -18,11 +18,12 @@ from paged_engine.request import Request, State
 from paged_engine.scheduler import Scheduler
 from paged_engine.speculation import ROWS, Speculation
 from paged_engine.step_plan import Chunk
+from wire.config import SpeculativeConfig
 from wire.engine_messages import Submit
 from wire.outputs import Finish
 from wire.sampling import SamplingParams
 
-ON = {"speculative_tokens": 5, "ngram_min": 1, "ngram_max": 3}
+ON = {"speculative_config": SpeculativeConfig(5, prompt_lookup_max=3, prompt_lookup_min=1)}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def answers(folder: Path, max_tokens: int, **options) -> tuple[dict[str, object]
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_batched_tokens": 21}, {"max_running": 3}, {"kv_cache_memory": 24 * 16 * 3 * 2 * 2 * 64}],
+    [{}, {"max_num_batched_tokens": 21}, {"max_num_seqs": 3}, {"kv_cache_memory_bytes": 24 * 16 * 3 * 2 * 2 * 64}],
     ids=["roomy", "small-budget", "few-seats", "few-blocks"],
 )
 def test_answers_are_those_without_proposals(options, tiny):
@@ -123,7 +124,12 @@ def test_a_second_turn_finds_the_blocks_of_accepted_tokens(tiny):
 def test_a_batch_invariant_gpu_keeps_its_tokens(tmp_path):
     """One step ahead of the host, in graphs and in chunks, with requests that must not draw ahead among them."""
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
-    options = ON_GPU | {"batch_invariant": True, "max_batched_tokens": 512, "max_model_len": 128, "max_running": 32}
+    options = ON_GPU | {
+        "batch_invariant": True,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 128,
+        "max_num_seqs": 32,
+    }
     plain, _ = answers(tmp_path, 70, **options)
     speculated, some = answers(tmp_path, 70, **options, **ON)
     assert {name: told[:3] for name, told in speculated.items()} == {name: told[:3] for name, told in plain.items()}
@@ -142,7 +148,7 @@ class Simulated:
         self.ahead, self.period, self.options = ahead, period, options
         blocks = options.pop("blocks")
         self.scheduler = Scheduler(
-            BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(EOS,), speculation=speculation, **options
+            BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), speculation=speculation, **options
         )
         self.in_flight: list[tuple[Chunk, list[int]]] = []
 
@@ -163,9 +169,9 @@ class Simulated:
         preemptions = scheduler.preemptions
         plan = scheduler.schedule(0.0)
         scheduler.check()
-        assert sum(chunk.count for chunk in plan.chunks if chunk.count > 1) <= self.options["max_batched_tokens"]
+        assert sum(chunk.count for chunk in plan.chunks if chunk.count > 1) <= self.options["max_num_batched_tokens"]
         # A GPU has room for so many sequences, whether they sample or not (paged_engine/gpu_uploads.py).
-        assert sum(1 + len(chunk.proposals) for chunk in plan.chunks) <= self.options["max_running"]
+        assert sum(1 + len(chunk.proposals) for chunk in plan.chunks) <= self.options["max_num_seqs"]
         launched = []
         for chunk in plan.chunks:
             req, end = chunk.request, chunk.start + chunk.count
@@ -209,8 +215,8 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(data, ah
         draw(st.integers(1, 7)),
         speculation,
         blocks=draw(st.sampled_from([8, 14, 60])),
-        max_batched_tokens=draw(st.sampled_from([4, 9, 64])),
-        max_running=draw(st.sampled_from([1, 3, 6])),
+        max_num_batched_tokens=draw(st.sampled_from([4, 9, 64])),
+        max_num_seqs=draw(st.sampled_from([1, 3, 6])),
         max_model_len=draw(st.sampled_from([70, 100])),
     )
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -243,10 +249,10 @@ def test_random_use_gives_every_request_its_tokens_and_every_block_back(data, ah
 
 
 def alone(tokens: list[int], max_tokens: int, **options) -> tuple[Scheduler, Request]:
-    defaults = {"max_batched_tokens": 64, "max_running": 8, "max_model_len": 1000}
+    defaults = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "max_model_len": 1000}
     scheduler = Scheduler(
         BlockPool(options.pop("blocks", 64)),
-        block_tokens=BLOCK,
+        block_size=BLOCK,
         eos_token_ids=(EOS,),
         speculation=Speculation(4, 3, 2),
         **(defaults | options),
@@ -297,11 +303,11 @@ def test_a_stop_token_in_the_middle_ends_the_request_there():
     ("options", "max_tokens", "count"),
     [
         ({}, 50, 4),
-        ({"max_batched_tokens": 5}, 50, 4),
-        ({"max_batched_tokens": 3}, 50, 2),
-        ({"max_batched_tokens": 1}, 50, 0),
-        ({"max_running": 2}, 50, 1),
-        ({"max_running": 1}, 50, 0),
+        ({"max_num_batched_tokens": 5}, 50, 4),
+        ({"max_num_batched_tokens": 3}, 50, 2),
+        ({"max_num_batched_tokens": 1}, 50, 0),
+        ({"max_num_seqs": 2}, 50, 1),
+        ({"max_num_seqs": 1}, 50, 0),
         ({"max_model_len": 8}, 50, 2),
         ({"max_model_len": 6}, 50, 0),
         ({}, 7, 2),

@@ -79,19 +79,19 @@ class Device:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, proposed):
     rng = random.Random(seed)
-    shapes = step_shapes(max_running=SLOTS, max_prompt_rows=32 if shaped else 0)
+    shapes = step_shapes(max_num_seqs=SLOTS, max_prompt_rows=32 if shaped else 0)
     used = set()
     speculation = Speculation(proposed, 3, 1)
     scheduler = Scheduler(
         BlockPool(rng.choice([18, 80])),
-        block_tokens=BLOCK,
-        max_batched_tokens=rng.choice([7, 32]),
-        max_running=SLOTS,
+        block_size=BLOCK,
+        max_num_batched_tokens=rng.choice([7, 32]),
+        max_num_seqs=SLOTS,
         max_model_len=MAX_BLOCKS * BLOCK,
         eos_token_ids=(5,),
         speculation=speculation,
     )
-    slots, device = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_tokens=BLOCK), Device(loop=bool(proposed))
+    slots, device = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_size=BLOCK), Device(loop=bool(proposed))
     requests: list[tuple[Request, list[int]]] = []
     before: list[tuple[Request, int]] = []
 
@@ -119,7 +119,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
             device.tell(planned)
             values, shape = planned.values, shape_of(planned.values, shapes)
             if shape is not None:
-                values = padded(values, shape, null_slot=SLOTS, block_tokens=BLOCK)
+                values = padded(values, shape, null_slot=SLOTS, block_size=BLOCK)
                 assert values.rows.shape == (len(PADDING_ROW), shape.decodes + shape.prompt_rows)
                 assert values.sequences.shape == (len(PADDING_SEQUENCE), shape.decodes + shape.prompts)
                 assert values.counts[-1] == 0
@@ -140,7 +140,7 @@ def test_a_device_that_is_one_step_behind_sees_the_right_tokens(seed, shaped, pr
 
 
 def test_decode_steps_are_told_apart():
-    slots = Slots(2, max_blocks=4, block_tokens=4)
+    slots = Slots(2, max_blocks=4, block_size=4)
     request = Request.of(Submit("a", [7] * 6, SamplingParams(4, seed=0)), 0.0)
     request.blocks = [3, 2]
     assert not slots.step([Chunk(request, 0, 6, True)]).values.is_decode
@@ -149,7 +149,7 @@ def test_decode_steps_are_told_apart():
 
 
 def test_rows_of_an_adapter_stand_side_by_side():
-    slots = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_tokens=BLOCK)
+    slots = Slots(SLOTS, max_blocks=MAX_BLOCKS, block_size=BLOCK)
     chunks = []
     for index, (adapter, count) in enumerate([(1, 1), (-1, 1), (0, 3), (1, 1), (-1, 2)]):
         loaded = None if adapter < 0 else Loaded(adapter, AdapterFacts(f"a{adapter}", "0", 4))
@@ -168,7 +168,7 @@ def step_of(counts):
 
 
 def test_a_step_takes_the_smallest_shape_that_holds_it():
-    shapes = step_shapes(max_running=40, max_prompt_rows=800)
+    shapes = step_shapes(max_num_seqs=40, max_prompt_rows=800)
     assert {shape.prompt_rows for shape in shapes} == {32, 64, 128, 256, 384, 512, 768, 800}
     assert {shape.decodes for shape in shapes} == {0, 8, 32, 40}
     for counts, prompt_rows, decodes, samples in (
@@ -191,14 +191,14 @@ def test_a_step_takes_the_smallest_shape_that_holds_it():
     assert shape_of(begins, shapes) == StepShape(800, 0, 0)
     # As decode graphs have: the sampler's are theirs.
     assert all(shape.samples % 8 == 0 or shape.samples == 40 for shape in shapes)
-    assert step_shapes(max_running=40, max_prompt_rows=1) == []
-    assert {shape.prompt_rows for shape in step_shapes(max_running=40, max_prompt_rows=4096)} >= {1536, 2048}
+    assert step_shapes(max_num_seqs=40, max_prompt_rows=1) == []
+    assert {shape.prompt_rows for shape in step_shapes(max_num_seqs=40, max_prompt_rows=4096)} >= {1536, 2048}
 
 
 def test_a_padded_step_that_is_full_has_no_padding_prompt():
-    _, shape, _ = step_shapes(max_running=4, max_prompt_rows=32)
-    whole = padded(step_of([30, 2]), shape, null_slot=9, block_tokens=BLOCK)
+    _, shape, _ = step_shapes(max_num_seqs=4, max_prompt_rows=32)
+    whole = padded(step_of([30, 2]), shape, null_slot=9, block_size=BLOCK)
     assert whole.counts.tolist() == [30, 2] + [0] * (shape.prompts - 2)
-    part = padded(step_of([29, 2]), shape, null_slot=9, block_tokens=BLOCK)
+    part = padded(step_of([29, 2]), shape, null_slot=9, block_size=BLOCK)
     assert part.counts.tolist() == [29, 2, 1] + [0] * (shape.prompts - 3)
     assert part.sequences[:, 2].tolist() == [9, 1, NULL_BLOCK]

@@ -19,7 +19,7 @@ GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 def opened(folder: Path, **options: Any) -> tuple[TimedSteps, list[list[tuple[int, int]]]]:
     """Also (start, count) of each chunk of each step that is launched from now on."""
-    defaults: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 8 << 20, "threads": 1}
+    defaults: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 8 << 20, "threads": 1}
     engine = Engine(EngineConfig(model=str(folder), **(defaults | options)))
     launched: list[list[tuple[int, int]]] = []
     launch = engine._runner.launch
@@ -88,7 +88,7 @@ def test_the_slower_a_step_the_fewer_runs(folder: Path, step_s: float, runs: int
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing(folder: Path) -> None:
-    timed, launched = opened(folder, max_batched_tokens=64)
+    timed, launched = opened(folder, max_num_batched_tokens=64)
     for refused in (
         lambda: timed.decode(64, 450),
         lambda: timed.decode(1, 512),
@@ -118,7 +118,7 @@ def test_on_a_gpu_steps_are_launched_ahead_and_decodes_are_graphs(tmp_path: Path
     if options and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs a newer GPU")
     make_tiny("Qwen3ForCausalLM", tmp_path, **GPU_SIZES)
-    small = {"max_running": 8, "gpu_memory_utilization": 0.05, "kv_cache_memory": 64 << 20}
+    small = {"max_num_seqs": 8, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 64 << 20}
     timed, launched = opened(tmp_path, device="cuda", dtype="bfloat16", **small, **options)
     assert timed.engine._runner.runs_ahead
     times = timed.decode(8, 200, seconds=60.0)

@@ -24,8 +24,8 @@ def request(name: str, tokens: int, priority: int = 0, **submit) -> Request:
 
 
 def make(blocks: int = 4096, **options) -> Scheduler:
-    options = {"max_batched_tokens": BUDGET, "max_running": 64, "max_model_len": 100_000} | options
-    return Scheduler(BlockPool(blocks), block_tokens=BLOCK, eos_token_ids=(), **options)
+    options = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 64, "max_model_len": 100_000} | options
+    return Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(), **options)
 
 
 def step(scheduler: Scheduler) -> list[tuple[str, int]]:
@@ -141,7 +141,7 @@ def test_a_long_prompt_begins_and_ends_in_bounded_time_however_many_short_ones_c
 
 
 def test_a_preempted_request_comes_back_to_its_place():
-    scheduler = make(blocks=12, max_batched_tokens=200)
+    scheduler = make(blocks=12, max_num_batched_tokens=200)
     older, newer = (request(name, 70) for name in ("older", "newer"))
     for each in (older, newer):
         each.params = SamplingParams(40, seed=0, temperature=0)

@@ -17,8 +17,8 @@ limits = st.builds(
     Limits,
     max_model_len=st.integers(64, 200_000),
     kv_tokens=st.integers(20, 20_000).map(lambda blocks: blocks * 16),
-    block_tokens=st.just(16),
-    max_running=st.integers(1, 512),
+    block_size=st.just(16),
+    max_num_seqs=st.integers(1, 512),
     step_tokens=st.sampled_from([32, 128, 1000, 8192]),
     prompts_at_once=st.just(3),
     decode_steps=st.just(24),
@@ -38,7 +38,7 @@ def test_all_points_fit_and_none_is_measured_twice(of: Limits) -> None:
         assert context + tokens < of.max_model_len
         assert -(-(context + tokens + 1) // 16) * 3 <= of.kv_tokens // 16
     for requests, context in points("decode", of):
-        assert 0 < requests <= of.max_running
+        assert 0 < requests <= of.max_num_seqs
         assert context + of.decode_steps < of.max_model_len
         # Even the smallest pool has room for one request.
         assert requests == 1 or -(-(context + of.decode_steps + 1) // 16) * requests <= of.kv_tokens // 16
@@ -63,7 +63,7 @@ def test_mixed_steps_fit(of: Limits) -> None:
     sizes = mixed_sizes(of)
     assert len(sizes) == len(set(sizes)) <= 8
     for requests, context, tokens in sizes:
-        assert requests < of.max_running
+        assert requests < of.max_num_seqs
         assert tokens <= of.step_tokens
         assert context + of.decode_steps < of.max_model_len
         decodes = requests * -(-(context + of.decode_steps + 1) // 16)
@@ -107,10 +107,10 @@ def test_the_first_level_alone_is_a_card_that_is_exact_for_linear_times() -> Non
 
 
 @given(st.sampled_from([16, 64]), st.integers(1, 10**6), st.integers(1, 10**5))
-def test_transfers_grow_from_a_block_to_the_longest_that_may_be(block_tokens: int, longest: int, most: int) -> None:
-    sizes = sizes_of_transfers(block_tokens, longest, most)
+def test_transfers_grow_from_a_block_to_the_longest_that_may_be(block_size: int, longest: int, most: int) -> None:
+    sizes = sizes_of_transfers(block_size, longest, most)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] <= most
-    assert (sizes[-1] - 1) * block_tokens < min(longest, 32_768)
+    assert (sizes[-1] - 1) * block_size < min(longest, 32_768)
     assert len(sizes) <= 8

@@ -16,12 +16,12 @@ from wire.errors import ConfigError
 
 # A prompt takes 0.02 ms a token, a step of n requests 5 ms and 0.05 each, whatever their context.
 CARD = RateCard(
-    "m", "h", "0", "", kv_tokens=1_000_000, block_tokens=16, max_running=256, step_tokens=8_192,
+    "m", "h", "0", "", kv_tokens=1_000_000, block_size=16, max_num_seqs=256, step_tokens=8_192,
     prefill=[PrefillPoint(1, 0, 0.02), PrefillPoint(8_192, 0, 163.84)],
     decode=[DecodePoint(requests, at, 5 + 0.05 * requests) for requests in (1, 256) for at in (0, 99_999)],
     transfer={"direct": [TransferPoint(1, 1.0), TransferPoint(8_192, 1.0)]},
 )  # fmt: skip
-TWO = msgspec.structs.replace(CARD, tensor_parallel=2)
+TWO = msgspec.structs.replace(CARD, tensor_parallel_size=2)
 
 
 def alike(prompt: int, output: int, cached: int = 0) -> Demand:

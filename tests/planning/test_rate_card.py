@@ -15,7 +15,7 @@ from wire.errors import ConfigError
 def card(**changes: object) -> RateCard:
     whole = {
         "model": "tiny", "hardware": "CPU, 2 cores", "kvrelay": "0.1.0", "measured_at": "2026-11-22T00:00:00Z",
-        "kv_tokens": 10_000, "block_tokens": 16, "max_running": 8, "step_tokens": 1_000,
+        "kv_tokens": 10_000, "block_size": 16, "max_num_seqs": 8, "step_tokens": 1_000,
         "prefill": [
             PrefillPoint(100, 0, 10.0), PrefillPoint(1_000, 0, 100.0), PrefillPoint(100, 1_000, 20.0),
             PrefillPoint(1_000, 1_000, 200.0),

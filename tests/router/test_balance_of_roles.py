@@ -33,7 +33,7 @@ TARGETS: dict[str, Any] = {"balance": True, "ttft_target_ms": 60_000.0, "tpot_ta
 
 
 def told(pool: Pool, node: Node, role: Role, at: float = 1.0, **more: Any) -> None:
-    fields = {"generation": "g1", "load": Load(block_tokens=16, total_blocks=1000, free_blocks=1000), **more}
+    fields = {"generation": "g1", "load": Load(block_size=16, total_blocks=1000, free_blocks=1000), **more}
     pool.report(node, HealthReport(role, fields.pop("model", "m"), **fields), at, at)
 
 

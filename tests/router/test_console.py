@@ -134,7 +134,7 @@ async def test_hand_overs_are_as_many_as_the_counter_says_while_they_run_and_whe
 
 
 async def test_the_nodes_are_told_as_the_router_sees_them() -> None:
-    load = Load(running=2, waiting=1, waiting_tokens=40, free_blocks=30, total_blocks=40, block_tokens=16)
+    load = Load(running=2, waiting=1, waiting_tokens=40, free_blocks=30, total_blocks=40, block_size=16)
     p, d = prefill(load=load), decode(health_status=500)
     async with cluster(p, d, ready=False) as c:
         await until(lambda: c.node(p).up and "500" in c.node(d).reason)

@@ -80,7 +80,7 @@ def node(url: str = P, **fields: Any) -> NodeSeen:
         "waiting_tokens": 0,
         "free_blocks": 9,
         "total_blocks": 10,
-        "block_tokens": 16,
+        "block_size": 16,
         "breakers": {},
     }
     return NodeSeen(**(every | fields))

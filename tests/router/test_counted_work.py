@@ -280,7 +280,7 @@ async def test_an_answer_that_its_client_leaves_is_priced_without_what_was_cache
 
 
 async def test_a_leg_that_waits_for_room_on_a_decode_node_waits() -> None:
-    load = Load(block_tokens=16, total_blocks=2, free_blocks=0, running=1)
+    load = Load(block_size=16, total_blocks=2, free_blocks=0, running=1)
     async with cluster(prefill(), decode(load=load), **TARGETS) as c:
         counted = c.router.counted
         assert counted is not None

@@ -60,7 +60,7 @@ def test_sums_agree_with_a_count_of_all_legs(events: list[tuple[str, int, int]])
 
 def decode_node(free: int, total: int = 100, running: int = 1) -> Node:
     node = Node("http://d", role=Role.DECODE, up=True)
-    node.note_load(Load(running=running, free_blocks=free, total_blocks=total, block_tokens=16))
+    node.note_load(Load(running=running, free_blocks=free, total_blocks=total, block_size=16))
     return node
 
 
@@ -118,7 +118,7 @@ def test_room_is_given_by_priority_then_in_order_and_nobody_overtakes() -> None:
     queue, given = queue_of(node, [(0, 80), (0, 16), (-1, 32), (5, 1)])
     queue.turn([node])
     assert (given, len(queue)) == ([2], 3)  # two blocks are left, and the next one wants five
-    node.note_load(Load(running=1, free_blocks=20, total_blocks=100, block_tokens=16))
+    node.note_load(Load(running=1, free_blocks=20, total_blocks=100, block_size=16))
     queue.turn([node])
     assert (given, len(queue)) == ([2, 0, 1, 3], 0)
 
@@ -144,7 +144,7 @@ def test_no_node_is_given_more_than_it_has(wants: list[tuple[int, int]], free: i
     order = sorted(range(len(wants)), key=lambda at: (wants[at][0], at))
     assert given == order[: len(given)]  # a prefix of the order: nobody has overtaken
     for _ in range(len(wants)):
-        node.note_load(Load(running=1, free_blocks=1000, total_blocks=1000, block_tokens=16))
+        node.note_load(Load(running=1, free_blocks=1000, total_blocks=1000, block_size=16))
         queue.turn([node])
     assert given == order
 

@@ -15,8 +15,8 @@ from wire.frames import Frame, FrameKind
 from wire.key_config import KeyConfig
 from wire.outputs import Load
 
-ROOM = Load(free_blocks=100, total_blocks=100, block_tokens=16)
-FULL = Load(free_blocks=0, total_blocks=100, block_tokens=16)
+ROOM = Load(free_blocks=100, total_blocks=100, block_size=16)
+FULL = Load(free_blocks=0, total_blocks=100, block_size=16)
 ALICE, BOB = {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
 
 

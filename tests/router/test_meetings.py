@@ -145,7 +145,7 @@ GOT = {
     "host": "",
 }
 BUSY = {"type": "ProbeRefused", "probe_id": "x", "reason": "another probe is not over", "busy": True}
-UNLIKE = {"type": "ProbeRefused", "probe_id": "x", "reason": "Incompatible: block_tokens is 16 here and 64 there"}
+UNLIKE = {"type": "ProbeRefused", "probe_id": "x", "reason": "Incompatible: block_size is 16 here and 64 there"}
 
 
 def probed(answers: Probing) -> tuple[FakeNode, FakeNode]:

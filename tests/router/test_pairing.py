@@ -33,7 +33,7 @@ def test_any_tensor_parallel_sizes_can_talk() -> None:
 
 @pytest.mark.parametrize(
     ("field", "mine", "theirs"),
-    [("model", "m", "n"), ("kv_dtype", "bfloat16", "float32"), ("block_tokens", 64, 16), ("rope", "", "yarn")],
+    [("model", "m", "n"), ("kv_dtype", "bfloat16", "float32"), ("block_size", 64, 16), ("rope", "", "yarn")],
 )
 def test_what_differs_is_named_with_both_values(field: str, mine: object, theirs: object) -> None:
     why = unlike(shaped(**{field: mine}), shaped(**{field: theirs}))

@@ -31,7 +31,7 @@ LONG = {"messages": [{"role": "user", "content": "x" * 8_000}]}
 def card(prefill_ms: float = 0.1, step_ms: float = 10.0, fetch_ms: float = 0.001, model: str = MODEL) -> RateCard:
     """Milliseconds per token of a prompt, per step of few requests, and per token of KV."""
     return RateCard(
-        model, "test", "0", "", kv_tokens=100_000, block_tokens=16, max_running=64, step_tokens=2_048,
+        model, "test", "0", "", kv_tokens=100_000, block_size=16, max_num_seqs=64, step_tokens=2_048,
         prefill=[
             PrefillPoint(tokens, context, prefill_ms * tokens * (1 + context / 100_000))
             for tokens in (16, 256, 2_048) for context in (0, 8_192)

@@ -224,7 +224,7 @@ def test_a_node_that_does_not_say_which_process_it_is_is_the_one_that_it_was(poo
 
 def test_our_own_legs_count_at_once_and_their_tokens_until_they_answer(pool: Pool) -> None:
     node = pool.nodes[0]
-    pool.report(node, report(load=Load(free_blocks=100, total_blocks=100, block_tokens=16)), 1.0, 1.0)
+    pool.report(node, report(load=Load(free_blocks=100, total_blocks=100, block_size=16)), 1.0, 1.0)
     ask = Ask(Role.PREFILL, tokens=300, cached={node.url: 200})
     with pool.lease(ask, [pool.nodes[1]]) as lease:
         # Also what is cached: free blocks are what it is in.
@@ -232,9 +232,9 @@ def test_our_own_legs_count_at_once_and_their_tokens_until_they_answer(pool: Poo
         for _ in range(2):
             node.answered(lease, 300)
         assert (node.requests, node.tokens, node.kv_room) == (1, 0, 1600 - 19 * 16)
-        node.note_load(Load(running=1, free_blocks=81, total_blocks=100, block_tokens=16))
+        node.note_load(Load(running=1, free_blocks=81, total_blocks=100, block_size=16))
         assert node.kv_room == 81 * 16
-        node.note_load(Load(free_blocks=100, total_blocks=100, block_tokens=16))
+        node.note_load(Load(free_blocks=100, total_blocks=100, block_size=16))
     assert (node.requests, node.tokens, node.kv_room) == (0, 0, 1600)
 
 

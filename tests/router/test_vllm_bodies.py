@@ -137,7 +137,7 @@ def test_a_node_reports_its_models_and_the_load_of_all_its_engines() -> None:
         model="m",
         max_model_len=64,
         generation="1.7952345678e+09",
-        load=Load(3, 2, free_blocks=150, total_blocks=200, block_tokens=16),
+        load=Load(3, 2, free_blocks=150, total_blocks=200, block_size=16),
         adapters=["alias", "x"],
         aliases=["alias"],
         engines=2,

@@ -331,7 +331,7 @@ async def test_a_leg_waits_until_a_node_has_rested_and_its_kv_is_kept(monkeypatc
         assert c.metric("kvrelay_router_waiting_for_room") == 0
 
 
-ROOMY = Load(running=1, free_blocks=60, total_blocks=64, block_tokens=16)
+ROOMY = Load(running=1, free_blocks=60, total_blocks=64, block_size=16)
 
 
 @pytest.fixture
@@ -542,7 +542,7 @@ async def test_a_leg_that_is_silent_for_too_long_is_done_elsewhere(monkeypatch: 
         assert sum(c.router._means.retries._retries) == 1
 
 
-FULL = Load(running=9, waiting=9, total_blocks=100, free_blocks=0, block_tokens=16)
+FULL = Load(running=9, waiting=9, total_blocks=100, free_blocks=0, block_size=16)
 
 
 @pytest.mark.parametrize("elsewhere", [Load(running=5), FULL], ids=["room", "no room"])

@@ -93,7 +93,7 @@ def test_the_shortest_prompt_goes_first() -> None:
 
 @pytest.mark.parametrize("policy", ["cost", OMNISCIENT])
 def test_every_request_ends_once_and_in_order(policy: str) -> None:
-    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=20_000, max_running=12))
+    speeds = Speeds(msgspec.structs.replace(H200, kv_tokens=20_000, max_num_seqs=12))
     streams = streams_of(WORKLOADS["sessions"], 300, 2, 1)
     streams = [stream for stream in streams if stream.prompt + stream.output < 10_000]
     result = run(streams, policy=policy, prefill=2, decode=2, routers=2, stale_ms=50.0, speeds=speeds)
@@ -154,7 +154,7 @@ def test_prompts_end_in_the_order_in_which_the_engines_scheduler_ends_them(share
 
     node = Engine(speeds, 16, lambda at, call: waiting.append((at, call)), Hears())
     scheduler = Scheduler(
-        BlockPool(20_000), block_tokens=16, max_batched_tokens=speeds.step_tokens, max_running=256,
+        BlockPool(20_000), block_size=16, max_num_batched_tokens=speeds.step_tokens, max_num_seqs=256,
         max_model_len=1 << 20, eos_token_ids=(),
     )  # fmt: skip
     for number, tokens in enumerate(sizes):

@@ -109,7 +109,7 @@ def test_short_prompts_stay_on_an_idle_decode_node_once_speeds_are_known() -> No
 def test_who_finds_no_room_waits_at_the_router_and_is_refused_when_it_takes_too_long() -> None:
     tight = Speeds(msgspec.structs.replace(H200, kv_tokens=4_096))
     long, later = Stream(0.0, 2_000, 1_900), Stream(100.0, 2_000, 50)
-    simulate([long, later], Setting(prefill=1, decode=1, speeds=tight, block_tokens=64))
+    simulate([long, later], Setting(prefill=1, decode=1, speeds=tight, block_size=64))
     assert later.first < long.last < later.last
     for stream in (long, later):
         assert stream.done == stream.output
@@ -258,7 +258,7 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(
 ) -> None:
     rng = random.Random(seed)
     card = AHEAD if ahead else H200
-    card = msgspec.structs.replace(card, kv_tokens=9_000, max_running=8) if tight else card
+    card = msgspec.structs.replace(card, kv_tokens=9_000, max_num_seqs=8) if tight else card
     events = []
     for _ in range(rng.randrange(8)):
         at, node = rng.uniform(0, 4_000), rng.randrange(prefill + 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wire.config import EngineConfig, NodeConfig, RanksConfig, TransferConfig
+from wire.config import EngineConfig, NodeConfig, RanksConfig, SpeculativeConfig, TransferConfig
 from wire.config_checks import is_loopback
 from wire.errors import ConfigError
 from wire.router_config import RouterConfig
@@ -17,19 +17,22 @@ from wire.router_config import RouterConfig
     [
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization must be above 0 and at most 1, got 0.0"),
         ({"gpu_memory_utilization": 90.0}, "gpu_memory_utilization must be above 0 and at most 1, got 90.0"),
-        ({"kv_cache_memory": -1}, "kv_cache_memory must not be negative, got -1"),
+        ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes must not be negative, got -1"),
         ({"kv_cache_dtype": "fp16"}, "kv_cache_dtype 'fp16' is not one of auto, fp8"),
         ({"quantization": "int4"}, "quantization 'int4' is not fp8 or empty"),
-        ({"block_tokens": 128}, "block_tokens must be 16, 32 or 64, got 128"),
-        ({"tensor_parallel": 0}, "tensor_parallel must be positive, got 0"),
-        ({"tensor_parallel": 2, "tensor_parallel_local": 3}, "tensor_parallel_local must be between 0 and"),
-        ({"tensor_parallel": 2, "tensor_parallel_local": 1}, "ranks on other hosts need tensor_parallel_address"),
-        ({"tensor_parallel": 2, "tensor_parallel_address": "10.0.0.1"}, "must be host:port, got '10.0.0.1'"),
-        ({"tensor_parallel": 2, "tensor_parallel_address": "host:0"}, "must be host:port, got 'host:0'"),
-        ({"tensor_parallel": 2, "tensor_parallel_address": "tcp://host:1"}, "must be host:port"),
-        ({"speculative_tokens": 33}, "speculative_tokens must be between 0 and 32, got 33"),
-        ({"ngram_min": 5}, "the first not above the second, got 5 and 4"),
-        ({"ngram_min": 0}, "ngram_min and ngram_max must be between 1 and 16"),
+        ({"block_size": 128}, "block_size must be 16, 32 or 64, got 128"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be positive, got 0"),
+        (
+            {"tensor_parallel_size": 2, "tensor_parallel_size_local": 3},
+            "tensor_parallel_size_local must be between 0 and",
+        ),
+        (
+            {"tensor_parallel_size": 2, "tensor_parallel_size_local": 1},
+            "ranks on other hosts need tensor_parallel_address",
+        ),
+        ({"tensor_parallel_size": 2, "tensor_parallel_address": "10.0.0.1"}, "must be host:port, got '10.0.0.1'"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_address": "host:0"}, "must be host:port, got 'host:0'"),
+        ({"tensor_parallel_size": 2, "tensor_parallel_address": "tcp://host:1"}, "must be host:port"),
     ],
 )
 def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:
@@ -38,9 +41,25 @@ def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:
     assert said in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_speculative_tokens": 33}, "num_speculative_tokens must be between 1 and 32, got 33"),
+        ({"num_speculative_tokens": 0}, "leave speculative_config out to propose none"),
+        ({"num_speculative_tokens": 2, "method": "eagle"}, "method 'eagle' of speculative_config is not ngram"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_min": 5}, "the first not above the second, got 5 and 4"),
+        ({"num_speculative_tokens": 2, "prompt_lookup_min": 0}, "must be between 1 and 16"),
+    ],
+)
+def test_proposals_that_cannot_be_made_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig(**given)
+    assert said in caught.value.message
+
+
 def test_a_token_is_not_shown() -> None:
     transfer = TransferConfig(cluster_secret="the cluster's secret")
-    assert "the" not in repr(NodeConfig(EngineConfig("m", hub_token="the token"), transfer=transfer))
+    assert "the" not in repr(NodeConfig(EngineConfig("m", hf_token="the token"), transfer=transfer))
 
 
 @pytest.mark.parametrize(
@@ -70,14 +89,24 @@ def test_a_secret_opens_every_address_and_none_is_needed_on_the_loopback() -> No
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tensor_parallel": 4}, "name rank 0's host:port with tensor_parallel_address"),
-        ({"tensor_parallel": 4, "tensor_parallel_address": "h:1"}, "say with tensor_parallel_local how many"),
+        ({"tensor_parallel_size": 4}, "name rank 0's host:port with tensor_parallel_address"),
+        ({"tensor_parallel_size": 4, "tensor_parallel_address": "h:1"}, "say with tensor_parallel_size_local how many"),
         (
-            {"tensor_parallel": 4, "tensor_parallel_address": "h:1", "tensor_parallel_local": 2, "first_rank": 3},
+            {
+                "tensor_parallel_size": 4,
+                "tensor_parallel_address": "h:1",
+                "tensor_parallel_size_local": 2,
+                "first_rank": 3,
+            },
             "first_rank must be between 1 and 2, so that 2 ranks fit into 4, got 3",
         ),
         (
-            {"tensor_parallel": 4, "tensor_parallel_address": "h:1", "tensor_parallel_local": 2, "machine": 2},
+            {
+                "tensor_parallel_size": 4,
+                "tensor_parallel_address": "h:1",
+                "tensor_parallel_size_local": 2,
+                "machine": 2,
+            },
             "first_rank must be between 1 and 2, so that 2 ranks fit into 4, and machine 2 begins with 4",
         ),
     ],

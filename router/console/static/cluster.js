@@ -195,7 +195,7 @@ function nodes(picture, asks) {
     say(legs, count(node.legs));
     say(depth, node.queue_depth.toFixed(1));
     row.kv.show(kvShare(node));
-    mark(row.kv, "title", node.total_blocks ? `${node.free_blocks} of ${node.total_blocks} blocks of ${node.block_tokens} tokens are free` : null);
+    mark(row.kv, "title", node.total_blocks ? `${node.free_blocks} of ${node.total_blocks} blocks of ${node.block_size} tokens are free` : null);
     say(held, count(node.held_blocks));
     say(breakers, trouble || "closed");
     mark(breakers, "data-open", bad.length ? "yes" : null);

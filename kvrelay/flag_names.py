@@ -1,0 +1,82 @@
+"""Names of settings that are not ours: vLLM's where they differ, our own from before, and what stands in their place.
+
+What is typed wrong is answered from here, and docs/migration.md has the same table.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BEFORE", "VLLM", "answer_for"]
+
+VLLM: dict[str, tuple[str, str]] = {
+    "--kv-transfer-config": (
+        "--kv-connector",
+        "auto, direct, nixl or nccl; the role is the command: prefill or decode",
+    ),
+    "--kv-lease-duration": ("--lease-s", "5 s; renewed by heartbeats in both"),
+    "--enable-auto-tool-choice": ("", "leave it out; tool calls are read unless --tool-call-parser is none"),
+    "--enable-reasoning": ("--reasoning-parser", "chosen by the model if it is left out"),
+    "--enable-chunked-prefill": ("", "leave it out; prompts are always computed in chunks"),
+    "--async-scheduling": ("", "leave it out; a GPU's next step is always scheduled while one runs"),
+    "--enable-prompt-tokens-details": ("", "leave it out; usage always has them"),
+    "--enforce-eager": ("", "has no counterpart; leave it out"),
+    "--compilation-config": ("", "has no counterpart; leave it out"),
+    "--attention-backend": ("", "has no counterpart; leave it out"),
+    "--trust-remote-code": ("", "leave it out; no code of a model is run"),
+    "--tokenizer": ("", "leave it out; the tokenizer is the model's"),
+    "--download-dir": ("", "set the variable HF_HOME"),
+    "--seed": ("", "requests have seeds, an engine has none"),
+    "--cpu-offload-gb": ("--quantization", "weights stay on the GPU; fp8 halves them"),
+    "--swap-space": ("", "leave it out; a request that gives way is computed again"),
+    "--data-parallel-size": ("--prefill", "and --decode: how many nodes `kvrelay up` starts"),
+    "--pipeline-parallel-size": ("--tensor-parallel-size", "layers are not spread over GPUs, heads are"),
+    "--nnodes": ("--tensor-parallel-size-local", "how many ranks this machine has; others run `kvrelay rank`"),
+    "--node-rank": ("--machine", "of `kvrelay rank`"),
+    "--master-addr": ("--tensor-parallel-address", "host:port of rank 0"),
+    "--master-port": ("--tensor-parallel-address", "host:port of rank 0"),
+    "--distributed-executor-backend": ("", "leave it out; `kvrelay rank` starts ranks on other hosts"),
+    "--api-server-count": ("--workers", "of `kvrelay router`"),
+    "--structured-outputs-config": ("", "leave it out; llguidance compiles all constraints"),
+    "--guided-decoding-backend": ("", "leave it out; llguidance compiles all constraints"),
+    "--enable-log-requests": ("--log-bodies", "a line for each request is always logged"),
+    "--disable-log-requests": ("", "leave it out; bodies are logged with --log-bodies alone"),
+    "--disable-log-stats": ("", "leave it out; /metrics has the statistics"),
+    "--uvicorn-log-level": ("", "leave it out"),
+    "--disable-uvicorn-access-log": ("", "leave it out; there is none"),
+    "--disable-frontend-multiprocessing": ("", "leave it out; an engine is always a process of its own"),
+    "--enable-ssl-refresh": ("", "leave it out; certificates are always read again"),
+    "--shutdown-timeout": ("--drain-deadline-s", "of `kvrelay router`"),
+    "--limit-mm-per-prompt": ("", "leave it out; messages have text and nothing else"),
+    "--prefiller-hosts": ("--prefill", "http://HOST:PORT, of `kvrelay router`"),
+    "--prefiller-ports": ("--prefill", "http://HOST:PORT, of `kvrelay router`"),
+    "--decoder-hosts": ("--decode", "http://HOST:PORT, of `kvrelay router`"),
+    "--decoder-ports": ("--decode", "http://HOST:PORT, of `kvrelay router`"),
+}
+"""vLLM's flag: ours, or nothing, and a note."""
+
+BEFORE = {
+    "--max-running": "--max-num-seqs",
+    "--max-batched-tokens": "--max-num-batched-tokens",
+    "--tensor-parallel": "--tensor-parallel-size",
+    "--tensor-parallel-local": "--tensor-parallel-size-local",
+    "--prefill-tensor-parallel": "--prefill-tensor-parallel-size",
+    "--decode-tensor-parallel": "--decode-tensor-parallel-size",
+    "--block-tokens": "--block-size",
+    "--kv-cache-memory": "--kv-cache-memory-bytes",
+    "--prefix-cache": "--enable-prefix-caching",
+    "--lora": "--enable-lora --lora-modules",
+    "--hub-token": "--hf-token",
+    "--speculative-tokens": "--speculative-config",
+    "--ngram-max": "--speculative-config",
+    "--ngram-min": "--speculative-config",
+}
+"""Our flags of other names until November 2026, and theirs now."""
+
+
+def answer_for(name: str) -> str:
+    """Return what to write in place of a flag or a key of a file; nothing for a name that nobody has."""
+    flag = "--" + name.lstrip("-").replace("_", "-")
+    positive = flag.replace("--no-", "--", 1)
+    if positive in BEFORE:
+        return f"its name is {BEFORE[positive].replace('--', '--no-', 1) if flag != positive else BEFORE[positive]} now"
+    ours, note = VLLM.get(flag) or VLLM.get(positive) or ("", "")
+    return f"here it is {ours} ({note})" if ours else note

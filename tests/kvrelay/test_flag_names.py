@@ -1,0 +1,48 @@
+"""Who types a name that is not ours is told ours."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvrelay import cli
+from kvrelay.flag_names import BEFORE, VLLM, answer_for
+from scripts.reference.command_line import commands
+
+SERVING = ("up", "serve", "prefill", "decode", "router", "rank")
+FLAGS = {flag for each in commands() if each.name in SERVING for one in each.parameters for flag in one.flags}
+
+
+def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
+    told = [*BEFORE.values(), *(ours for ours, _ in VLLM.values() if ours)]
+    assert {flag for text in told for flag in text.split()} <= FLAGS
+    named_in_notes = {flag for _, note in VLLM.values() for flag in re.findall(r"--[a-z-]+", note)}
+    assert named_in_notes <= FLAGS
+    assert not FLAGS & {*BEFORE, *VLLM}
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("serve --max-running 4", "unknown flag --max-running; its name is --max-num-seqs now"),
+        ("up --no-prefix-cache", "unknown flag --no-prefix-cache; its name is --no-enable-prefix-caching now"),
+        ("up --lora a=b", "unknown flag --lora; its name is --enable-lora --lora-modules now"),
+        ("rank --node-rank 1", "unknown flag --node-rank; here it is --machine (of `kvrelay rank`)"),
+        ("serve --trust-remote-code", "unknown flag --trust-remote-code; leave it out; no code of a model is run"),
+        ("serve --max-num-seq 4", "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
+        ("serve one two", "Got unexpected extra argument(s) (two): a flag takes one value"),
+        ("up one --model two", "two models are named, one and --model two; leave one of them out"),
+    ],
+)
+def test_wrong_flags_are_answered_with_the_right_ones(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(typed.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_keys_of_a_file_are_answered_alike() -> None:
+    assert answer_for("max_batched_tokens") == "its name is --max-num-batched-tokens now"
+    assert answer_for("kv-transfer-config").startswith("here it is --kv-connector (")
+    assert answer_for("max_num_seqs") == ""
