@@ -234,7 +234,7 @@ class Stand:
 
     async def _start(self) -> None:
         model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory", str(16 << 20)]
-        node = [*model, "--router", f"tcp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
+        node = [*model, "--router", f"udp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
         ranks = ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
         node += ["--allow-runtime-lora", "--tool-call-parser", "hermes", "--request-deadline-s", "50", *self.flags]
         node += [kv_events()]
