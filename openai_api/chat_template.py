@@ -108,13 +108,13 @@ def render(
 def _up_to(content: str, text: str) -> str:
     """The rendered `text` without what the template writes behind the last message; it may have trimmed the message."""
     trimmed = content.strip()
-    at = text.rfind(trimmed)
-    if not trimmed or at < 0:
+    behind = text[::-1].find(trimmed[::-1])  # rfind() looks at each character for each: 250 KB took it 0.2 s
+    if not trimmed or behind < 0:
         raise RequestError(
             "continue_final_message needs a last message with text, which the chat template renders as it is",
             param="continue_final_message",
         )
-    end = at + len(trimmed)
+    end = len(text) - behind
     trailing = content[len(content.rstrip()) :]
     return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,14 @@ def test_without_a_template_the_remedy_is_named(template: str | None) -> None:
 def test_no_messages_are_refused() -> None:
     with pytest.raises(RequestError, match="messages must not be empty"):
         rendered(CHATML, [])
+
+
+def test_the_end_of_the_last_message_is_found_in_linear_time() -> None:
+    messages = [{"role": "user", "content": "a" * 400_000}, {"role": "assistant", "content": "ab" + "a" * 200_000}]
+    began = time.process_time()
+    with pytest.raises(RequestError, match="continue_final_message"):
+        rendered("{{ messages[0].content }}", messages, continue_final_message=True)
+    assert time.process_time() - began < 1
 
 
 def test_a_broken_template_is_told_when_a_node_starts() -> None:
