@@ -72,7 +72,7 @@ async def _token_ids(
 
 
 def _rendered_bytes(request: ChatRequest | CompletionRequest, size: int) -> int:
-    """About the bytes of the prompt that a body of `size` bytes asks for.
+    """Estimate the bytes of the prompt that a body of `size` bytes asks for.
 
     Lists of 16 KiB, 118 levels deep in a tool, are 4 MB of white space then, which take 2 s to tokenize.
     """

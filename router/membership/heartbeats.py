@@ -97,7 +97,7 @@ async def hearing(pool: Listener, host: str, port: int, key: str) -> AsyncIterat
 
 
 class _Ear(asyncio.DatagramProtocol):
-    """Takes what comes, and keeps nothing of a stranger's datagram.
+    """A protocol that takes what comes, and keeps nothing of a stranger's datagram.
 
     A turn of the event loop reads one datagram (uvloop: 32), a stranger's is refused in 5 us, and the kernel drops what
     it has no room for: a flood takes CPU time, but no memory, and from requests no turn.

@@ -21,6 +21,8 @@ import pytest
 from previous_release import previous_release
 from real_cluster import START_DEADLINE_S, Cluster, Process, counted, free_port, tiny_model, wait_until
 
+from benchmarks.listening import listening
+from benchmarks.local_cluster import family
 from kvrelay import cli
 from wire.versions import LEGS, RELEASE
 
@@ -212,6 +214,18 @@ def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process,
 
     for router in (cluster.url, *(other.url for other in cluster.others)):
         wait_until(lambda url=router: back(url), START_DEADLINE_S, f"{router} uses the restarted nodes")
+
+
+def udp_ports(process: Process) -> list[int]:
+    return [port.number for port in listening(family(process.popen.pid)) if port.protocol == "udp"]
+
+
+def test_heartbeats_open_one_udp_port_at_the_router_and_none_at_nodes(cluster: Cluster) -> None:
+    assert cluster.router is not None
+    argv = cluster.router.argv
+    assert udp_ports(cluster.router) == [int(argv[argv.index("--heartbeat-port") + 1])]
+    for node in cluster.nodes:
+        wait_until(lambda node=node: not udp_ports(node), 5, f"{node.url} has no UDP port between two beats")
 
 
 def test_a_node_that_ends_is_forgotten_at_once(cluster: Cluster) -> None:
