@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -99,7 +100,7 @@ def _serving_router(values: dict[str, object], again: Callable[[], dict[str, obj
     read_cards(config.rate_cards)  # with several workers each would fail
     port = check_port(config.host, config.port)
     if config.heartbeat_port:
-        check_port(config.host, config.heartbeat_port)
+        check_port(config.host, config.heartbeat_port, socket.SOCK_DGRAM)
     if config.kubernetes_selector:
         from router.membership.kubernetes_watch import server_of
 

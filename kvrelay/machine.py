@@ -41,15 +41,15 @@ def this_machine(config: ClusterConfig) -> Machine:
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, environ())
 
 
-def check_port(host: str, port: int) -> int:
+def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM) -> int:
     """The port, or a free one for 0. Raises ConfigError if nobody can listen there now: before a model is loaded."""
-    with _bound(host, port) as held:
+    with _bound(host, port, kind) as held:
         return int(held.getsockname()[1])
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
     """A socket that holds a port until it is closed."""
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
     try:
         held.bind((host, port))

@@ -1,29 +1,30 @@
 """A node announces itself to routers: every few seconds, at once when it changes, and once more when it ends.
 
-Owns the sockets to the routers. Nothing waits for a router: what cannot be sent is left out, and the next one says it.
+A beat is one datagram to every address that a router's name has then. Nothing waits for a router, and none answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
-import zmq
 
+from wire.config_checks import udp_address
 from wire.heartbeat import HEARTBEAT_S, Heartbeat, NodeState, sealed
 
 __all__ = ["Announcer"]
 
-_LINGER_MS = 500
-_WAITING = 2  # for a router that is not there: it shall not hear old news when it is
-_LONGEST_RECONNECT_MS = 1000
+LOOK_UP_S = 1.0
+"""A beat waits so long for a name server; then it goes where the router was before."""
 
 
 class Announcer:
-    """Announces to these routers (tcp://host:port). `facts` says what to tell; None: nothing yet.
+    """Announces to these routers (udp://host:port). `facts` says what to tell; None: nothing yet.
 
     `sent_at` is filled in here, and the state of its last word.
     """
@@ -37,6 +38,9 @@ class Announcer:
         self._every_s = every_s
         self._changed = asyncio.Event()
         self._told: Heartbeat | None = None
+        self._at: dict[str, list[tuple[int, Any]]] = {}
+        """By router: the families and addresses that its name last had."""
+        self._looking: dict[str, asyncio.Task[None]] = {}
 
     def changed(self) -> None:
         """Tell at once."""
@@ -46,36 +50,41 @@ class Announcer:
         """Until cancelled; says goodbye then."""
         if not self._routers:
             return
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        sockets = [self._connected(context, router) for router in self._routers]
         try:
             while True:
                 self._changed.clear()
+                await self._look_up()
                 if (facts := self._facts()) is not None:
-                    self._tell(sockets, facts)
+                    self._tell(facts)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), self._every_s)
         finally:
+            for looking in self._looking.values():
+                looking.cancel()
             if self._told is not None:
-                self._tell(sockets, msgspec.structs.replace(self._told, state=NodeState.LEAVING))
-            for socket in sockets:
-                socket.close()
-            await asyncio.to_thread(context.term)  # waits for what is on its way, as long as sockets linger
+                self._tell(msgspec.structs.replace(self._told, state=NodeState.LEAVING))
 
-    def _tell(self, sockets: Sequence[zmq.Socket[bytes]], facts: Heartbeat) -> None:
+    def _tell(self, facts: Heartbeat) -> None:
         self._told = facts
         message = sealed(msgspec.structs.replace(facts, sent_at=time.time()), self._key)
-        for socket in sockets:
-            with contextlib.suppress(zmq.Again):
-                socket.send(message, zmq.NOBLOCK)
+        for family, address in [each for found in self._at.values() for each in found]:
+            # A socket for each: one that stays open would be a port at which this node takes datagrams.
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as once:
+                once.setblocking(False)
+                once.sendto(message, address)
 
-    @staticmethod
-    def _connected(context: zmq.Context[zmq.Socket[bytes]], router: str) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        socket.setsockopt(zmq.SNDHWM, _WAITING)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
-        if "[" in router:
-            socket.setsockopt(zmq.IPV6, 1)
-        socket.connect(router)
-        return socket
+    async def _look_up(self) -> None:
+        """Ask where the routers are now: they may have moved. One question at a time for each name."""
+        for router in self._routers:
+            if router not in self._looking:
+                self._looking[router] = asyncio.create_task(self._found(router))
+        await asyncio.wait(self._looking.values(), timeout=LOOK_UP_S)
+
+    async def _found(self, router: str) -> None:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(*udp_address(router), type=socket.SOCK_DGRAM)
+            self._at[router] = [(family, address) for family, _, _, _, address in found]
+        except (OSError, UnicodeError):
+            pass  # no such name yet, or no name server: what was known goes on
+        finally:
+            del self._looking[router]

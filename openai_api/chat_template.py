@@ -5,7 +5,10 @@ Loading and choosing a template is done elsewhere (openai_api/folder_tokenizer.p
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -21,18 +24,31 @@ from openai_api.told_tools import PROBE, told_tools
 from openai_api.types import Message
 from wire.errors import ConfigError, RequestError
 
-__all__ = ["check_template", "render"]
+__all__ = ["check_template", "render", "with_object"]
 
+_log = logging.getLogger("kvrelay.node")
 _HELLO = Message("user", "Hello")
+_SLOW_S = 0.1
+"""Those of models take 10 ms at most for what is rendered on a node's event loop (node/preprocess.py)."""
 _PROBE_TEXT = "kvrelay probe"
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError if a template is not valid Jinja; for the start of a node."""
+    """Raise ConfigError if a template is not valid Jinja, and log that it is slow; for the start of a node."""
     try:
         _compiled(template)
     except (TemplateError, SyntaxError, RecursionError) as why:  # Python's own, of what nests too deeply
         raise ConfigError(f"the chat template is not valid Jinja: {why}") from why
+    began = time.process_time()
+    with contextlib.suppress(RequestError):
+        render(
+            template,
+            [Message(("user", "assistant")[at % 2], "x" * 100) for at in range(64)],
+            bos_token="",
+            eos_token="",
+        )
+    if (took_s := time.process_time() - began) > _SLOW_S:
+        _log.warning("the chat template takes %.1f s for a chat of 64 short messages; all streams wait for it", took_s)
 
 
 def render(
@@ -92,13 +108,13 @@ def render(
 def _up_to(content: str, text: str) -> str:
     """The rendered `text` without what the template writes behind the last message; it may have trimmed the message."""
     trimmed = content.strip()
-    at = text.rfind(trimmed)
-    if not trimmed or at < 0:
+    behind = text[::-1].find(trimmed[::-1])  # rfind() looks at each character for each: 250 KB took it 0.2 s
+    if not trimmed or behind < 0:
         raise RequestError(
             "continue_final_message needs a last message with text, which the chat template renders as it is",
             param="continue_final_message",
         )
-    end = at + len(trimmed)
+    end = len(text) - behind
     trailing = content[len(content.rstrip()) :]
     return text[: end + len(trailing)] if text.startswith(trailing, end) else text[:end]
 
@@ -111,11 +127,11 @@ def _plain(message: Message) -> dict[str, Any]:
         if not plain["content"]:  # gpt-oss's name, whose template refuses it beside content
             plain["thinking"] = message.thought
     if message.tool_calls is not None:
-        plain["tool_calls"] = [_with_object(call) for call in message.tool_calls]
+        plain["tool_calls"] = [with_object(call) for call in message.tool_calls]
     return plain
 
 
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call whose arguments are an object, where the API has JSON in a text. What is no such JSON stays as it is."""
     function = call.get("function")
     if not isinstance(function, Mapping):

@@ -23,7 +23,7 @@ from paged_engine.closed_schema import closed
 from paged_engine.guide import Guide, RowMasks, Words, words_for
 from paged_engine.request import Request
 from wire.errors import RequestError
-from wire.sampling import Constraint
+from wire.sampling import GBNF_RULE, Constraint
 
 __all__ = ["Grammars", "masks_of"]
 
@@ -36,7 +36,6 @@ _WHITESPACE = "[ ]?"
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # Texts are people's: no pattern here looks at a character twice.
 _OPTION_LINE = re.compile(r"^[^\S\n]*+%llguidance.*+$", re.MULTILINE)
-_GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
 _EXCERPT = re.compile(r"\n *+\d++ \| .*+", re.DOTALL)
 _LIMITS_HINT = re.compile(r"; either increase limits\..*+", re.DOTALL)
 _PLACE = re.compile(r"^(at )?\d++\(\d++\): ")
@@ -237,7 +236,7 @@ def _user_grammar(text: str) -> str:
     """Lark as it is; GBNF, which begins its rules with `name ::=`, is rewritten."""
     if _OPTION_LINE.search(text):
         raise ValueError("its options are the server's; leave out the line %llguidance")
-    if _GBNF_RULE.search(text):
+    if GBNF_RULE.search(text):
         try:
             text = _OPTION_LINE.sub("", gbnf_to_lark(text))
         except Exception as why:

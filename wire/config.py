@@ -8,7 +8,16 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from wire.config_checks import check_front, check_log_format, check_ssl, is_address, is_loopback, positive, require
+from wire.config_checks import (
+    check_front,
+    check_log_format,
+    check_ssl,
+    is_address,
+    is_loopback,
+    positive,
+    require,
+    udp_address,
+)
 from wire.errors import ConfigError
 from wire.kv_events_config import KvEventsConfig
 from wire.profiler_config import ProfilerConfig
@@ -405,7 +414,7 @@ class NodeConfig:
     start_deadline_s: float = 600.0
     """The engine process must be ready within this time."""
     router: tuple[str, ...] = ()
-    """A router to which this node announces itself, as tcp://HOST:PORT with the router's heartbeat_port. Give it again
+    """A router to which this node announces itself, as udp://HOST:PORT with the router's heartbeat_port. Give it again
     for more."""
     log_bodies: bool = False
     """Log the first 2,000 characters of each request's body. Never without being asked: they are people's words."""
@@ -432,12 +441,9 @@ class NodeConfig:
         )
         check_log_format(self.log_format)
         for router in self.router:
-            scheme, _, address = router.partition("://")
-            host, _, port = address.rpartition(":")
-            valid = scheme == "tcp" and host and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
-            require(bool(valid), f"router must be tcp://HOST:PORT, got {router!r}")
+            host, _ = udp_address(router)
             require(
-                bool(self.api_key) or is_loopback(host.strip("[]")),
+                bool(self.api_key) or is_loopback(host),
                 f"router {router} is on another machine and hears only who signs with its node_api_key; set the same "
                 "KVRELAY_NODE_API_KEY on all",
             )

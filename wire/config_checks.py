@@ -22,6 +22,7 @@ __all__ = [
     "is_loopback",
     "positive",
     "require",
+    "udp_address",
 ]
 
 MAX_URL_CHARS = 512
@@ -81,6 +82,14 @@ def is_address(text: str) -> bool:
     """Whether it is host:port."""
     found = re.fullmatch(r"[^\s:]+:(\d+)", text)
     return found is not None and 0 < int(found[1]) < 65536
+
+
+def udp_address(router: str) -> tuple[str, int]:
+    """Read udp://host:port, where an IPv6 address stands in brackets. Raises ConfigError."""
+    found = re.fullmatch(r"udp://(?:\[([^\s\[\]]+)\]|([^\s:/\[\]]+)):([0-9]{1,5})", router)
+    if found is None or not 0 < int(found[3]) < 65536:
+        raise ConfigError(f"router must be udp://HOST:PORT, got {router!r}")
+    return found[1] or found[2], int(found[3])
 
 
 def is_loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a node tells routers of itself every few seconds: a message of its own, signed with the nodes' key.
+"""What a node tells routers of itself every few seconds: one datagram, signed with the nodes' key.
 
 A signature is HMAC-SHA256 over the whole message, so a stranger can add no node, and an old message cannot be played
 again: each is newer than the last one of its node, and none is taken whose time is further than MAX_SKEW_S from now.
@@ -22,6 +22,7 @@ __all__ = ["HEARTBEAT_S", "LOST_AFTER_S", "MAX_BYTES", "MAX_SKEW_S", "Heartbeat"
 HEARTBEAT_S = 3.0
 # Three missed, and half of one for the way.
 LOST_AFTER_S = 3.5 * HEARTBEAT_S
+# A beat has some 300; a datagram could have 65,507.
 MAX_BYTES = 4096
 MAX_SKEW_S = 60.0
 

@@ -36,8 +36,8 @@ class RouterConfig:
     decode: tuple[str, ...] = ()
     """Base URLs of decode nodes."""
     heartbeat_port: int = 0
-    """Port on which nodes announce themselves (their --router), on the address of host and signed with node_api_key; 0
-    hears none."""
+    """UDP port on which nodes announce themselves (their --router), on the address of host and signed with
+    node_api_key; 0 hears none."""
     kubernetes_selector: str = ""
     """Nodes are the pods with a label kvrelay/role (prefill or decode) that this label selector matches; empty asks no
     API server."""

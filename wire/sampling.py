@@ -12,6 +12,7 @@ import msgspec
 from wire.errors import RequestError
 
 __all__ = [
+    "GBNF_RULE",
     "GENERATION_FIELDS",
     "MAX_LOGPROBS",
     "PLAIN_SAMPLING",
@@ -48,10 +49,21 @@ _RULE = {
     "tags": re.compile('"\\$ref"'),
     "grammar": re.compile("^[^\n:]*+:", re.MULTILINE),
 }
-# What has no depth: quoted text, and escapes and classes of a regular expression.
-_QUOTED = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_CLASS = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]++|\\.)*+\]?", re.DOTALL)
-_NO_BRACKET = re.compile(r"[^()\[\]{}]+")
+GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++[^\S\n]*+::=", re.MULTILINE)
+"""A grammar that has one is read as GBNF, any other as Lark."""
+# What has no depth: texts, comments, names of special tokens, classes of GBNF. They begin and end where the grammar
+# library says, or it refuses the grammar. Lark's regular expressions have a depth of their own.
+_TEXT = r'"(?:[^"\\]++|\\.)*+"?'
+_FLAT = {
+    "json": re.compile(_TEXT, re.DOTALL),
+    "lark": re.compile(_TEXT + r"|(?:#|//)[^\n]*+|<[^<>\s]*+>?|(/(?:[^/\\]++|\\.)*+/?[a-z]*+)", re.DOTALL),
+    "gbnf": re.compile(_TEXT + r"|#[^\n\r]*+|\[(?:[^\]\\]++|\\.)*+\]?", re.DOTALL),
+}
+_BRACKET = re.compile(r"[()\[\]{}]")
+# Of a regular expression: a bracket that begins a class or another class in it may be its first character, too.
+_REGEX_BRACKET = re.compile(r"\\.|\[\^?\]?|[()\]]", re.DOTALL)
+# It may have comments, which hide brackets: each that opens counts.
+_VERBOSE = re.compile(r"\(\?[a-wyzA-Z-]*x|/[a-wyz]*x[a-z]*$")
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
@@ -81,8 +93,7 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
         if self.kind in _RULE:
             self._at_most("rules or references", len(_RULE[self.kind].findall(self.text)), _MAX_RULES)
         if self.kind != "choice":
-            text = (_CLASS if self.kind == "regex" else _QUOTED).sub("", self.text)
-            self._at_most("levels of brackets", _brackets_deep(text), _MAX_BRACKETS_DEEP)
+            self._at_most("levels of brackets", _brackets_deep(self.kind, self.text), _MAX_BRACKETS_DEEP)
         return self
 
     def _at_most(self, what: str, count: int, limit: int) -> None:
@@ -90,12 +101,31 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
             raise RequestError(f"{self.field} has {count} {what}; the limit is {limit}", param=self.field)
 
 
-def _brackets_deep(text: str) -> int:
-    """How deep brackets stand in each other."""
+def _brackets_deep(kind: ConstraintKind, text: str) -> int:
+    """Count how deep brackets stand in each other, at most."""
+    if kind == "regex":
+        return _regex_deep(text)
+    language = "json" if kind != "grammar" else "gbnf" if GBNF_RULE.search(text) else "lark"
     deep = deepest = 0
-    for bracket in _NO_BRACKET.sub("", text):
+    for bracket in _BRACKET.findall(_FLAT[language].sub("", text)):
         deep = deep + 1 if bracket in "([{" else max(0, deep - 1)
         deepest = max(deepest, deep)
+    regexes = [found[1] for found in _FLAT["lark"].finditer(text) if found[1]] if language == "lark" else []
+    return max([deepest, *map(_regex_deep, regexes)])
+
+
+def _regex_deep(text: str) -> int:
+    if _VERBOSE.search(text):
+        return text.count("(") + text.count("[")
+    groups = classes = deepest = 0
+    for piece in _REGEX_BRACKET.findall(text):
+        if piece[0] == "[":
+            classes += 1
+        elif piece == "]":
+            classes = max(0, classes - 1)
+        elif piece[0] != "\\" and not classes:
+            groups = groups + 1 if piece == "(" else max(0, groups - 1)
+        deepest = max(deepest, groups + classes)
     return deepest
 
 

@@ -1,4 +1,4 @@
-"""Everything but HTTP: bytes on every TCP port, and messages on ZMQ sockets, of strangers and of members gone mad."""
+"""Everything but HTTP: bytes on every TCP port, datagrams, ZMQ messages, of strangers and of members gone mad."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import random
 import secrets
+import socket
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -28,6 +30,7 @@ __all__ = ["control", "events", "every_port", "heartbeats", "holds", "pairs", "p
 
 _CONNECT_S = 2.0
 _HEAR_S = 0.05
+_READ_S = 0.002
 _SEND_S = 3.0
 _ANSWER_S = 20.0
 _GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00"
@@ -76,14 +79,15 @@ async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
     real = Heartbeat(decode_node.url, "decode", "tiny", "f" * 32, Load(), time.time(), NodeState.LEAVING)  # type: ignore[arg-type]
     theirs = msgspec.structs.replace(real, url="http://127.0.0.1:9", state=NodeState.OK)
     key = stand.keys["node"]
-    async with _Peer(zmq.PUSH, "127.0.0.1", stand.heartbeat_port) as peer:
+    with _datagrams(stand.heartbeat_port) as send:
         for _ in range(cases):
             old = msgspec.structs.replace(real, sent_at=rng.choice((0.0, time.time() - 90, time.time() + 90)))
             changed = as_msgpack(mutated(rng, msgspec.to_builtins(theirs), LEADS_AWAY))
-            await peer.send(
+            await send(
                 rng.choice(
                     (
                         noise(rng, 5000),
+                        rng.randbytes(60_000),
                         sealed(real, secrets.token_hex()),
                         sealed(real, ""),
                         garbled(rng, sealed(real, key)[:32] + noise(rng, 9)),
@@ -92,27 +96,40 @@ async def heartbeats(stand: Stand, rng: random.Random, cases: int) -> list[str]:
                     )
                 )
             )
-    # One of ours may be there now, and would be for three more beats. What is too long has cut the first connection.
-    async with _Peer(zmq.PUSH, "127.0.0.1", stand.heartbeat_port) as peer:
+        # One of ours may be there now, and would be for three more beats.
         over = msgspec.structs.replace(theirs, state=NodeState.LEAVING, sent_at=time.time() + 5)
-        await peer.send(sealed(over, key))
-        return await _forged(stand, peer, real, before)
+        await send(sealed(over, key))
+        return await _forged(stand, send, real, before)
 
 
-async def _forged(stand: Stand, peer: _Peer, real: Heartbeat, before: dict[str, Any]) -> list[str]:
+@contextlib.contextmanager
+def _datagrams(port: int) -> Iterator[Callable[[bytes], Awaitable[None]]]:
+    """Send datagrams to a port of this machine, no faster than they are read there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
+
+        async def send(said: bytes) -> None:
+            ours.sendto(said, ("127.0.0.1", port))
+            await asyncio.sleep(_READ_S)
+
+        yield send
+
+
+async def _forged(
+    stand: Stand, send: Callable[[bytes], Awaitable[None]], real: Heartbeat, before: dict[str, Any]
+) -> list[str]:
     """Says once more that a node leaves, without the key, and looks at once: its own next beat, within three seconds,
     would set that right. A beat of ours behind it, with the key, shows that it was heard."""
     key, now = stand.keys["node"], time.time()
     mark = msgspec.structs.replace(real, url="http://127.0.0.1:10", sent_at=now, state=NodeState.OK)
     for wrong_key in (secrets.token_hex(), ""):
-        await peer.send(sealed(msgspec.structs.replace(real, sent_at=now), wrong_key))
-    await peer.send(sealed(msgspec.structs.replace(real, sent_at=now - 90), key))
-    await peer.send(sealed(mark, key))
+        await send(sealed(msgspec.structs.replace(real, sent_at=now), wrong_key))
+    await send(sealed(msgspec.structs.replace(real, sent_at=now - 90), key))
+    await send(sealed(mark, key))
     until = time.monotonic() + _ANSWER_S
     while mark.url not in (seen := await stand.state()):
         if time.monotonic() > until:
             return ["a heartbeat with the key is not heard any more"]
-    await peer.send(sealed(msgspec.structs.replace(mark, state=NodeState.LEAVING, sent_at=now + 0.001), key))
+    await send(sealed(msgspec.structs.replace(mark, state=NodeState.LEAVING, sent_at=now + 0.001), key))
     urls = [node.url for node in stand.nodes]
     return [
         f"strangers' heartbeats have made {seen.get(url)} of {before.get(url)}"

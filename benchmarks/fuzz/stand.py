@@ -234,17 +234,10 @@ class Stand:
 
     async def _start(self) -> None:
         model = [*flags_of("tiny", self.folder), "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(16 << 20)]
-        node = [*model, "--router", f"tcp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
+        node = [*model, "--router", f"udp://127.0.0.1:{self.heartbeat_port}", "--lease-s", str(LEASE_S)]
         ranks = ["--tensor-parallel-size", str(self.tensor_parallel_size)] if self.tensor_parallel_size > 1 else []
-        node += [
-            "--enable-lora",
-            "--allow-runtime-lora",
-            "--tool-call-parser",
-            "hermes",
-            "--request-deadline-s",
-            "50",
-            *self.flags,
-        ]
+        node += ["--enable-lora", "--allow-runtime-lora", "--tool-call-parser", "hermes"]
+        node += ["--request-deadline-s", "50", *self.flags]
         node += [kv_events()]
         ports = ["--heartbeat-port", str(self.heartbeat_port), "--p2p-nccl-port", str(self.ping_port)]
         router = [*ports, "--node-allow", "127.0.0.1", "--workers", "2", "--no-conditional-disaggregation"]

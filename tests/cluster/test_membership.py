@@ -2,7 +2,7 @@
 
 The nodes begin with the code of the release before this one, where it is to be had, and are restarted with this one's;
 beside the router stands one of that release. So all of it is a rolling upgrade, too: each role and the router meet
-both.
+both. That release's heartbeats are another protocol: its router has a list of nodes, and its nodes are added by hand.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from typing import Any
 import aiohttp
 import httpx2
 import pytest
-from previous_release import previous_release
+from previous_release import as_before, previous_release
 from real_cluster import START_DEADLINE_S, Cluster, Process, counted, free_port, tiny_model, wait_until
 
+from benchmarks.listening import listening
+from benchmarks.local_cluster import family
 from kvrelay import cli
+from kvrelay.flag_names import BEFORE
 from wire.versions import LEGS, RELEASE
 
 pytestmark = pytest.mark.cluster
@@ -43,26 +46,49 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, before: dict[str, str]) -> Iterator[Cluster]:
-    """2P2D over NIXL. No list of nodes: they tell the router that they are there."""
+    """2P2D over NIXL. No list of nodes: once they are of this release they tell the router that they are there."""
     folder = tmp_path_factory.mktemp("members")
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-connector", "nixl"]
     flags += ["--kv-cache-memory-bytes", str(8 << 20)]
-    heartbeats, olds = free_port(), free_port()
+    heartbeats = free_port()
     cluster = Cluster(folder, flags, events=False)  # the release before has other flags for them
     try:
-        flags += ["--router", f"tcp://127.0.0.1:{heartbeats}", "--router", f"tcp://127.0.0.1:{olds}"]
-        cluster.nodes = [cluster.start(role, flags, env=before) for role in ("prefill", "prefill", "decode", "decode")]
+        theirs = as_before(flags) if "PYTHONPATH" in before else flags
+        roles = ("prefill", "prefill", "decode", "decode")
+        cluster.nodes = [cluster.start(role, theirs, env=before) for role in roles]
         # Each prompt is handed over, and by each prefill node to each decode node.
         every = ["--no-conditional-disaggregation", "--prefill-policy", "round_robin", "--decode-policy", "random"]
-        router_flags = ["--heartbeat-port", str(heartbeats), "--alias", "best=tiny", *every]
+        router_flags = [
+            "--heartbeat-port",
+            str(heartbeats),
+            "--alias",
+            "best=tiny",
+            "--node-allow",
+            "127.0.0.1",
+            *every,
+        ]
         cluster.router = cluster.start("router", router_flags, env=KEYS)
         # At the nodes of this release it is the other way round: the router is of the one before.
-        cluster.others = [cluster.start("router", ["--heartbeat-port", str(olds), *every], env=before)]
+        listed = [f"--{node.role}={node.url}" for node in cluster.nodes]
+        cluster.others = [cluster.start("router", [*listed, *every], env=before)]
+        for node in cluster.nodes:
+            wait_until(lambda node=node: _by_hand(cluster, "POST", node), START_DEADLINE_S, f"{node.url} is added")
+            node.argv = [*(BEFORE.get(word, word) for word in node.argv), "--router", f"udp://127.0.0.1:{heartbeats}"]
         cluster.wait_ready(*cluster.nodes, cluster.router, *cluster.others)
         cluster.wait_met(4)
         yield cluster
     finally:
         cluster.stop()
+
+
+def _by_hand(cluster: Cluster, how: str, node: Process) -> bool:
+    """Have the router add (POST) or forget (DELETE) what an operator says of a node; whether it has."""
+    operator = {"authorization": f"Bearer {KEYS['KVRELAY_ADMIN_KEY']}"}
+    spec = {"json": {"url": node.url, "role": node.role}} if how == "POST" else {"params": {"url": node.url}}
+    try:
+        return httpx2.request(how, f"{cluster.url}/admin/nodes", headers=operator, timeout=5, **spec).is_success
+    except httpx2.ConnectError:
+        return False
 
 
 def health(cluster: Cluster) -> dict[str, Any]:
@@ -153,7 +179,10 @@ async def test_a_rolling_restart_under_streams_loses_none(cluster: Cluster) -> N
         counts = await asyncio.gather(*streams)
     assert min(counts) > 0
     for router in (cluster.router, *cluster.others):
-        assert [line for line in router.log.read_text().splitlines() if "leg broke" in line] == []  # type: ignore[union-attr]
+        assert router is not None
+        broken = [line for line in router.log.read_text().splitlines() if "leg broke" in line]
+        # Whose heartbeats a router does not hear may have ended since its last health check: that leg goes elsewhere.
+        assert [line for line in broken if "Cannot connect to host" not in line] == []
     for url in urls:
         text = httpx2.get(f"{url}/metrics", timeout=5).text
         assert set(re.findall(r'requests_total\{[^}]*path="/v1/completions",status="(\d+)"', text)) == {"200"}
@@ -174,9 +203,8 @@ def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process,
         node.kill(signal.SIGTERM)
     for node in pair:
         node.popen.wait(60)
-    # Their last word reaches the router before they end, or with it; three missed heartbeats would be ten seconds.
-    ended = {node.url for node in pair}
-    wait_until(lambda: not ended & {node["url"] for node in health(cluster)["nodes"]}, 5, "the router forgets them")
+    for node in pair:
+        assert _by_hand(cluster, "DELETE", node)
     fresh = [cluster.restart(node, env=KEYS) for node in pair]
     cluster.wait_ready(*fresh)
 
@@ -189,3 +217,23 @@ def _restart(cluster: Cluster, drained: Process, how: list[str], other: Process,
 
     for router in (cluster.url, *(other.url for other in cluster.others)):
         wait_until(lambda url=router: back(url), START_DEADLINE_S, f"{router} uses the restarted nodes")
+
+
+def udp_ports(process: Process) -> list[int]:
+    return [port.number for port in listening(family(process.popen.pid)) if port.protocol == "udp"]
+
+
+def test_heartbeats_open_one_udp_port_at_the_router_and_none_at_nodes(cluster: Cluster) -> None:
+    assert cluster.router is not None
+    argv = cluster.router.argv
+    assert udp_ports(cluster.router) == [int(argv[argv.index("--heartbeat-port") + 1])]
+    for node in cluster.nodes:
+        wait_until(lambda node=node: not udp_ports(node), 5, f"{node.url} has no UDP port between two beats")
+
+
+def test_a_node_that_ends_is_forgotten_at_once(cluster: Cluster) -> None:
+    """Its last word reaches the router before it ends, or with it; three missed heartbeats would be ten seconds."""
+    node = cluster.of("decode")[0]
+    node.kill(signal.SIGTERM)
+    node.popen.wait(60)
+    wait_until(lambda: node.url not in {each["url"] for each in health(cluster)["nodes"]}, 5, "the router forgets it")

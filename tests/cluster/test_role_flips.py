@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("roles")
     beats = free_port()
     flags = [*tiny_model(folder), "--served-model-name", "tiny", "--kv-cache-memory-bytes", str(8 << 20)]
-    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--router", f"tcp://127.0.0.1:{beats}"]
+    flags += ["--lease-s", "1.5", "--heartbeat-s", "0.3", "--router", f"udp://127.0.0.1:{beats}"]
     cluster = Cluster(folder, flags)
     try:
         cluster.nodes = [cluster.start(role, flags) for role in ("prefill", "prefill", "decode")]

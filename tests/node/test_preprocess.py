@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import msgspec
@@ -48,15 +49,36 @@ def said(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
+def deep(levels: int, values: int) -> dict[str, Any]:
+    """Few bytes of JSON, of which a template that indents it makes 4 * levels * values."""
+    inside: Any = [0] * values
+    for _ in range(levels):
+        inside = [inside]
+    return {"x": inside}
+
+
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": "x", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "in_sandbox"),
     [
         ({"messages": said("x" * 100_000)}, False),
         ({"messages": said(LARGE)}, True),
-        ({"messages": said("x") * 128}, False),
-        ({"messages": said("x") * 129}, True),
-        ({"messages": said("x"), "documents": [{}] * 128}, True),
-        ({"messages": [{**said("x")[0], "tool_calls": [{"function": {"name": "f"}}] * 128}]}, True),
+        ({"messages": said("x") * 64}, False),
+        ({"messages": said("x") * 65}, True),
+        ({"messages": said("x"), "documents": [{}] * 64}, True),
+        ({"messages": [{**said("x")[0], "tool_calls": [{"function": {"name": "f"}}] * 64}]}, True),
+        ({"messages": said("x"), "tools": [tool(deep(4, 1000))], "tool_choice": "none"}, False),
+        ({"messages": said("x"), "tools": [tool(deep(100, 1000))], "tool_choice": "none"}, True),
+        ({"messages": said("x"), "documents": [deep(100, 1000)]}, True),
+        ({"messages": [called(json.dumps(deep(100, 1000)))]}, True),
+        ({"messages": [called(json.dumps({"text": json.dumps(deep(100, 1000))}))]}, False),
         ({"messages": said("x"), "chat_template_kwargs": {"enable_thinking": False}}, False),
         ({"messages": said("x"), "chat_template_kwargs": {"loops": [1]}}, True),
         ({"messages": said("x"), "chat_template": "{{ messages[0].content }}"}, True),
@@ -78,6 +100,33 @@ async def test_what_could_be_endless_is_read_by_a_child(
     assert sandbox.read == ([(chat, True)] if in_sandbox else [])
     if in_sandbox:
         assert all(leg.submits[0].prompt_token_ids == [97] for leg in legs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "here"),
+    [
+        ({"messages": said("x" * 7_000)}, True),
+        ({"messages": said("x" * 9_000)}, False),
+        ({"messages": said("x"), "tools": [tool(deep(2, 150))], "tool_choice": "none"}, True),
+        ({"messages": said("x"), "tools": [tool(deep(40, 150))], "tool_choice": "none"}, False),
+        ({"prompt": "x" * 7_000}, True),
+        ({"prompt": "x" * 9_000}, False),
+    ],
+)
+async def test_only_what_takes_some_milliseconds_is_rendered_and_tokenized_on_the_event_loop(
+    serving: Serving, fields: dict[str, Any], here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+    token_ids = serving.token_ids
+
+    def noting(*args: Any, **kwargs: Any) -> list[list[int]]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return token_ids(*args, **kwargs)
+
+    monkeypatch.setattr(serving, "token_ids", noting)
+    body = json.dumps({"model": "m", "max_tokens": 1, **fields}).encode()
+    await legs_of(serving, StandInSandbox(), Call("messages" in fields, body, "r"))
+    assert threads == [here]
 
 
 async def _two(sandbox: StandInSandbox) -> list[list[int]]:

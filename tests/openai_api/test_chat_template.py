@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +243,27 @@ def test_no_messages_are_refused() -> None:
         rendered(CHATML, [])
 
 
+def test_the_end_of_the_last_message_is_found_in_linear_time() -> None:
+    messages = [{"role": "user", "content": "a" * 400_000}, {"role": "assistant", "content": "ab" + "a" * 200_000}]
+    began = time.process_time()
+    with pytest.raises(RequestError, match="continue_final_message"):
+        rendered("{{ messages[0].content }}", messages, continue_final_message=True)
+    assert time.process_time() - began < 1
+
+
 def test_a_broken_template_is_told_when_a_node_starts() -> None:
     check_template(CHATML)
     with pytest.raises(ConfigError, match="not valid Jinja"):
         check_template("{% for x in %}")
+
+
+def test_a_slow_template_is_told_when_a_node_starts(caplog: pytest.LogCaptureFixture) -> None:
+    check_template(QWEN)
+    assert caplog.messages == []
+    check_template(
+        "{% for m in messages %}{% for i in range(99999) %}{% if i == m %}x{% endif %}{% endfor %}{% endfor %}"
+    )
+    assert "all streams wait for it" in caplog.messages[0]
 
 
 @pytest.mark.model

@@ -160,18 +160,70 @@ def test_what_is_no_constraint_is_refused(fields: dict[str, Any], param: str, wo
     assert refused.value.param == param
 
 
-def test_brackets_in_texts_and_classes_have_no_depth() -> None:
-    for fields in ({"guided_json": {"const": "[" * 100}}, {"guided_regex": "[(]" * 100}, {"guided_regex": r"\(" * 100}):
-        asked(**fields)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", json.dumps({"const": "[" * 100})),
+        ("regex", "[(]" * 100),
+        ("regex", "[])]" * 100),
+        ("regex", "[[:alpha:]]" * 100),
+        ("regex", r"\(" * 100),
+        ("grammar", 'start: "(" ' + r"/[(]\(/ " * 100),
+        ("grammar", 'start: a // "((\n' * 100),
+        ("grammar", "start: a # /((\n" * 100),
+        ("grammar", "start: " + '<"((> ' * 100),
+        ("grammar", "root ::= " + '[(] "(" ' * 100),
+        ("grammar", 'root ::= "a" # "((\n' * 100),
+    ],
+)
+def test_brackets_in_texts_classes_and_comments_have_no_depth(kind: Any, text: str) -> None:
+    Constraint(kind, text).check()
 
 
-@pytest.mark.parametrize("unit", ['"', "\\", "[", '"\\"', "[\\]", "\n", " "])
+DEEP, END = "(" * 65, ")" * 65
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "([[:alpha:]]" * 65 + END),
+        ("regex", "([[a])]" * 65 + END),
+        ("regex", "([])]" * 65 + END),
+        ("regex", "[" * 65 + "a" + "]" * 65),
+        ("regex", f"(?x)#[\n{DEEP}a{END}#]\n"),
+        ("grammar", f'start: /"{DEEP}a{END}"/'),
+        ("grammar", f'start: /"/ {DEEP}"a"{END}'),
+        ("grammar", rf'start: /\/"/ {DEEP}"a"{END}'),
+        ("grammar", f'start: /[/ {DEEP}"a"{END} /]/'),
+        ("grammar", f"start: /#[\n{DEEP}a{END}#]\n/ix"),
+        ("grammar", 'start: a // "\na: ' + DEEP + '"a"' + END),
+        ("grammar", 'start: a # "\na: ' + DEEP + '"a"' + END),
+        ("grammar", f'start: <"> {DEEP}"a"{END}'),
+        ("grammar", "start: " + r"( /\)/ " * 65 + END),
+        ("grammar", "start: " + "( /)/ " * 65 + END),
+        ("grammar", f'root ::= [^"] {DEEP}"a"{END}'),
+        ("grammar", f'root ::= "/" {DEEP}"a"{END} "/"'),
+        ("grammar", "root ::= " + "( [)] " * 65 + END),
+        ("grammar", 'root ::= a # "\na ::= ' + DEEP + '"a"' + END),
+    ],
+)
+def test_nothing_hides_levels_of_brackets(kind: Any, text: str) -> None:
+    with pytest.raises(RequestError, match="levels of brackets; the limit is 64"):
+        Constraint(kind, text).check()
+
+
+@pytest.mark.parametrize("unit", ['"', "\\", "[", '"\\"', "[\\]", "\n", " ", "/", "/\\/", "<", "(?", "/a", "x/"])
 def test_limits_are_checked_in_linear_time(unit: str) -> None:
     """A quadratic pattern would take seconds of CPU time for these."""
     began = time.process_time()
-    for kind in ("json", "grammar"):
+    for kind, start, length in (
+        ("json", "", 32_000),
+        ("grammar", "", 32_000),
+        ("grammar", "a::=", 32_000),
+        ("regex", "", 4_000),
+    ):
         with contextlib.suppress(RequestError):
-            Constraint(kind, unit * (32_000 // len(unit))).check()  # type: ignore[arg-type]
+            Constraint(kind, start + unit * (length // len(unit))).check()  # type: ignore[arg-type]
     assert time.process_time() - began < 1
 
 

@@ -1,19 +1,23 @@
-"""Nodes that announce themselves: who is believed, who is there, and the way from a node's socket to a pool."""
+"""Nodes that announce themselves: who is believed, who is there, and the way from a node's datagram to a pool."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
+import socket
+import threading
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from router_doubles import cluster, decode, prefill, until
+from router_doubles import FakeNode, cluster, decode, prefill, until
 
-from benchmarks.local_cluster import free_ports
+from kvrelay.machine import check_port
 from node.heartbeat import Announcer
 from router.membership.heartbeats import Announced, hearing
 from router.nodes.pool import Pool
@@ -30,6 +34,22 @@ NOW = 1_700_000_000.0
 def beat(sent_at: float = NOW, url: str = "http://p", generation: str = "g1", **fields: object) -> Heartbeat:
     facts = Heartbeat(url, Role.PREFILL, "m", generation, Load(running=2), sent_at)
     return msgspec.structs.replace(facts, **fields)
+
+
+def free_udp_port(host: str = "127.0.0.1") -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def announcing(node: FakeNode, port: int) -> Announcer:
+    """Without a key, as on the loopback."""
+    facts = Heartbeat(node.url, Role(node.role), "", node.generation, Load(), 0.0)
+    return Announcer([f"udp://127.0.0.1:{port}"], "", lambda: facts, every_s=0.05)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def urls(announced: Announced) -> list[str]:
@@ -105,39 +125,98 @@ def test_what_cannot_be_a_node_is_refused(facts: Heartbeat) -> None:
 
 
 async def test_a_node_announces_itself_drains_leaves_and_a_stranger_is_not_heard() -> None:
-    port, state, pool = free_ports(1)[0], NodeState.OK, Pool([], [], random.Random(1))
+    port, state, pool = free_udp_port(), NodeState.OK, Pool([], [], random.Random(1))
 
     def facts() -> Heartbeat:
         return beat(0.0, state=state)
 
-    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        async with hearing(pool, "127.0.0.1", port, KEY):
-            stranger.connect(f"tcp://127.0.0.1:{port}")
-            stranger.send(sealed(beat(time.time(), "http://evil"), "guessed"))
-            stranger.send(b"x" * 100)
-            announcer = Announcer([f"tcp://127.0.0.1:{port}"], KEY, facts, every_s=0.05)
-            task = asyncio.create_task(announcer.run())
-            await until(lambda: pool.find("http://p") is not None)
-            node = pool.find("http://p")
-            assert node is not None
-            await until(lambda: node.load.running == 2)
-            state = NodeState.DRAINING
-            announcer.changed()
-            await until(lambda: node.reason == "it is draining")
+    async with hearing(pool, "127.0.0.1", port, KEY):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            stranger.sendto(sealed(beat(time.time(), "http://evil"), "guessed"), ("127.0.0.1", port))
+            stranger.sendto(b"", ("127.0.0.1", port))
+        announcer = Announcer([f"udp://127.0.0.1:{port}"], KEY, facts, every_s=0.05)
+        task = asyncio.create_task(announcer.run())
+        await until(lambda: pool.find("http://p") is not None)
+        node = pool.find("http://p")
+        assert node is not None
+        await until(lambda: node.load.running == 2)
+        state = NodeState.DRAINING
+        announcer.changed()
+        await until(lambda: node.reason == "it is draining")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: pool.nodes == [])
+
+
+@pytest.mark.parametrize("host", ["::", "::1"])
+async def test_nodes_are_heard_at_ipv6_addresses(host: str) -> None:
+    try:
+        port = free_udp_port("::1")
+    except OSError:
+        pytest.skip("no IPv6 here")
+    pool = Pool([], [], random.Random(1))
+    async with hearing(pool, host, port, KEY):
+        task = asyncio.create_task(Announcer([f"udp://[::1]:{port}"], KEY, lambda: beat(0.0)).run())
+        await until(lambda: [node.url for node in pool.nodes] == ["http://p"])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(RequestError, match=f"127.0.0.1:{port}.*give another port"):
+            async with hearing(Pool([], [], random.Random(1)), "127.0.0.1", port, KEY):
+                pass
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            check_port("127.0.0.1", port, socket.SOCK_DGRAM)
+
+
+async def test_a_flood_of_strangers_leaves_the_router_serving_and_its_memory_flat(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    p, d, port = prefill(), decode(), free_udp_port()
+    noise = [b"", b"x" * 100, b"x" * MAX_BYTES, b"x" * 60_000, sealed(beat(), "guessed")]
+    ended = threading.Event()
+
+    def flood() -> None:
+        sent = 0
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            while sent < 10_000 or not ended.is_set():  # 130 MB
+                stranger.sendto(noise[sent % len(noise)], ("127.0.0.1", port))
+                sent += 1
+
+    async with p.running(), d.running(), cluster(heartbeat_port=port, ready=False) as c:
+        tasks = [asyncio.create_task(announcer.run()) for announcer in (announcing(p, port), announcing(d, port))]
+        await until(lambda: len(c.router.pool.nodes) == 2 and all(node.up for node in c.router.pool.nodes))
+        await c.text()
+        before = resident_bytes()
+        with caplog.at_level(logging.WARNING, "kvrelay.router"):
+            began = time.monotonic()
+            flooding = asyncio.create_task(asyncio.to_thread(flood))
+            try:
+                for _ in range(100):
+                    await c.text()
+            finally:
+                ended.set()
+                await flooding
+            took_s = time.monotonic() - began
+        grown = resident_bytes() - before
+        refused = [line for line in caplog.messages if "a heartbeat is refused" in line]
+        assert 1 <= len(refused) <= 1 + took_s / 10
+        assert grown < 16 << 20
+        assert len(c.router.pool.nodes) == 2
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: pool.nodes == [])
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: not c.router.pool.nodes)  # heard behind the flood
 
 
 async def test_a_router_that_hears_nodes_serves_with_them() -> None:
-    p, d, port = prefill(), decode(), free_ports(1)[0]
+    p, d, port = prefill(), decode(), free_udp_port()
     async with p.running(), d.running(), cluster(heartbeat_port=port, ready=False) as c:
-        tasks = []
-        for node in (p, d):
-            facts = Heartbeat(node.url, Role(node.role), "", node.generation, Load(), 0.0)
-            announcer = Announcer([f"tcp://127.0.0.1:{port}"], "", lambda facts=facts: facts, every_s=0.05)  # type: ignore[misc]
-            tasks.append(asyncio.create_task(announcer.run()))
+        tasks = [asyncio.create_task(announcing(node, port).run()) for node in (p, d)]
         await until(lambda: len(c.router.pool.nodes) == 2 and all(node.up for node in c.router.pool.nodes))
         await c.text()
         for task in tasks:
@@ -152,10 +231,21 @@ def test_heartbeats_from_elsewhere_need_a_key() -> None:
     RouterConfig(host="0.0.0.0", heartbeat_port=9, node_api_key="k")
     engine = EngineConfig("m")
     with pytest.raises(ConfigError, match="node_api_key"):
-        NodeConfig(engine, Role.PREFILL, router=("tcp://10.0.0.1:9",))
-    NodeConfig(engine, Role.PREFILL, router=("tcp://10.0.0.1:9", "tcp://[::1]:9"), api_key="k")
-    for wrong in ("http://h:9", "tcp://h", "tcp://:9", "tcp://h:x"):
-        with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        NodeConfig(engine, Role.PREFILL, router=("udp://10.0.0.1:9",))
+    NodeConfig(engine, Role.PREFILL, router=("udp://127.0.0.1:9", "udp://[::1]:9", "udp://localhost:9"))
+    NodeConfig(engine, Role.PREFILL, router=("udp://10.0.0.1:9", "udp://router.kvrelay:9"), api_key="k")
+    for wrong in (
+        "http://h:9",
+        "tcp://h:9",
+        "h:9",
+        "udp://h",
+        "udp://:9",
+        "udp://h:x",
+        "udp://h:0",
+        "udp://h:65536",
+        "udp://::1:9",
+    ):
+        with pytest.raises(ConfigError, match="udp://HOST:PORT"):
             NodeConfig(engine, Role.PREFILL, router=(wrong,), api_key="k")
 
 
