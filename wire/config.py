@@ -106,7 +106,7 @@ class EngineConfig:
     """Where the sampling comes from that a request leaves out: auto (the model's generation_config.json), vllm (none:
     temperature 1 and all tokens) or a folder with such a file, whose max_new_tokens is then the most that any answer
     may have; equal on all nodes of a cluster."""
-    override_generation_config: dict[str, Any] | None = None
+    override_generation_config: dict[str, Any] | None = field(default=None, hash=False)  # a dict has no hash
     """Goes before generation_config: temperature, top_p, top_k, min_p, repetition_penalty, and max_new_tokens, the most
     tokens that any answer may have. For example {"temperature": 0.5}."""
     device: str = "auto"

@@ -1,24 +1,24 @@
-"""langchain-openai: a structured answer and a stream. Prints what came, as JSON."""
+"""langchain-openai: an answer, a stream, a tool call, an object and an error."""
 
-import json
-import sys
-
+import openai
+from common import HELLO, Person, add, key, model, show, url
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
 
-url, key, model = sys.argv[1:]
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=120)
-
-
-chat = ChatOpenAI(base_url=f"{url}/v1", api_key=key, model=model, temperature=0, max_tokens=60, max_retries=0)
-person = chat.with_structured_output(Person, method="json_schema").invoke("Describe a person.")
-chunks = [chunk.text for chunk in chat.bind(max_tokens=8).stream([("user", "Say hello.")])]
-whole = chat.bind(max_tokens=8).invoke([("user", "Say hello.")])
-usage = whole.usage_metadata
-print(json.dumps({"age": person.age, "name": person.name, "chunks": chunks, "whole": whole.text, "usage": usage}))
+to = {"base_url": f"{url}/v1", "api_key": key, "temperature": 0, "max_retries": 0}
+chat = ChatOpenAI(model=model, max_tokens=60, **to)
+short, hello = chat.bind(max_tokens=8), [("user", HELLO)]
+whole = short.invoke(hello)
+(called,) = chat.bind_tools([add]).invoke(hello).tool_calls
+try:
+    ChatOpenAI(model="nobody", **to).invoke(hello)
+    refused = ""
+except openai.NotFoundError as why:
+    refused = str(why)
+show(
+    whole=whole.text,
+    chunks=[chunk.text for chunk in short.stream(hello)],
+    tokens=whole.usage_metadata["output_tokens"],
+    called=[called["name"], called["args"]],
+    object=chat.with_structured_output(Person).invoke("Describe a person.").model_dump(),
+    refused=refused,
+)

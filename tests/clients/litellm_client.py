@@ -1,33 +1,31 @@
-"""litellm: a whole answer, a stream, and an error in its own classes. Prints what came, as JSON."""
+"""litellm: an answer, a stream, a tool call, an object, and an error in its own classes."""
 
 import json
 import os
-import sys
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # its list of prices is on a host of its own
 
 import litellm
+from common import ADD, HELLO, Person, key, model, show, url
 
-url, key, model = sys.argv[1:]
 litellm.telemetry = False
 to = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": key, "max_retries": 0, "temperature": 0}
-hello = [{"role": "user", "content": "Say hello."}]
-whole = litellm.completion(messages=hello, max_tokens=8, **to)
-chunks = [
-    part.choices[0].delta.content or "" for part in litellm.completion(messages=hello, max_tokens=8, stream=True, **to)
-]
+to["messages"] = [{"role": "user", "content": HELLO}]
+whole = litellm.completion(max_tokens=8, **to)
+chunks = [part.choices[0].delta.content or "" for part in litellm.completion(max_tokens=8, stream=True, **to)]
+answer = litellm.completion(tools=[{"type": "function", "function": ADD}], **to)
+(called,) = answer.choices[0].message.tool_calls
+person = litellm.completion(response_format=Person, max_tokens=60, **to).choices[0].message.content
 try:
-    litellm.completion(messages=hello, **{**to, "model": "openai/nobody"})
+    litellm.completion(**{**to, "model": "openai/nobody"})
     refused = ""
 except litellm.NotFoundError as why:
     refused = str(why)
-print(
-    json.dumps(
-        {
-            "chunks": chunks,
-            "whole": whole.choices[0].message.content,
-            "tokens": whole.usage.completion_tokens,
-            "refused": refused,
-        }
-    )
+show(
+    whole=whole.choices[0].message.content,
+    chunks=chunks,
+    tokens=whole.usage.completion_tokens,
+    called=[called.function.name, json.loads(called.function.arguments)],
+    object=Person.model_validate_json(person).model_dump(),
+    refused=refused,
 )

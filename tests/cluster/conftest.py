@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,24 +17,39 @@ from kvrelay.embedded import embedded_model
 from wire.errors import ConfigError
 
 INSTALL_DEADLINE_S = 500.0
+CLIENTS = Path(__file__).parents[1] / "clients"
+
+
+def install(folder: Path, wanted: Path, *commands: list[str]) -> None:
+    """Run these commands, unless they have run already for what the file `wanted` says."""
+    stamp, digest = folder / "installed", hashlib.sha256(wanted.read_bytes()).hexdigest()
+    with wanted.open() as door:
+        fcntl.flock(door, fcntl.LOCK_EX)  # tests may run in several processes
+        if not stamp.exists() or stamp.read_text() != digest:
+            for command in commands:
+                subprocess.run(command, check=True, timeout=INSTALL_DEADLINE_S, cwd=wanted.parent)
+            stamp.write_text(digest)
 
 
 @pytest.fixture(scope="session")
 def clients(repository: Path) -> Path:
     """The folder of its commands. Who asks first installs tests/clients/requirements.txt: a few seconds."""
-    requirements = Path(__file__).parents[1] / "clients" / "requirements.txt"
-    folder = repository / ".venv-clients"
-    stamp, wanted = folder / "installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
-    with requirements.open() as door:
-        fcntl.flock(door, fcntl.LOCK_EX)  # tests may run in several processes
-        if not stamp.exists() or stamp.read_text() != wanted:
-            create = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
-            # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of an hour.
-            install = [str(repository / "scripts" / "install.sh"), sys.prefix, str(folder)]
-            for command in (create, [*install, "-q", "--no-deps", "-r", str(requirements)]):
-                subprocess.run(command, check=True, timeout=INSTALL_DEADLINE_S)
-            stamp.write_text(wanted)
+    requirements, folder = CLIENTS / "requirements.txt", repository / ".venv-clients"
+    create = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
+    # Pinned as a whole: to resolve what these libraries want of each other takes pip a quarter of an hour.
+    fill = [str(repository / "scripts" / "install.sh"), sys.prefix, str(folder), "-q", "--no-deps"]
+    install(folder, requirements, create, [*fill, "-r", str(requirements)])
     return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def node_clients() -> str:
+    """Find the command `node`. Who asks first installs tests/clients/package-lock.json: a few seconds."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("no node and npm here: the clients of npm cannot run")
+    install(CLIENTS / "node_modules", CLIENTS / "package-lock.json", [npm, "ci", "--ignore-scripts", "--no-audit"])
+    return node
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,7 @@ def big(repository: Path) -> EngineConfig:
 CASES: list[tuple[str, dict[str, Any], Host, type[ConfigError] | None, str]] = [
     ("serve", {}, gpus(80), None, ""),
     ("serve", {"device": "cpu"}, gpus(80), None, ""),
+    ("serve", {"override_generation_config": {"temperature": 0.5}}, gpus(80), None, ""),
     ("serve", {"device": "cuda"}, cpu(64, 64), ConfigError, "device cuda was asked for, but torch can use no GPU here"),
     ("serve", {"device": "cuda"}, Host((), []), None, ""),  # nobody says which there are
     ("serve", {}, Host((Gpu("MIG-1"),), []), None, ""),

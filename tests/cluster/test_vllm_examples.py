@@ -1,0 +1,213 @@
+"""Examples of vLLM's documentation against our processes: address, key and model name changed, nothing else.
+
+They are vLLM's, so they are not here: the variable VLLM_EXAMPLES names the folder that has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from held_model import held_model
+from real_cluster import Cluster, free_port, running, tiny_model, wait_until
+
+from kvrelay.embedded import embedded_model
+
+EXAMPLES = Path(os.environ.get("VLLM_EXAMPLES", "."))
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.model,
+    pytest.mark.skipif("VLLM_EXAMPLES" not in os.environ, reason="VLLM_EXAMPLES names no folder with vLLM's examples"),
+]
+
+KEY, MODEL = "of-the-examples", "SmolLM2-135M-Instruct"
+DEADLINE_S = 240.0
+WEATHER = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
+CALLS = {"get_current_weather": WEATHER, "get_weather": {"latitude": 48.9, "longitude": 2.4}}
+PLUGIN = """
+from openai_api.model_formats import REASONING_FORMATS, ReasoningFormat
+from openai_api.reasoning import ReasoningMarks
+
+# The embedded model does not reason: its first sentence is taken for a thought.
+REASONING_FORMATS["first_sentence"] = ReasoningFormat(marks=ReasoningMarks((), (".",), assumed=True))
+"""
+SAMPLING = {"temperature": 0, "repetition_penalty": 1.2, "max_new_tokens": 200}  # so small a model ends no number else
+TOKENIZER = '''
+"""A stand-in for transformers, as it was before its version 5: no tokenizer is downloaded, a router has one."""
+import os, httpx
+
+def ask(route, **fields):
+    headers = {"authorization": "Bearer " + os.environ["KEY"]}
+    return httpx.post(os.environ["ROUTER"] + route, json=fields, headers=headers).raise_for_status().json()
+
+class AutoTokenizer:
+    @classmethod
+    def from_pretrained(cls, name):
+        cls.name = name
+        return cls()
+    def apply_chat_template(self, messages, add_generation_prompt, enable_thinking):
+        fields = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        fields["chat_template_kwargs"] = {"enable_thinking": enable_thinking}
+        return ask("/tokenize", model=self.name, **fields)["tokens"]
+    def decode(self, tokens):
+        return ask("/detokenize", model=self.name, tokens=tokens)["prompt"]
+'''
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve the embedded model by 1P1D; yields its URL. The examples set no limit, so the nodes do."""
+    flags = ["--model", str(embedded_model()), "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
+    flags += ["--override-generation-config", json.dumps(SAMPLING)]
+    folder, router_flags = tmp_path_factory.mktemp("examples"), ["--api-key", KEY]
+    (folder / "plugin.py").write_text(PLUGIN)
+    flags += ["--tool-parser-plugin", str(folder / "plugin.py"), "--reasoning-parser", "first_sentence"]
+    with running(folder, prefill=1, decode=1, flags=flags, router_flags=router_flags) as ours:
+        yield ours.url
+        ours.all_blocks_free(within_s=15)
+
+
+@pytest.fixture(scope="module")
+def calling(router: str) -> Iterator[str]:
+    """Serve a router whose model calls the tools that a request leaves to it."""
+    with held_model(router, CALLS) as url:
+        yield url
+
+
+def copied(name: str, folder: Path, changes: dict[str, str]) -> Path:
+    """Copy an example with each of these patterns replaced."""
+    text = (EXAMPLES / name).read_text(encoding="utf-8")
+    for pattern, replacement in changes.items():
+        text, count = re.subn(pattern, replacement, text)
+        assert count, f"{name} has no {pattern}"
+    (folder / name).write_text(text, encoding="utf-8")
+    return folder / name
+
+
+def run(name: str, clients: Path, folder: Path, url: str, *flags: str) -> str:
+    """Return what an example printed that asked there."""
+    changes = {"http://localhost:8000": url, '"(EMPTY|empty)"': f'"{KEY}"'}
+    if '"Qwen/' in (EXAMPLES / name).read_text(encoding="utf-8"):  # the others ask for the first model that is served
+        changes['"Qwen/[^"]*"'] = f'"{MODEL}"'
+    script = copied(name, folder, changes)
+    (folder / "utils.py").write_bytes((EXAMPLES / "utils.py").read_bytes())
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(clients / "python"), str(script), *flags],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment | {"ROUTER": url, "KEY": KEY},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_chat(clients: Path, tmp_path: Path, router: str) -> None:
+    said = run("openai_chat_completion_client.py", clients, tmp_path, router)
+    assert re.search(r"ChatCompletion\(.*finish_reason='(stop|length)'", said)
+
+
+def test_streamed_chat(clients: Path, tmp_path: Path, router: str) -> None:
+    said = run("openai_chat_completion_client.py", clients, tmp_path, router, "--stream")
+    assert said.count("ChatCompletionChunk(") > 3
+    assert len(re.findall("finish_reason='(stop|length)'", said)) == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("--stream",)])
+def test_completion(flags: tuple[str, ...], clients: Path, tmp_path: Path, router: str) -> None:
+    said = run("openai_completion_client.py", clients, tmp_path, router, *flags)
+    assert "top_logprobs=[{" in said
+    assert "index=0" in said
+    assert "index=1" in said
+
+
+def test_responses(clients: Path, tmp_path: Path, router: str) -> None:
+    assert run("openai_responses_client.py", clients, tmp_path, router).strip()
+
+
+def test_responses_with_tools(clients: Path, tmp_path: Path, router: str) -> None:
+    said = run("openai_responses_client_with_tools.py", clients, tmp_path, router)
+    assert said.startswith("Function call: get_weather {")
+    assert len(said.splitlines()) > 1
+
+
+def test_required_tools(clients: Path, tmp_path: Path, router: str) -> None:
+    said = run("openai_chat_completion_client_with_tools_required.py", clients, tmp_path, router)
+    assert said.count("ChoiceDeltaToolCall(") > 1
+    assert re.search(r"ToolCall\(.*name='get_(current_weather|forecast)'", said.splitlines()[-1])
+
+
+def test_generated_tokens(clients: Path, tmp_path: Path, router: str) -> None:
+    (tmp_path / "transformers.py").write_text(TOKENIZER)
+    said = run("token_generation_client.py", clients, tmp_path, router)
+    assert "'token_ids': [" in said
+    assert said.split("Token generation results:\n")[1].strip(" -\n")
+
+
+def test_reasoning(clients: Path, tmp_path: Path, router: str) -> None:
+    said = run("openai_chat_completion_with_reasoning.py", clients, tmp_path, router)
+    for number in (1, 2):
+        assert re.search(rf"^reasoning for Round {number}: (?!None$)[^.\n]+$", said, re.MULTILINE)
+        assert f"\ncontent for Round {number}: " in said
+    assert "content for Round 1: None" not in said
+
+
+def test_streamed_reasoning(clients: Path, tmp_path: Path, router: str) -> None:
+    said = run("openai_chat_completion_with_reasoning_streaming.py", clients, tmp_path, router)
+    assert re.search(r"\nreasoning:[^.]+\ncontent:.", said)
+
+
+def test_chosen_tools(clients: Path, tmp_path: Path, calling: str) -> None:
+    said = run("openai_chat_completion_client_with_tools.py", clients, tmp_path, calling)
+    assert "streamed tool call name: get_current_weather\n" in said
+    assert f"streamed tool call arguments: {json.dumps(WEATHER)}\n" in said
+    assert "tool_to_call result:  The weather in Dallas" in said
+    assert "ChatCompletion(" in said.split("Chat completion2 results:")[1]
+
+
+def test_tools_behind_reasoning(clients: Path, tmp_path: Path, calling: str) -> None:
+    said = run("openai_chat_completion_tool_calls_with_reasoning.py", clients, tmp_path, calling)
+    assert len(re.findall(r"^reasoning: (?!None$)[^.\n]+$", said, re.MULTILINE)) == 4
+    assert said.count("function name: get_current_weather\n") == 4
+    assert said.count(f"function arguments: {json.dumps(WEATHER)}\n") == 2  # the others are calls by name
+    assert len(set(re.findall("function arguments: (.*)", said))) <= 2
+
+
+def test_the_subscriber_reads_events(clients: Path, tmp_path: Path) -> None:
+    ports = {"5557": str(free_port()), "5558": str(free_port())}
+    changes = {f":{old}": f":{new}" for old, new in ports.items()}
+    changes["from vllm.v1.core.kv_cache_utils import ExternalBlockHash"] = "ExternalBlockHash = bytes | int"
+    script = copied("kv_events_subscriber.py", tmp_path, changes)
+    endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in ports.values())
+    told = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay, "topic": "kv-events"}
+    cluster, printed = Cluster(tmp_path, []), tmp_path / "printed"
+    with printed.open("wb") as out:
+        # Unbuffered, because it never ends by itself.
+        subscriber = subprocess.Popen([str(clients / "python"), "-u", str(script)], stdout=out, stderr=out)
+    try:
+        flags = [*tiny_model(tmp_path), "--served-model-name", "tiny", f"--kv-events-config={json.dumps(told)}"]
+        cluster.nodes = [node] = [cluster.start("serve", flags)]
+        cluster.wait_ready(node)
+        first = iter(range(20, 300))
+
+        def heard() -> bool:  # until its subscription is there, events are missed
+            body = {"model": "tiny", "prompt": [next(first), *range(40)], "max_tokens": 1}
+            assert httpx2.post(f"{node.url}/v1/completions", json=body, timeout=60).status_code == 200
+            return "BlockStored(" in printed.read_text()
+
+        wait_until(heard, 20, "the subscriber prints an event", 0.2)
+        said = printed.read_text()
+        assert "Received event batch at " in said
+        assert "block_size=16" in said
+        assert "Error decoding message" not in said
+    finally:
+        cluster.stop()
+        subscriber.kill()
+        subscriber.wait(10)
