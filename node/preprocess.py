@@ -35,9 +35,10 @@ async def legs_of(serving: Serving, sandbox: Sandbox, call: Call) -> tuple[list[
 
     Raises RequestError, Draining, Unavailable."""
     size = len(call.body)
-    request = await beside(size, serving.read, call)
-    prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)
-    legs = await beside(size, serving.legs, call, request, prompts)
+    async with sandbox.turn_of(size):
+        request = await beside(size, serving.read, call)
+        prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)
+        legs = await beside(size, serving.legs, call, request, prompts)
     constraint = legs[0].submits[0].params.constraint if legs[0].submits else None
     if constraint is not None:
         lark = await sandbox.as_lark(constraint)
@@ -48,8 +49,9 @@ async def legs_of(serving: Serving, sandbox: Sandbox, call: Call) -> tuple[list[
 
 async def tokenized(serving: Serving, sandbox: Sandbox, body: bytes) -> bytes:
     """The answer to POST /tokenize. Raises RequestError, Unavailable."""
-    asked, request = await beside(len(body), serving.to_tokenize, body)
-    (tokens,) = await _token_ids(serving, sandbox, request, body, fits=False)
+    async with sandbox.turn_of(len(body)):
+        asked, request = await beside(len(body), serving.to_tokenize, body)
+        (tokens,) = await _token_ids(serving, sandbox, request, body, fits=False)
     return await beside(len(body), lambda: msgspec.json.encode(serving.tokenized(asked, tokens)))
 
 

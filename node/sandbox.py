@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from node.sandbox_messages import (
     Work,
     framed,
 )
+from openai_api.beside import LONG_BYTES
 from wire.errors import NodeFailed, Overloaded, RequestError, Unavailable
 from wire.sampling import Constraint
 
@@ -82,8 +84,21 @@ class Sandbox:
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
         self._turns = {Tokenize: asyncio.Semaphore(_CHILDREN), Compile: asyncio.Semaphore(_CHILDREN)}
+        self._long_body = asyncio.Semaphore(1)
         self._grammars: OrderedDict[Constraint, Outcome] = OrderedDict()
         self._compiling: dict[Constraint, _Compiling] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn_of(self, size: int) -> AsyncIterator[None]:
+        """Read one body of more than LONG_BYTES at a time, with what is made of it. Raises Overloaded."""
+        if size <= LONG_BYTES:
+            yield
+            return
+        await self._acquire(self._long_body)
+        try:
+            yield
+        finally:
+            self._long_body.release()
 
     def open(self, setup: Setup) -> None:
         """Set what the process begins with. It is started with the first work, which waits until it has loaded."""
@@ -154,10 +169,7 @@ class Sandbox:
     async def _done(self, work: Work) -> Answer:
         """Have a child do it. Raises RequestError, Unavailable, NodeFailed, _Killed."""
         turn = self._turns[type(work)]
-        try:
-            await asyncio.wait_for(turn.acquire(), self._turn_deadline_s)
-        except TimeoutError as why:
-            raise Overloaded("this node has too many long prompts or new grammars to read; try again later") from why
+        await self._acquire(turn)
         try:
             async with asyncio.timeout(_WORK_DEADLINE_S):
                 answer = await self._asked(msgspec.msgpack.encode(work))
@@ -171,6 +183,12 @@ class Sandbox:
             log.error("a child that read a request broke:\n%s", answer.traceback)
             raise NodeFailed("this node failed on the request; its log says why")
         return answer
+
+    async def _acquire(self, turn: asyncio.Semaphore) -> None:
+        try:
+            await asyncio.wait_for(turn.acquire(), self._turn_deadline_s)
+        except TimeoutError as why:
+            raise Overloaded("this node has too many long requests or new grammars to read; try again later") from why
 
     async def _asked(self, work: bytes) -> Answer:
         process = await self._ready()

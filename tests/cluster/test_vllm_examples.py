@@ -63,7 +63,7 @@ class AutoTokenizer:
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve the embedded model by 1P1D; yields its URL. The examples set no limit, so the nodes do."""
-    flags = ["--model", str(embedded_model()), "--cpu", "--threads", "1", "--kv-cache-memory", str(256 << 20)]
+    flags = ["--model", str(embedded_model()), "--cpu", "--threads", "1", "--kv-cache-memory-bytes", str(256 << 20)]
     flags += ["--override-generation-config", json.dumps(SAMPLING)]
     folder, router_flags = tmp_path_factory.mktemp("examples"), ["--api-key", KEY]
     (folder / "plugin.py").write_text(PLUGIN)
