@@ -54,7 +54,7 @@ def with_model_here(config: Config) -> Config:
     found = at(str(path))
     try:
         check_start(found, here)
-        model_files(path, found.engine)
+        model_files(path, found.engine, tokenizer=not isinstance(config, RanksConfig))
     except PrefetchFailed as why:
         raise ConfigError(why.message) from why
     except OSError as why:  # nobody lets us look into the folder

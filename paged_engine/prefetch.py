@@ -36,23 +36,25 @@ def prefetch(config: EngineConfig) -> dict[str, Any]:
     return {"path": str(path), "bytes": sum(file.stat().st_size for file in files), "files": [str(f) for f in files]}
 
 
-def model_files(path: Path, config: EngineConfig) -> list[Path]:
-    """List the files of the model at `path` that a node would read. Raises ConfigError, and PrefetchFailed if one is
-    missing or not whole."""
+def model_files(path: Path, config: EngineConfig, *, tokenizer: bool = True) -> list[Path]:
+    """List the files of the model at `path` that a node would read, or a rank without a `tokenizer`.
+
+    Raises ConfigError, and PrefetchFailed if one is missing or not whole.
+    """
     if path.is_dir():
-        return _checked_folder(path, config)
+        return _checked_folder(path, config, tokenizer=tokenizer)
     if path.suffix == ".gguf" and config.load_format != "dummy":
         _check_whole(path, check_gguf)
     return [path]
 
 
-def _checked_folder(folder: Path, config: EngineConfig) -> list[Path]:
+def _checked_folder(folder: Path, config: EngineConfig, *, tokenizer: bool) -> list[Path]:
     """The files of a folder that a node would read."""
     files = [folder / name for name in SMALL_FILES if (folder / name).exists()]
     if config.load_format == "dummy":
         _check_architecture(folder)
         return files
-    _check_config(replace(config, model=str(folder)))
+    _check_config(replace(config, model=str(folder)), tokenizer=tokenizer)
     weights = [folder / name for name in weight_files(folder)]
     missing = [file.name for file in weights if not file.exists()]
     if missing:
@@ -62,11 +64,11 @@ def _checked_folder(folder: Path, config: EngineConfig) -> list[Path]:
     return files + weights
 
 
-def _check_config(config: EngineConfig) -> None:
+def _check_config(config: EngineConfig, *, tokenizer: bool = True) -> None:
     """What no node on any machine would serve. Raises ConfigError."""
     folder = Path(config.model)
     _check_architecture(folder)
-    if not (folder / "tokenizer.json").exists():
+    if tokenizer and not (folder / "tokenizer.json").exists():
         raise ConfigError(
             f"{folder} holds no tokenizer.json; add one (transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"

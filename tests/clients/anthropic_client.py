@@ -25,5 +25,7 @@ show(
     object=person.model_dump(),
     refused=refused,
     models=[each.id for each in client.models.list()],
-    counted=client.messages.count_tokens(**asked).input_tokens == whole.usage.input_tokens,
+    # What others have had computed is not among the input tokens.
+    counted=client.messages.count_tokens(**asked).input_tokens
+    == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0),
 )

@@ -158,7 +158,7 @@ def test_nodes_tell_what_their_kv_is_like(cluster: Cluster) -> None:
     facts = [(node.health() or {})["kv"] for node in cluster.nodes]
     for kv in facts:
         assert kv["fingerprint"]["kv_dtype"] == "float32"
-        assert kv["fingerprint"]["block_size"] == 16
+        assert kv["fingerprint"]["block_tokens"] == 16
         assert "nixl" in kv["planes"]
         assert (kv["lease_s"], kv["computes_prompts"], kv["address"]) == (SMALL_LEASE_S, True, "127.0.0.1")
     assert facts[0] == facts[1]

@@ -477,7 +477,11 @@ def test_the_farewell_of_a_reader_that_was_replaced_ends_nothing(source: Node, r
     with node("first", folder) as first:
         first.desk.watch("mine", ticket)
         wait_until(lambda: first.desk.way(ticket) is not None)
+        growth = source.desk._growths._growths["r"]
+        wait_until(lambda: growth.follower is not None)
+        follower = growth.follower
         start_with(reader, ticket)
+        wait_until(lambda: growth.follower != follower)  # the source knows that it was replaced
         first.desk.cancel("mine")
     source.quiet()
     reader.plane.gate.set()

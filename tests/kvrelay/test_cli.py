@@ -36,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         module.run = module.up = run  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(before_start, "check_start", lambda config, here: None)  # tests/kvrelay/test_before_start.py
-    monkeypatch.setattr(prefetch, "model_files", lambda path, engine: [])
+    monkeypatch.setattr(prefetch, "model_files", lambda path, engine, tokenizer: [])
     monkeypatch.setattr(cli, "check_port", lambda host, port: port or 8123)  # whoever listens there on this machine
     for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_ADMIN_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.delenv(variable, raising=False)

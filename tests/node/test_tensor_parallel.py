@@ -310,7 +310,8 @@ def flags(config: dict[str, Any], first_rank: int = 1) -> list[str]:
     """`kvrelay rank` with what rank 0 was told."""
     values = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "threads": 1} | config
     values |= {"tensor_parallel_size_local": 1, "first_rank": first_rank}
-    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+    return [word for flag, value in words.items() for word in ((flag,) if value is True else (flag, str(value)))]
 
 
 def test_ranks_of_two_hosts_equal_one_alone(tiny, alone, repository):

@@ -128,7 +128,7 @@ class FingerprintOf1(msgspec.Struct, frozen=True):
     protocol: int
     model: str
     kv_dtype: str
-    block_size: int
+    block_tokens: int
     kv_heads: int
     head_dim: int
     layers: int
@@ -159,7 +159,7 @@ class LoadOf1(msgspec.Struct, frozen=True, array_like=True):
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
-    block_size: int = 0
+    block_tokens: int = 0
     context_tokens: int = 0
 
 
