@@ -68,7 +68,8 @@ def of_the_future(value: Any) -> Any:
     """As a later release might write it: every struct in it has a field more, which nobody knows."""
     if isinstance(value, msgspec.Struct):
         config = value.__struct_config__
-        fields = {name: of_the_future(getattr(value, name)) for name in value.__struct_fields__}
+        names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+        fields = {encoded: of_the_future(getattr(value, name)) for name, encoded in names}
         if config.array_like:
             return [*([config.tag] if config.tag else []), *fields.values(), {"new": [1]}]
         tag = {config.tag_field: config.tag} if config.tag_field else {}
