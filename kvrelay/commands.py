@@ -101,6 +101,7 @@ def _doctor(
     """Hand a few KV blocks over between each two nodes of a running cluster: does it work, how, and how fast?"""
     from kvrelay.doctor import run as run_doctor
 
+    router = _address(router)
     node_api_key = node_api_key or _drawn_node_key(router, [*(prefill or []), *(decode or [])])
     return run_doctor(router, prefill or [], decode or [], node_api_key, as_json=as_json)
 
@@ -119,9 +120,15 @@ def _drain(
     from kvrelay.drain import run as run_drain
 
     console = Console(highlight=False, soft_wrap=True)
+    node, router = _address(node), _address(router)
     admin_key = admin_key or stored_key("admin", router)
     node_api_key = node_api_key or _drawn_node_key(router, [node])
     return run_drain(node, router, admin_key, node_api_key, wait, console, undo=undo)
+
+
+def _address(typed: str) -> str:
+    """Read the address of a router or a node, if one is named, with or without http://. Raises ConfigError."""
+    return base_url(typed) if typed else ""
 
 
 def _drawn_node_key(router: str, nodes: Sequence[str]) -> str:
@@ -180,6 +187,7 @@ def _top(
     """Watch a cluster in the terminal: nodes, queues, hand-overs, latency, recent requests. Into a pipe: once."""
     from kvrelay.top import run as run_top
 
+    router = _address(router)
     return run_top(router, admin_key or stored_key("admin", router), interval, Console(highlight=False))
 
 
@@ -198,6 +206,7 @@ def _role(
     from kvrelay.role import run as run_role
 
     console = Console(highlight=False, soft_wrap=True)
+    node, router = _address(node), _address(router)
     admin_key = admin_key or stored_key("admin", router)
     node_api_key = node_api_key or _drawn_node_key(router, [node])
     return run_role(node, role, router, admin_key, node_api_key, wait, console, force=force)

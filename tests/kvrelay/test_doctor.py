@@ -143,6 +143,7 @@ def test_what_cannot_be_examined_is_one_line(
     ("arguments", "found"),
     [
         (["--router", "http://127.0.0.1:8123"], True),
+        (["--router", "127.0.0.1:8123/v1/"], True),
         (["--router", "http://127.0.0.1:8124"], False),
         (["--router", "http://10.0.0.1:8123"], False),
     ],

@@ -46,9 +46,11 @@ async def test_the_commands_find_the_key_that_a_router_of_this_machine_has_drawn
         key = drawing.enter_context(drawn_key("admin", held.getsockname()[1]))
         p, d, other = prefill(), decode(), decode()
         async with cluster(p, d, other, admin_key=key, listening=held) as c:
+            plain, typed = other.url.removeprefix("http://"), c.url.removeprefix("http://") + "/v1"
             for words in (
                 ["top", "--router", c.url],
-                ["drain", other.url, "--router", c.url],
+                ["top", "--router", typed],
+                ["drain", plain, "--router", typed],
                 ["drain", other.url, "--router", c.url, "--undo"],
                 ["role", d.url, "decode", "--router", c.url],
             ):
