@@ -35,7 +35,7 @@ def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) ->
 
     Raises ConfigError, and ChildFailed if a process does not get ready; whatever happens, no child is left.
     """
-    machine, console = this_machine(config), Console(highlight=False, soft_wrap=True)
+    machine, console, log_dir = this_machine(config), Console(highlight=False, soft_wrap=True), _log_dir(config)
 
     def drawn(kind: Kind, variable: str) -> AbstractContextManager[str]:
         given = machine.environ.get(variable)
@@ -45,17 +45,21 @@ def up(config: ClusterConfig, planned: Callable[..., list[ChildSpec]] = plan) ->
     with drawn("admin", ADMIN_KEY) as admin_key, drawn("nodes", NODE_API_KEY) as node_key:
         keys = {name: key for name, key in ((ADMIN_KEY, admin_key), (NODE_API_KEY, node_key)) if key}
         machine = replace(machine, environ={**machine.environ, **keys})
-        return asyncio.run(_run(config, machine, admin_key, console, planned))
+        return asyncio.run(_run(config, machine, log_dir, admin_key, console, planned))
 
 
 async def _run(
-    config: ClusterConfig, machine: Machine, drawn: str, console: Console, planned: Callable[..., list[ChildSpec]]
+    config: ClusterConfig,
+    machine: Machine,
+    log_dir: Path,
+    drawn: str,
+    console: Console,
+    planned: Callable[..., list[ChildSpec]],
 ) -> int:
     """Run the cluster until it is told to stop. `drawn`: its admin key, if nobody has given one."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    log_dir = _log_dir(config)
     specs = planned(config, machine, log_dir, secrets.token_urlsafe(24))
     endpoint = Endpoint(reachable(config.host, machine.ports[0]), config.api_key)
     console.print(f"starting {config.prefill} prefill, {config.decode} decode and a router; logs in {log_dir}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from kvrelay.settings import flags_of
 from kvrelay.supervisor import ChildSpec
 from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
+from wire.config_checks import positive
 from wire.errors import ConfigError
 from wire.kv_events_config import KvEventsConfig
 from wire.router_config import RouterConfig
@@ -101,9 +102,7 @@ class ClusterConfig:
         for name, what in (("prefill", self.prefill), ("decode", self.decode)):
             if what < 1:
                 raise ConfigError(f"{name} must be at least 1, got {what}; for one node alone use `kvrelay serve`")
-        for name, deadline in (("start_deadline_s", self.start_deadline_s), ("stop_deadline_s", self.stop_deadline_s)):
-            if deadline <= 0:
-                raise ConfigError(f"{name} must be positive, got {deadline:g}")
+        positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s", "stop_deadline_s")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         for name, ranks in (

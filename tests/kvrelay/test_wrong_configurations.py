@@ -77,6 +77,9 @@ WRONG = [
     ("up --chat-template missing.jinja", "the chat template missing.jinja cannot be read"),
     # the rest
     ("up --port 99999", "port must be between 0 and 65535, got 99999"),
+    ("up --request-deadline-s nan", "request_deadline_s must be positive, got nan"),
+    ("up --max-body-bytes 0", "max_body_bytes must be positive, got 0"),
+    ("up --log-dir notes.txt/logs", "cannot make log_dir"),
     ("up --max-model-length 5", "unknown flag --max-model-length; did you mean --max-model-len?"),
     ("up --config missing.yaml", "cannot read config file missing.yaml"),
     ("router --prefill http://127.0.0.1:1", "a router needs at least one --prefill URL and one --decode URL"),
