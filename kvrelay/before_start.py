@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import mul
+from pathlib import Path
 from typing import TypeVar
 
 from kvrelay.machine import Gpu, gpus_here
 from kvrelay.memory import Memory, NotNow, check_memory, memory_here
 from kvrelay.plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
 from wire.config import EngineConfig, NodeConfig, RanksConfig, Role
-from wire.config_checks import gib
+from wire.config_checks import gib, require
 from wire.errors import ConfigError
 
 __all__ = ["Host", "check_start", "host", "with_model_here"]
@@ -71,6 +72,7 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
     from openai_api.generation_config import sampling_defaults
     from paged_engine.before_loading import checked_model, least_memory
     from paged_engine.lora_files import check_adapter
+    from paged_engine.rank_address import is_of_this_host
 
     engine = config.engine
     device = _device(engine, here)
@@ -79,6 +81,11 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
     if not isinstance(config, RanksConfig):
         served_name(config.served_model_name or models[0].name, engine)
         read_template(config.chat_template)
+        _check_plugin(config.tool_parser_plugin)
+        require(
+            is_of_this_host(config.transfer.kv_host),
+            f"kv_host {config.transfer.kv_host!r} is no address of this machine; take one that its peers reach",
+        )
         sampling_defaults(engine)
     for _, folder in engine.adapters:
         check_adapter(folder, engine.max_lora_rank)
@@ -89,6 +96,15 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
         check_memory(here.memory, weights, pools, len(engines))
     elif here.gpus:
         _check_gpus(engines, least, gpus_of_nodes(ranks, [gpu.name for gpu in here.gpus]), here.gpus)
+
+
+def _check_plugin(path: str) -> None:
+    """Raise ConfigError for a file that is no Python. It is not run: that is for the nodes."""
+    if path:
+        try:
+            compile(Path(path).expanduser().read_bytes(), path, "exec")
+        except (OSError, SyntaxError, ValueError) as why:
+            raise ConfigError(f"the plugin {path} cannot be run: {why}") from why
 
 
 def _device(engine: EngineConfig, here: Host) -> str:

@@ -75,7 +75,10 @@ WRONG = [
     ),
     ("up --enable-lora --lora-modules a=adapter --lora-modules a=adapter", "lora_modules names a twice"),
     ("up --chat-template missing.jinja", "the chat template missing.jinja cannot be read"),
+    ("up --tool-parser-plugin missing.py", "the plugin missing.py cannot be run: [Errno 2]"),
+    ("serve --tool-parser-plugin broken/config.json", "config.json cannot be run: '{' was never closed"),
     # the rest
+    ("up --kv-host 192.0.2.1 --cluster-secret 0123456789abcdef", "kv_host '192.0.2.1' is no address of this machine"),
     ("up --port 99999", "port must be between 0 and 65535, got 99999"),
     ("up --request-deadline-s nan", "request_deadline_s must be positive, got nan"),
     ("up --max-body-bytes 0", "max_body_bytes must be positive, got 0"),
