@@ -14,7 +14,7 @@ from pathlib import Path
 from kvrelay.settings import flags_of
 from kvrelay.supervisor import ChildSpec
 from wire.config import EngineConfig, NodeConfig, Role, TransferConfig
-from wire.config_checks import positive
+from wire.config_checks import check_keys, positive
 from wire.errors import ConfigError
 from wire.kv_events_config import KvEventsConfig
 from wire.router_config import RouterConfig
@@ -103,6 +103,7 @@ class ClusterConfig:
             if what < 1:
                 raise ConfigError(f"{name} must be at least 1, got {what}; for one node alone use `kvrelay serve`")
         positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s", "stop_deadline_s")
+        check_keys(self, "api_key")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
         for name, ranks in (

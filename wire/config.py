@@ -10,6 +10,7 @@ from typing import Any
 
 from wire.config_checks import (
     check_front,
+    check_keys,
     check_log_format,
     check_ssl,
     is_address,
@@ -433,6 +434,7 @@ class NodeConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be between 0 and 65535, got {self.port}")
         positive(self, "max_body_bytes", "request_deadline_s", "start_deadline_s")
+        check_keys(self, "api_key")
         check_front(self.root_path, self.allowed_origins, allow_credentials=self.allow_credentials)
         check_ssl(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs)
         require(

@@ -14,6 +14,7 @@ __all__ = [
     "MAX_URL_CHARS",
     "base_url",
     "check_front",
+    "check_keys",
     "check_log_format",
     "check_ssl",
     "gib",
@@ -109,6 +110,16 @@ def is_base_url(url: str) -> bool:
         return False
     plain = not (parts.query or parts.fragment) and parts.username is None and url.isprintable() and " " not in url
     return parts.scheme in ("http", "https") and bool(parts.hostname) and plain and len(url) <= MAX_URL_CHARS
+
+
+def check_keys(owner: object, *names: str) -> None:
+    """Raises ConfigError for a key that no client can send as a bearer token. Keys are not shown."""
+    for name in names:
+        key = getattr(owner, name)
+        require(
+            key.isascii() and key.isprintable() and key == key.strip(),
+            f"{name} must be ASCII, without line ends and without spaces at its ends: it is sent in a header",
+        )
 
 
 def base_url(typed: str) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from wire.config_checks import check_front, check_log_format, check_ssl, is_base_url, is_loopback, positive, require
+from wire.config_checks import (
+    check_front,
+    check_keys,
+    check_log_format,
+    check_ssl,
+    is_base_url,
+    is_loopback,
+    positive,
+    require,
+)
 from wire.key_config import KeyConfig
 from wire.node_hosts import check_node_allow, is_node_allowed
 
@@ -167,6 +176,7 @@ class RouterConfig:
             "workers",
         )
         check_log_format(self.log_format)
+        check_keys(self, "api_key", "node_api_key", "admin_key")
         require(
             0 < self.drain_deadline_s <= MAX_DRAIN_S,
             f"drain_deadline_s must be above 0 and at most {MAX_DRAIN_S:g}, got {self.drain_deadline_s:g}",

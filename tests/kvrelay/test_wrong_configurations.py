@@ -80,6 +80,8 @@ WRONG = [
     # the rest
     ("up --kv-host 192.0.2.1 --cluster-secret 0123456789abcdef", "kv_host '192.0.2.1' is no address of this machine"),
     ("up --port 99999", "port must be between 0 and 65535, got 99999"),
+    ("up --api-key schl\u00fcssel", "api_key must be ASCII, without line ends"),
+    ("router --admin-key schl\u00fcssel", "admin_key must be ASCII, without line ends"),
     ("up --request-deadline-s nan", "request_deadline_s must be positive, got nan"),
     ("up --max-body-bytes 0", "max_body_bytes must be positive, got 0"),
     ("up --log-dir notes.txt/logs", "cannot make log_dir"),
