@@ -251,7 +251,10 @@ def _flags(given: dict[str, Any]) -> dict[str, object]:
     """Settings that were typed, or are in variables; None for the others. Raises ConfigError at two models."""
     if (model := given.pop(_MODEL_ARGUMENT, None)) is not None:
         if given["model"] not in (None, model):
-            raise ConfigError(f"two models are named, {model} and --model {given['model']}; leave one of them out")
+            raise ConfigError(
+                f"two models are named, {model} and --model {given['model']}; leave one of them out "
+                "(a flag takes one value)"
+            )
         given["model"] = model
     return {setting: None if value in ([], ()) else value for setting, value in given.items()}
 
@@ -477,10 +480,11 @@ add_commands(app)
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2 if what was typed is wrong, 1 if it failed, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return int(app(args=arguments, prog_name="kvrelay", standalone_mode=False) or 0)
+        return int(app(args=words, prog_name="kvrelay", standalone_mode=False) or 0)
     except _UsageError as why:
-        message = _usage(why)  # empty if no command was named: then typer has shown the help
+        message = _usage(why, words)  # empty if no command was named: then typer has shown the help
         return _fail(message, 2) if message else 2
     except ConfigError as why:
         return _fail(why.message, why.exit_code)
@@ -492,18 +496,32 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return why.exit_code
 
 
-def _usage(why: Any) -> str:
-    """The sentence for a wrong flag or command, with the nearest known one."""
+def _usage(why: Any, words: Sequence[str]) -> str:
+    """The sentence for a wrong flag or command among these words, with the nearest known one."""
     message = why.format_message()
     flag = getattr(why, "option_name", None)
     if flag is not None and message.startswith("No such option"):
         known = (
             [name for each in why.ctx.command.params for name in (*each.opts, *each.secondary_opts)] if why.ctx else []
         )
-        return f"unknown flag {flag}{nearest(flag, known)}"
-    if "unexpected extra argument" in message:
-        return f"{str(message).rstrip('.')}: a flag takes one value; give the flag again for each further one"
+        if len(flag) == 2:  # click takes -tp for -t and -p
+            flag = next((word.rstrip("=.0123456789") for word in words if word.startswith(flag)), flag)
+        return f"unknown flag {flag}{_of_others(flag) or nearest(flag, known)}"
+    if "unexpected extra argument" in message and why.ctx:
+        extra = str(message).rpartition(" (")[2].rstrip(").").split(" ")[0]
+        before = words[: words.index(extra)] if extra in words else []
+        named = next((word for word in reversed(before) if word.startswith("--") and "=" not in word), "")
+        again = any(named in each.opts and getattr(each, "multiple", False) for each in why.ctx.command.params)
+        hint = f": {named} takes one value{'; give it again for each further one' if again else ''}" if named else ""
+        return f"{str(message).rstrip('.')}{hint}"
     return str(message)
+
+
+def _of_others(flag: str) -> str:
+    """A clause that names the commands with such a flag; empty if none has it."""
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    others = [f"`kvrelay {command}`" for command, each in _EXPLAINED.items() if each and name in each[1]]
+    return f"; it is of {', '.join(others)}" if others else ""
 
 
 def _fail(message: str, code: int) -> int:

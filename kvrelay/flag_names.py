@@ -5,7 +5,7 @@ What is typed wrong is answered from here, and docs/migration.md has the same ta
 
 from __future__ import annotations
 
-__all__ = ["BEFORE", "VLLM", "answer_for"]
+__all__ = ["BEFORE", "SHORT", "VLLM", "answer_for"]
 
 VLLM: dict[str, tuple[str, str]] = {
     "--kv-transfer-config": (
@@ -20,14 +20,30 @@ VLLM: dict[str, tuple[str, str]] = {
     "--enable-prompt-tokens-details": ("", "leave it out; usage always has them"),
     "--enforce-eager": ("", "has no counterpart; leave it out"),
     "--compilation-config": ("", "has no counterpart; leave it out"),
+    "--cuda-graph-sizes": ("", "has no counterpart; leave it out"),
+    "--max-seq-len-to-capture": ("", "has no counterpart; leave it out"),
     "--attention-backend": ("", "has no counterpart; leave it out"),
+    "--disable-sliding-window": ("", "has no counterpart; leave it out"),
+    "--scheduling-policy": ("", "leave it out; a router's queue knows priorities"),
+    "--num-gpu-blocks-override": ("--kv-cache-memory-bytes", "bytes, not blocks"),
+    "--max-logprobs": ("", "leave it out; it is 20"),
     "--trust-remote-code": ("", "leave it out; no code of a model is run"),
     "--tokenizer": ("", "leave it out; the tokenizer is the model's"),
+    "--tokenizer-mode": ("", "leave it out; the tokenizer is the model's"),
+    "--task": ("", "leave it out; models generate here and do nothing else"),
+    "--runner": ("", "leave it out; models generate here and do nothing else"),
+    "--hf-overrides": ("", "has no counterpart; change the model's config.json"),
+    "--rope-scaling": ("", "has no counterpart; change the model's config.json"),
+    "--chat-template-content-format": ("", "leave it out; messages have text and nothing else"),
+    "--default-chat-template-kwargs": ("--chat-template", "requests have chat_template_kwargs, nodes a template"),
+    "--max-cpu-loras": ("--max-loras", "as many as can be loaded at once"),
     "--download-dir": ("", "set the variable HF_HOME"),
     "--seed": ("", "requests have seeds, an engine has none"),
     "--cpu-offload-gb": ("--quantization", "weights stay on the GPU; fp8 halves them"),
     "--swap-space": ("", "leave it out; a request that gives way is computed again"),
     "--data-parallel-size": ("--prefill", "and --decode: how many nodes `kvrelay up` starts"),
+    "--enable-expert-parallel": ("", "has no counterpart; leave it out"),
+    "--headless": ("", "use `kvrelay rank` on further machines"),
     "--pipeline-parallel-size": ("--tensor-parallel-size", "layers are not spread over GPUs, heads are"),
     "--nnodes": ("--tensor-parallel-size-local", "how many ranks this machine has; others run `kvrelay rank`"),
     "--node-rank": ("--machine", "of `kvrelay rank`"),
@@ -38,11 +54,14 @@ VLLM: dict[str, tuple[str, str]] = {
     "--structured-outputs-config": ("", "leave it out; llguidance compiles all constraints"),
     "--guided-decoding-backend": ("", "leave it out; llguidance compiles all constraints"),
     "--enable-log-requests": ("--log-bodies", "a line for each request is always logged"),
+    "--no-enable-log-requests": ("", "leave it out; bodies are logged with --log-bodies alone"),
     "--disable-log-requests": ("", "leave it out; bodies are logged with --log-bodies alone"),
     "--disable-log-stats": ("", "leave it out; /metrics has the statistics"),
     "--uvicorn-log-level": ("", "leave it out"),
     "--disable-uvicorn-access-log": ("", "leave it out; there is none"),
     "--disable-frontend-multiprocessing": ("", "leave it out; an engine is always a process of its own"),
+    "--enable-server-load-tracking": ("", "leave it out; /load always counts"),
+    "--enable-force-include-usage": ("", "leave it out; clients ask with stream_options"),
     "--enable-ssl-refresh": ("", "leave it out; certificates are always read again"),
     "--shutdown-timeout": ("--drain-deadline-s", "of `kvrelay router`"),
     "--limit-mm-per-prompt": ("", "leave it out; messages have text and nothing else"),
@@ -52,6 +71,19 @@ VLLM: dict[str, tuple[str, str]] = {
     "--decoder-ports": ("--decode", "http://HOST:PORT, of `kvrelay router`"),
 }
 """vLLM's flag: ours, or nothing, and a note."""
+
+SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-ac": "--attention-backend",
+    "-cc": "--compilation-config",
+    "-O": "--compilation-config",
+}
+"""Short forms of vLLM's flags; there are none here."""
 
 BEFORE = {
     "--max-running": "--max-num-seqs",
@@ -74,6 +106,8 @@ BEFORE = {
 
 def answer_for(name: str) -> str:
     """Return what to write in place of a flag or a key of a file; nothing for a name that nobody has."""
+    if long := SHORT.get(name):
+        return answer_for(long) or f"here it is {long}"
     flag = "--" + name.lstrip("-").replace("_", "-")
     positive = flag.replace("--no-", "--", 1)
     if positive in BEFORE:
