@@ -40,7 +40,7 @@ class Answer:
     text: str
     tokens: int
     ttft_s: float
-    """From the request to the first text."""
+    """From the request to the first text or reasoning."""
     total_s: float
 
     @property
@@ -95,9 +95,10 @@ async def stream_answer(
     model: str,
     messages: list[Message],
     on_text: Callable[[str], None],
+    on_thought: Callable[[str], None],
     **sampling: float,
 ) -> Answer:
-    """Ask, give each piece of text to `on_text` as it comes, return the whole. Raises ChatFailed.
+    """Ask, give each piece of text and of reasoning on as it comes, return the whole text. Raises ChatFailed.
 
     `sampling` goes into the request as it is.
     """
@@ -116,7 +117,10 @@ async def stream_answer(
             if response.status != 200:
                 raise ChatFailed(_refusal(response.status, await response.text()))
             async for event in _events(response):
-                if piece := _text_of(event):
+                if thought := _delta(event, "reasoning") or _delta(event, "reasoning_content"):
+                    ttft_s = ttft_s or time.monotonic() - began
+                    on_thought(thought)
+                if piece := _delta(event, "content"):
                     ttft_s = ttft_s or time.monotonic() - began
                     pieces.append(piece)
                     on_text(piece)
@@ -142,9 +146,9 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
     raise ChatFailed("the answer broke off: the stream ended without [DONE]")
 
 
-def _text_of(event: dict[str, Any]) -> str:
+def _delta(event: dict[str, Any], field: str) -> str:
     choices = event.get("choices")
-    return (choices[0].get("delta", {}).get("content") or "") if choices else ""
+    return (choices[0].get("delta", {}).get(field) or "") if choices else ""
 
 
 def _refusal(status: int, body: str) -> str:
@@ -171,7 +175,8 @@ async def proof(session: aiohttp.ClientSession, endpoint: Endpoint, console: Con
     console.print(f"[bold]>[/] {_PROOF}")
     model = await endpoint.model(session)
     messages = [{"role": "user", "content": _PROOF}]
-    answer = await stream_answer(session, endpoint, model, messages, _printer(console), **_PROOF_SAMPLING)
+    show, think = _printer(console), _printer(console, "dim")
+    answer = await stream_answer(session, endpoint, model, messages, show, think, **_PROOF_SAMPLING)
     console.print(f"\n[dim]{answer.summary}[/]")
     return answer
 
@@ -185,14 +190,28 @@ class _Talk:
     beginning: list[Message]
     sampling: Mapping[str, float]
 
-    def ask(self, history: list[Message], console: Console) -> Answer:
-        """The answer to the last message, shown as it comes. Raises ChatFailed."""
+    def ask(self, history: list[Message], console: Console, aside: Console) -> Answer:
+        """The answer to the last message, shown as it comes, with reasoning aside. Raises ChatFailed."""
+        show, think, thinking = _printer(console), _printer(aside, "dim"), False
+
+        def on_thought(piece: str) -> None:
+            nonlocal thinking
+            thinking = True
+            think(piece)
+
+        def on_text(piece: str) -> None:
+            nonlocal thinking
+            if thinking:
+                think("\n\n")
+                thinking = False
+            show(piece)
 
         async def answer() -> Answer:
             async with open_session() as session:
                 messages = self.beginning + history
-                show = _printer(console)
-                return await stream_answer(session, self.endpoint, self.model, messages, show, **self.sampling)
+                return await stream_answer(
+                    session, self.endpoint, self.model, messages, on_text, on_thought, **self.sampling
+                )
 
         return asyncio.run(answer())
 
@@ -241,7 +260,7 @@ def _turn(talk: _Talk, history: list[Message], line: str, console: Console) -> l
     """Ask one question; return the conversation with its answer, or as it was if that failed or was stopped."""
     asked = [*history, {"role": "user", "content": line}]
     try:
-        answer = talk.ask(asked, console)
+        answer = talk.ask(asked, console, console)
     except KeyboardInterrupt:
         console.print("\n[dim]stopped[/]")
         return history
@@ -253,7 +272,7 @@ def _turn(talk: _Talk, history: list[Message], line: str, console: Console) -> l
 
 
 def _piped(talk: _Talk, console: Console) -> int:
-    """Answers go to stdout, figures and errors to stderr."""
+    """Answers go to stdout, reasoning, figures and errors to stderr."""
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     history: list[Message] = []
     failed = False
@@ -265,7 +284,7 @@ def _piped(talk: _Talk, console: Console) -> int:
             continue
         history.append({"role": "user", "content": line})
         try:
-            answer = talk.ask(history, console)
+            answer = talk.ask(history, console, notes)
         except ChatFailed as why:
             failed = True
             history.pop()
@@ -277,9 +296,9 @@ def _piped(talk: _Talk, console: Console) -> int:
     return int(failed)
 
 
-def _printer(console: Console) -> Callable[[str], None]:
+def _printer(console: Console, style: str = "") -> Callable[[str], None]:
     def show(piece: str) -> None:
-        console.print(Text(piece), end="", soft_wrap=True)
+        console.print(Text(piece, style=style), end="", soft_wrap=True)
         console.file.flush()
 
     return show

@@ -19,13 +19,15 @@ class StandIn(BaseHTTPRequestHandler):
         self._send(json.dumps({"data": [{"id": "stand-in"}]}).encode(), "application/json")
 
     def do_POST(self) -> None:
-        """One streamed chat; "break" breaks it off, "refuse" refuses it."""
+        """One streamed chat; "break" breaks it off, "refuse" refuses it, "think" has reasoning."""
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         question = body["messages"][-1]["content"]
         if question == "refuse":
             self._send(b'{"error": {"message": "not today"}}', "application/json", 429)
             return
         events = [{"choices": [{"delta": {"content": word}}]} for word in (*WORDS, f" ({len(body['messages'])})")]
+        if question == "think":
+            events = [{"choices": [{"delta": {"reasoning": word}}]} for word in ("Let me", " see.")] + events
         if question == "break":
             events = [*events[:1], {"error": {"message": "node lost"}}]
         events.append({"choices": [], "usage": {"completion_tokens": 7}})

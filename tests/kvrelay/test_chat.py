@@ -38,7 +38,7 @@ async def ask(endpoint: Endpoint, question: str) -> tuple[Answer, list[str]]:
     pieces: list[str] = []
     async with open_session() as session:
         messages = [{"role": "user", "content": question}]
-        return await stream_answer(session, endpoint, "stand-in", messages, pieces.append), pieces
+        return await stream_answer(session, endpoint, "stand-in", messages, pieces.append, pieces.append), pieces
 
 
 async def test_an_answer_is_given_piece_by_piece_and_as_a_whole(endpoint: Endpoint) -> None:
@@ -89,6 +89,18 @@ def test_piped_questions_are_answered_line_by_line_with_history(
     text = "A cache of keys and values."
     assert out.file.getvalue().splitlines() == [f"{text} (1)", f"{text} (3)", f"{text} (1)"]  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("TTFT") == 3
+
+
+def test_reasoning_is_shown_beside_the_answer_and_counts_as_its_beginning(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("think\n"))
+    out = Console(file=io.StringIO(), highlight=False)
+    assert chat(endpoint, out, "", "", {}) == 0
+    assert out.file.getvalue() == "A cache of keys and values. (1)\n"  # type: ignore[attr-defined]
+    told = capsys.readouterr().err
+    assert told.startswith("Let me see.\n\n7 tokens, TTFT ")
+    assert "TTFT 0 ms" not in told
 
 
 def test_a_piped_question_that_fails_is_exit_code_1_and_the_rest_is_asked(
