@@ -90,13 +90,14 @@ class Answer {
   }
 
   async come(asked, signal) {
+    const temperature = byId("temperature").value;
     const body = {
       model: byId("model").value,
       messages: asked,
       stream: true,
       stream_options: { include_usage: true },
       include_metrics: true,
-      temperature: Number(byId("temperature").value) || 0,
+      ...(temperature === "" ? {} : { temperature: Number(temperature) }), // else it is the model's own
       max_tokens: Math.max(1, Math.round(Number(byId("max-tokens").value)) || 256),
     };
     for await (const event of api.chat(body, byId("api-key").value, signal)) {
