@@ -26,9 +26,7 @@ from wire.versions import RELEASE
 
 __all__ = ["OF_ANOTHER", "add_commands"]
 
-OF_ANOTHER: Mapping[str, object] = MappingProxyType(
-    {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": ["--help"]}
-)
+OF_ANOTHER: Mapping[str, object] = MappingProxyType({"ignore_unknown_options": True, "allow_interspersed_args": False})
 """Click's settings of a command whose flags are those of another one, which it is given as its arguments."""
 
 _ADMIN_KEY_HELP = "The key that the router wants. [default: what our own router on this machine has drawn]"

@@ -41,8 +41,6 @@ def test_each_option_is_named_whole_and_the_common_ones_alone_at_first(
     options = [param for param in ROOT.commands[name].params if param.param_type_name == "option"]
     common = [param for param in options if not param.rich_help_panel or param.name in COMMON]
     short = shown(capsys, name, "--help")
-    if name in ("config", "supervise"):
-        return  # their flags are those of another command
     full = shown(capsys, name, "--help-all")
     lines = {said: {line.strip() for line in said.splitlines()} for said in (short, full)}
     for param, said in itertools.product(options, (short, full)):
