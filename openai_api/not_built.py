@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), _LEAVE_OUT),
     "length_penalty": ((1.0, 1), "it weighs beams, and no beam search is served"),
     "early_stopping": ((False,), "it ends a beam search, and none is served"),
+    "structural_tag": ((), "send it in structured_outputs or response_format"),
     "watermarking": ((False,), _LEAVE_OUT),
     "detokenize": ((True,), "POST /inference/v1/generate takes and gives token ids"),
     "truncation_side": (("left",), "truncate_prompt_tokens keeps the prompt's end"),

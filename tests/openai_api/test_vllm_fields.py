@@ -116,6 +116,7 @@ def test_every_field_of_vllm_is_known_or_refused(request_type: type[msgspec.Stru
         ("early_stopping", False, "never"), ("vllm_xargs", {}, {"a": 1}), ("mm_processor_kwargs", {}, {"fps": 1}),
         ("media_io_kwargs", {}, {"video": {}}), ("detokenize", True, False), ("thinking_token_budget", -1, 10),
         ("truncation_side", "left", "right"), ("logprob_token_ids", [], [5]), ("stream_interval", 1, 4),
+        ("structural_tag", None, "{}"),
         ("watermarking", False, True), ("repetition_detection", None, {"max_pattern_size": 3}),
         ("return_prompt_text", False, True), ("routed_experts_prompt_start", 0, 1), ("extra_args", {}, {"a": 1}),
     ],
