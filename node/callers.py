@@ -32,6 +32,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
             if not each.done():
                 each.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+        del each, task, gone  # or an error that leaves here holds a frame that holds the task that holds the error
 
 
 async def _gone(request: Request) -> None:

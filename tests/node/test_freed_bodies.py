@@ -1,0 +1,116 @@
+"""A node frees what it refuses by its counts: bodies are long, and the collector comes late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from node.app import Node, create_app
+from node.serving import Call, Serving
+from openai_api.tokenizer import Tokenizer
+from openai_api.types import ChatRequest, CompletionRequest
+from wire.config import EngineConfig, NodeConfig, Role
+from wire.engine_messages import EngineReady
+from wire.errors import KvrelayError
+
+INFO = EngineReady("e", "g", "m", 300, 1_000_000, 16, 99, 1, [2], "h", 1, 0.0)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+GRAMMAR = {"structured_outputs": {"grammar": "[" * 40_000}}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+DEADLINE_S = 20.0
+
+
+class StandInEngine:
+    """An engine process that is there and is asked for nothing."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.stats = type("Stats", (), {"kv_silent_s": 0.0})()
+        self.load = type("Load", (), {"header": lambda self: "[]"})()
+
+    def silent_s(self) -> float:
+        return 0.0
+
+    def queue_depth(self) -> int:
+        return 0
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
+    tokenizer = Tokenizer.load(str(tmp_path / "config.json"))
+    serving = Serving(Role.AGGREGATED, "m", TEMPLATE, tokenizer, INFO)
+    engine: Any = StandInEngine()
+    node = Node(NodeConfig(EngineConfig("m")), engine, 0, serving=serving)
+    return create_app(node, lambda _: contextlib.AsyncExitStack())
+
+
+def kept() -> Counter[str]:
+    """Objects of requests, by their types."""
+    kinds = (Request, Call, ChatRequest, CompletionRequest, KvrelayError)
+    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
+
+
+async def asked(app: Any, path: str, body: bytes) -> int:
+    """Ask the application, and return the status of its answer."""
+    told: list[int] = []
+    there, answered = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if there:
+            return there.pop()
+        await answered.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            told.append(message["status"])
+        elif not message.get("more_body"):
+            answered.set()
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+             "headers": headers, "http_version": "1.1", "scheme": "http", "server": ("n", 1), "client": ("c", 2),
+             "root_path": ""}  # fmt: skip
+    async with asyncio.timeout(DEADLINE_S):
+        await app(scope, receive, send)
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", CHAT | GRAMMAR),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 40_000}], "temperature": 9}),
+        ("/v1/chat/completions", CHAT | {"model": "other"}),
+        ("/v1/chat/completions", {"messages": "a" * 40_000}),
+        ("/v1/completions", {"prompt": "hi"} | GRAMMAR),
+        ("/v1/completions", {"prompt": "hi", "logit_bias": {"x" * 40_000: 1}}),
+        ("/v1/responses", {"input": "hi"} | GRAMMAR),
+        ("/v1/responses", {"input": 3, "instructions": "a" * 40_000}),
+        ("/v1/messages", CHAT | GRAMMAR),
+        ("/tokenize", {"messages": 4, "prompt": "a" * 40_000}),
+        ("/inference/v1/generate", {"token_ids": ["a" * 40_000]}),
+    ],
+)
+async def test_what_is_refused_leaves_nothing_for_the_collector(app: Any, path: str, fields: dict[str, Any]) -> None:
+    body = json.dumps({"model": "m", **fields}).encode()
+    assert await asked(app, path, body) in (400, 404)
+    gc.collect()
+    gc.disable()
+    try:
+        before = kept()
+        for _ in range(3):
+            await asked(app, path, body)
+        await asyncio.sleep(0)
+        assert kept() - before == Counter()
+    finally:
+        gc.enable()
