@@ -137,8 +137,8 @@ def _lengths(config: BenchConfig) -> str:
 
 
 def _arrivals(config: BenchConfig) -> str:
-    if config.concurrency:
-        return f"{config.concurrency} clients, closed loop"
+    if config.clients:
+        return f"{config.clients} clients, closed loop"
     burst = f" (variation {config.variation:g})" if config.arrivals == "bursty" else ""
     return f"{config.arrivals} arrivals{burst}, open loop"
 

@@ -52,7 +52,7 @@ class BenchConfig:
     variation: float = 2.0
     """Of bursty arrivals: the standard deviation of their gaps, in means; 1 is poisson."""
     concurrency: int = 0
-    """Clients that ask again when they are answered (closed loop), instead of a rate."""
+    """Clients that ask again when they are answered (closed loop), instead of a rate; 1 with --requests alone."""
     requests: int = 0
     """End after so many sessions behind the warm-up, instead of --duration-s."""
     duration_s: float = 60.0
@@ -134,8 +134,16 @@ class BenchConfig:
             self.turns == 1 or self.endpoint == "chat",
             "turns need --endpoint chat: a turn holds the text of the answers",
         )
-        open_loop = self.rates or self.find_rate or self.arrivals == "trace"
-        require(bool(self.concurrency or open_loop), "how fast? give --rate, --concurrency or --find-rate")
+        require(bool(self.clients) or self._open_loop, "how fast? give --rate, --concurrency or --find-rate")
+
+    @property
+    def _open_loop(self) -> bool:
+        return bool(self.rates) or self.find_rate or self.arrivals == "trace"
+
+    @property
+    def clients(self) -> int:
+        """Clients of a closed loop: one if nothing is said but how many requests there are; 0: an open loop."""
+        return self.concurrency or int(self.requests > 0 and not self._open_loop)
 
     @property
     def base_urls(self) -> Sequence[str]:

@@ -133,16 +133,14 @@ class Experiment:
             config.vocab_size, config.ignore_eos, config.usage_per_chunk, config.deadline_s, list(config.base_urls[1:]),
             config.headers,
         )  # fmt: skip
-        name = (
-            f"{rate:.4g} requests/s" if rate else f"{config.concurrency} clients" if config.concurrency else "the trace"
-        )
+        name = f"{rate:.4g} requests/s" if rate else f"{config.clients} clients" if config.clients else "the trace"
         total_s = None if config.requests else load.sending_s
         count = config.requests * config.turns or None
 
         def told(progress: Progress) -> None:
             self._told(Told(name, total_s, count, progress))
 
-        processes = processes_for(config.processes, config.concurrency)
+        processes = processes_for(config.processes, config.clients)
         outcome = await conduct(asking, load, processes, told)
         if not outcome.records:
             raise KvrelayError(f"at {name} no request was sent; take a longer --duration-s")
@@ -158,17 +156,17 @@ class Experiment:
         drawn, slo, start_s = config.arrival(rate), config.slo, self._warm_up_s
         if config.requests:
             return (
-                Load(config.work, drawn, seed, config.concurrency, config.requests, warm_up_s=start_s),
+                Load(config.work, drawn, seed, config.clients, config.requests, warm_up_s=start_s),
                 Window(start_s, float("inf")),
                 0.0,
             )
         window, after_s = Window(start_s, start_s + config.duration_s), self._answer_s
-        if config.concurrency:
+        if config.clients:
             after_s = 0.0
         elif config.trace and (ends := self._ends(drawn, seed, window)) is not None:
             window, after_s = ends, 0.0
         sending_s = window.end_s + after_s
-        load = Load(config.work, drawn, seed, config.concurrency, 0, sending_s, window.end_s, config.deadline_s)
+        load = Load(config.work, drawn, seed, config.clients, 0, sending_s, window.end_s, config.deadline_s)
         if config.find_rate:
             # Who is not answered by then has missed its targets; a search does not wait to see by how much.
             first_s, token_s = slo.ttft_ms / 1e3, slo.tpot_ms / 1e3
@@ -190,7 +188,7 @@ class Experiment:
 
     def _run(self, rate: float, outcome: Outcome, window: Window, after_s: float) -> Run:
         config, records = self._config, outcome.records
-        if config.requests or (config.concurrency and len(records) == self._trace_requests and config.trace):
+        if config.requests or (config.clients and len(records) == self._trace_requests and config.trace):
             window = _until(window, max(max(each.due_s, each.last_s if config.requests else 0.0) for each in records))
         judged = [record for record in records if window.start_s <= record.due_s < window.end_s]
         if not judged:
@@ -198,10 +196,10 @@ class Experiment:
                 f"no request came after the warm-up of {window.start_s:.3g} s; ask for more, or longer, or take a "
                 "shorter --warm-up-s"
             )
-        client = client_of(judged, outcome.cpu_shares, outcome.lags_s, open_loop=not config.concurrency)
+        client = client_of(judged, outcome.cpu_shares, outcome.lags_s, open_loop=not config.clients)
         return Run(
             rate,
-            config.concurrency,
+            config.clients,
             window.start_s,
             window.length_s,
             measured(records, window, config.slo, config.gpus, client),

@@ -96,13 +96,15 @@ def test_each_command_has_prompts_of_its_own_unless_told(server: Double, tmp_pat
     assert len({tuple(told.body["prompt"]) for told in server.told}) == 6
 
 
-@pytest.mark.parametrize("how", [("--concurrency", "1"), ("--rate", "20")])
+@pytest.mark.parametrize(("how", "clients"), [((), 1), (("--concurrency", "2"), 2), (("--rate", "20"), 0)])
 def test_three_requests_are_measured_when_three_are_asked_for(
-    how: tuple[str, str], server: Double, tmp_path: Path
+    how: tuple[str, ...], clients: int, server: Double, tmp_path: Path
 ) -> None:
     path = tmp_path / "three.json"
     assert run(["bench", "--url", server.url, "--lengths=16:4", *how, "--requests", "3", "--output", str(path)]) == 0
-    assert read_result(path).runs[0].measures.requests == len(server.told) == 3
+    (only,) = read_result(path).runs
+    assert only.measures.requests == len(server.told) == 3
+    assert only.concurrency == clients
 
 
 def test_a_closed_loop_by_requests(server: Double, tmp_path: Path) -> None:
