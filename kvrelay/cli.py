@@ -36,6 +36,7 @@ from node.process_log import LOG_FORMAT, log_to_stderr
 from wire.config import NodeConfig, RanksConfig, Role, TransferConfig
 from wire.config_checks import base_url
 from wire.errors import ConfigError, KvrelayError
+from wire.kv_events_config import address_of
 from wire.router_config import RouterConfig
 
 __all__ = ["main", "run"]
@@ -78,6 +79,7 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
     def serve(values: dict[str, object]) -> int:
         config = build(NodeConfig, _named(values) | {"role": role})
         check_port(config.host, config.port)
+        _check_further_ports(config)
         if config.engine.tensor_parallel_size > 1 and config.engine.tensor_parallel_address:
             from paged_engine.rank_address import check_rank_0
 
@@ -90,6 +92,16 @@ def _serving_node(role: Role) -> Callable[[dict[str, object]], int]:
         return run_node(config)
 
     return serve
+
+
+def _check_further_ports(config: NodeConfig) -> None:
+    if config.transfer.kv_port:
+        check_port(config.transfer.kv_host, config.transfer.kv_port, setting="--kv-host or --kv-port")
+    if (told := config.told_events) is None:
+        return
+    for name, endpoint in (("endpoint", told.endpoint), ("replay_endpoint", told.replay_endpoint)):
+        if endpoint and address_of(endpoint)[1]:
+            check_port(*address_of(endpoint), setting=f"{name} of --kv-events-config")
 
 
 def _serving_router(values: dict[str, object], again: Callable[[], dict[str, object]] | None) -> int:

@@ -41,13 +41,15 @@ def this_machine(config: ClusterConfig) -> Machine:
     return Machine(len(os.sched_getaffinity(0)), gpus, ports, environ())
 
 
-def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM) -> int:
-    """The port, or a free one for 0. Raises ConfigError if nobody can listen there now: before a model is loaded."""
-    with _bound(host, port, kind) as held:
+def check_port(host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port") -> int:
+    """The port, or a free one for 0. Raises ConfigError if nobody can listen there now: before a model is loaded.
+
+    `host`: * is all addresses. `setting`: what names another address or port."""
+    with _bound("" if host == "*" else host, port, kind, setting) as held:
         return int(held.getsockname()[1])
 
 
-def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
+def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM, setting: str = "--port") -> socket.socket:
     """A socket that holds a port until it is closed."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, kind)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
@@ -55,7 +57,8 @@ def _bound(host: str, port: int, kind: int = socket.SOCK_STREAM) -> socket.socke
         held.bind((host, port))
     except OSError as why:
         held.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {why.strerror}; choose another with --port") from why
+        where = f"{host or '*'} port {port}"
+        raise ConfigError(f"cannot listen on {where}: {why.strerror}; choose another with {setting}") from why
     return held
 
 

@@ -56,7 +56,7 @@ def config_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Nod
         return 0
 
     monkeypatch.setitem(sys.modules, "node.server", SimpleNamespace(run=run))  # type: ignore[arg-type]
-    monkeypatch.setattr(kvrelay.cli, "check_port", lambda host, port: None)
+    monkeypatch.setattr(kvrelay.cli, "check_port", lambda *_, **__: None)
     monkeypatch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
     for name in ("KVRELAY_NODE_API_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.setenv(name, SECRET)

@@ -72,7 +72,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Configs]:
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (*commands, ("kvrelay.drain", "run")):
             patch.setitem(sys.modules, module, SimpleNamespace(**{name: run}))  # type: ignore[arg-type]
-        patch.setattr(kvrelay.cli, "check_port", lambda host, port: None)
+        patch.setattr(kvrelay.cli, "check_port", lambda *_, **__: None)
         patch.setattr(kvrelay.cli, "_with_model_here", lambda config: config)
         patch.setattr("paged_engine.rank_address.check_rank_0", lambda address: None)
         patch.setattr("paged_engine.rank_address.interface_towards", lambda address: "eth0")

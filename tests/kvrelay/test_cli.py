@@ -37,7 +37,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(before_start, "check_start", lambda config, here: None)  # tests/kvrelay/test_before_start.py
     monkeypatch.setattr(prefetch, "model_files", lambda path, engine, tokenizer: [])
-    monkeypatch.setattr(cli, "check_port", lambda host, port: port or 8123)  # whoever listens there on this machine
+    # Whoever listens there on this machine.
+    monkeypatch.setattr(cli, "check_port", lambda host, port, **_: port or 8123)
     for variable in ("KVRELAY_API_KEY", "KVRELAY_NODE_API_KEY", "KVRELAY_ADMIN_KEY", "KVRELAY_CLUSTER_SECRET"):
         monkeypatch.delenv(variable, raising=False)
     return configs

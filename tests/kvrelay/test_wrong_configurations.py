@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ ADAPTER = {"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_
 EMPTY = b'{"__metadata__": {}}'
 
 # Tried in a folder with what `place` writes there. Without a model of its own a line of an engine is for `tiny`.
+# TAKEN is a port on which another process listens.
 WRONG = [
     # memory and sizes
     ("up --kv-cache-memory-bytes 2T", "2 nodes together need at least 4096.00 GiB of memory"),
@@ -79,6 +81,17 @@ WRONG = [
     ("serve --tool-parser-plugin broken/config.json", "config.json cannot be run: '{' was never closed"),
     # the rest
     ("up --kv-host 192.0.2.1 --cluster-secret 0123456789abcdef", "kv_host '192.0.2.1' is no address of this machine"),
+    ("serve --port TAKEN", "cannot listen on 127.0.0.1 port TAKEN: Address already in use; choose another"),
+    ("prefill --kv-port TAKEN", "port TAKEN: Address already in use; choose another with --kv-host or --kv-port"),
+    (
+        'serve --kv-events-config {"enable_kv_cache_events":true,"endpoint":"tcp://*:TAKEN"}',
+        "cannot listen on * port TAKEN: Address already in use; choose another with endpoint of --kv-events-config",
+    ),
+    (
+        'decode --kv-events-config {"enable_kv_cache_events":true,"endpoint":"tcp://127.0.0.1:0",'
+        '"replay_endpoint":"tcp://127.0.0.1:TAKEN"}',
+        "Address already in use; choose another with replay_endpoint of --kv-events-config",
+    ),
     ("up --port 99999", "port must be between 0 and 65535, got 99999"),
     ("up --api-key schl\u00fcssel", "api_key must be ASCII, without line ends"),
     ("router --admin-key schl\u00fcssel", "admin_key must be ASCII, without line ends"),
@@ -125,12 +138,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def taken() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(server.getsockname()[1])
+
+
 def _little_memory() -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
 
 
 @pytest.mark.parametrize(("line", "said"), WRONG, ids=[line[:60] for line, _ in WRONG])
-def test_a_wrong_configuration_is_one_line_and_exit_code_2(line: str, said: str, place: Path, repository: Path) -> None:
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(
+    line: str, said: str, place: Path, taken: str, repository: Path
+) -> None:
+    line, said = line.replace("TAKEN", taken), said.replace("TAKEN", taken)
     command, *words = line.split()
     if command in ("up", "prefill", "decode", "serve", "rank"):
         words += [] if "--port" in words or command == "rank" else ["--port", "0"]
