@@ -5,6 +5,7 @@ Never imports torch, so that a wrong line is answered at once and no command kee
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from kvrelay.plan import ClusterConfig, NodeGpus, gpus_of_nodes, sharing_memory
 from wire.config import EngineConfig, NodeConfig, RanksConfig, Role
 from wire.config_checks import gib, require
 from wire.errors import ConfigError
+from wire.profiler_config import ProfilerConfig
 
 __all__ = ["Host", "check_start", "host", "with_model_here"]
 
@@ -87,6 +89,8 @@ def check_start(config: NodeConfig | RanksConfig | ClusterConfig, here: Host) ->
             f"kv_host {config.transfer.kv_host!r} is no address of this machine; take one that its peers reach",
         )
         sampling_defaults(engine)
+    if isinstance(config, NodeConfig) and config.profiler_config is not None:
+        _check_profiler(config.profiler_config, device)
     for _, folder in engine.adapters:
         check_adapter(folder, engine.max_lora_rank)
     ranks = list(map(_ranks_here, engines))
@@ -105,6 +109,20 @@ def _check_plugin(path: str) -> None:
             compile(Path(path).expanduser().read_bytes(), path, "exec")
         except (OSError, SyntaxError, ValueError) as why:
             raise ConfigError(f"the plugin {path} cannot be run: {why}") from why
+
+
+def _check_profiler(profiler: ProfilerConfig, device: str) -> None:
+    """Raise ConfigError if no profile could be made here. What it tries in its folder leaves nothing behind."""
+    if profiler.profiler == "cuda":
+        require(device == "cuda", "the profiler cuda needs a GPU; take torch on a CPU")
+        return
+    folder = Path(profiler.torch_profiler_dir)
+    try:
+        # A process of root may write everywhere by its rights, and not in /proc.
+        with tempfile.TemporaryDirectory(dir=next(each for each in (folder, *folder.parents) if each.exists())):
+            pass
+    except OSError as why:
+        raise ConfigError(f"torch_profiler_dir {str(folder)!r} cannot be written to: {why.strerror or why}") from why
 
 
 def _device(engine: EngineConfig, here: Host) -> str:

@@ -52,6 +52,15 @@ WRONG = [
     ("serve --dtype fp4", "dtype 'fp4' is not one of auto, float32, bfloat16, float16"),
     ("decode --cpu --quantization fp8", "need a GPU; leave them out"),
     ("up --decode-tensor-parallel-size 3", "4 query heads cannot be shared by 3 ranks; choose a divisor of 4"),
+    ('serve --profiler-config {"profiler":"cuda"}', "the profiler cuda needs a GPU; take torch on a CPU"),
+    (
+        'decode --profiler-config {"profiler":"torch","torch_profiler_dir":"/proc/no/pe"}',
+        "torch_profiler_dir '/proc/no/pe' cannot be written to: No such file or directory",
+    ),
+    (
+        'prefill --profiler-config {"profiler":"torch","torch_profiler_dir":"/dev/null/traces"}',
+        "torch_profiler_dir '/dev/null/traces' cannot be written to: Not a directory",
+    ),
     # models
     ("up --model missing", "model 'missing' does not exist; pass a folder"),
     ("prefill --model empty", "model folder empty holds no config.json"),
