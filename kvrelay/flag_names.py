@@ -1,11 +1,12 @@
-"""Names of settings that are not ours: vLLM's where they differ, our own from before, and what stands in their place.
+"""Names of settings and of values that are not ours: vLLM's where they differ, our own from before, and what stands in
+their place.
 
-What is typed wrong is answered from here, and docs/migration.md has the same table.
+What is typed wrong is answered from here, and docs/migration.md has the same table. vLLM's values are read as ours.
 """
 
 from __future__ import annotations
 
-__all__ = ["BEFORE", "SHORT", "VLLM", "answer_for"]
+__all__ = ["BEFORE", "SHORT", "VALUES", "VLLM", "answer_for"]
 
 VLLM: dict[str, tuple[str, str]] = {
     "--kv-transfer-config": (
@@ -26,6 +27,8 @@ VLLM: dict[str, tuple[str, str]] = {
     "--disable-sliding-window": ("", "has no counterpart; leave it out"),
     "--scheduling-policy": ("", "leave it out; a router's queue knows priorities"),
     "--num-gpu-blocks-override": ("--kv-cache-memory-bytes", "bytes, not blocks"),
+    "--speculative-model": ("--speculative-config", "with the method ngram; there are no draft models"),
+    "--draft-tensor-parallel-size": ("", "ngram is the one method here, and has no draft model"),
     "--max-logprobs": ("", "leave it out; it is 20"),
     "--trust-remote-code": ("", "leave it out; no code of a model is run"),
     "--tokenizer": ("", "leave it out; the tokenizer is the model's"),
@@ -102,6 +105,14 @@ BEFORE = {
     "--ngram-min": "--speculative-config",
 }
 """Our flags of other names until November 2026, and theirs now."""
+
+
+VALUES = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "max_model_len": {"auto": "0", "-1": "0"},
+}
+"""By setting: how vLLM writes a value, too, and how it is written here."""
 
 
 def answer_for(name: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from kvrelay.flag_names import answer_for
+from kvrelay.flag_names import VALUES, answer_for
 from wire.errors import ConfigError
 
 __all__ = [
@@ -131,7 +131,7 @@ def convert(setting: Setting, raw: object, source: str) -> object:
     """
     if setting.item is not None:
         return _items(setting.item, raw, source) if setting.several else _item(setting.item, raw, source)
-    value = _converted(setting.kind, raw)
+    value = _converted(setting.kind, VALUES.get(setting.name, {}).get(str(raw), raw))
     if value is None:
         quotes = "; put it in quotes" if setting.kind is str and isinstance(raw, (int, float)) else ""
         got = repr(raw) if isinstance(raw, str) else f"{raw!r} ({type(raw).__name__})"

@@ -67,7 +67,7 @@ def _named_adapter(text: str) -> tuple[str, str]:
 class SpeculativeConfig:
     """How tokens are proposed: the names are those of vLLM's `--speculative-config`."""
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int = 0
     """Tokens that a decode step proposes per request at most, and checks in the same step."""
     method: str = "ngram"
     """ngram: what followed the newest tokens where they stood before."""
@@ -75,9 +75,16 @@ class SpeculativeConfig:
     """Longest run of newest tokens that is looked up."""
     prompt_lookup_min: int = 2
     """Shortest run of newest tokens that is looked up."""
+    model: str = ""
+    """ngram, as vLLM takes it here, too: there are no draft models."""
 
     def __post_init__(self) -> None:
         require(self.method == "ngram", f"method {self.method!r} of speculative_config is not ngram, the only one here")
+        require(
+            self.model in ("", "ngram", "[ngram]"),
+            f"model {self.model!r} of speculative_config would be a draft model; ngram is the only method here and has "
+            "none, leave it out",
+        )
         require(
             1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS,
             f"num_speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS}, got "

@@ -146,6 +146,38 @@ def test_whole_numbers_may_have_the_units_that_vllm_takes_and_those_of_memory(
     assert merge(known, {}, str(tmp_path / "c.yaml")) == {"max_model_len": value}
 
 
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("dtype: half", "float16"), ("dtype: float", "float32"), ("dtype: bfloat16", "bfloat16"),
+        ("kv_cache_dtype: fp8_e4m3", "fp8"), ("max_model_len: auto", 0), ("max_model_len: -1", 0),
+        ("max-model-len: 8k", 8_000),
+    ],
+)  # fmt: skip
+def test_values_may_be_written_as_vllm_has_them(line: str, value: object, tmp_path: Path) -> None:
+    known = settings_of(EngineConfig)
+    key, text = line.split(": ")
+    name = key.replace("-", "_")
+    assert merge(known, {name: text}, None) == {name: value}
+    (tmp_path / "c.yaml").write_text(line)
+    assert merge(known, {}, str(tmp_path / "c.yaml")) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ('{"method": "suffix"}', "method 'suffix' of speculative_config is not ngram, the only one here"),
+        ('{"method": "eagle3", "model": "a/b", "num_speculative_tokens": 2}', "method 'eagle3' of speculative_config"),
+        ('{"model": "a/b", "num_speculative_tokens": 2}', "model 'a/b' of speculative_config would be a draft model"),
+        ('{"method": "eagle3", "draft_tensor_parallel_size": 1}', "; ngram is the one method here, and has no draft"),
+    ],
+)
+def test_draft_models_are_refused_by_name(told: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge(settings_of(EngineConfig), {"speculative_config": told}, None)
+    assert said in caught.value.message
+
+
 @pytest.mark.parametrize("text", ["4Gib/s", "25.65k0", "1.3K", "1.0001k", "k", "-1k", "4 GiB GiB", "1e3", "0x4"])
 def test_a_number_with_another_unit_or_a_fraction_left_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--max-model-len must be a whole number, got '{text}'"):

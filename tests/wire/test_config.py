@@ -47,6 +47,11 @@ def test_an_engine_refuses(given: dict[str, Any], said: str) -> None:
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be between 1 and 32, got 33"),
         ({"num_speculative_tokens": 0}, "leave speculative_config out to propose none"),
         ({"num_speculative_tokens": 2, "method": "eagle"}, "method 'eagle' of speculative_config is not ngram"),
+        ({"method": "mtp"}, "method 'mtp' of speculative_config is not ngram, the only one here"),
+        (
+            {"num_speculative_tokens": 2, "model": "org/draft"},
+            "model 'org/draft' of speculative_config would be a draft",
+        ),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 5}, "the first not above the second, got 5 and 4"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 0}, "must be between 1 and 16"),
     ],
