@@ -22,7 +22,7 @@ from wire.config_checks import (
 from wire.errors import ConfigError
 from wire.kv_events_config import KvEventsConfig
 from wire.profiler_config import ProfilerConfig
-from wire.sampling import GENERATION_FIELDS
+from wire.sampling import GENERATION_FIELDS, generation_values
 
 __all__ = [
     "REASONING_PARSERS",
@@ -177,6 +177,7 @@ class EngineConfig:
                 name in GENERATION_FIELDS,
                 f"override_generation_config sets {name!r}; it can set {', '.join(GENERATION_FIELDS)}",
             )
+        generation_values(self.override_generation_config or {})
         in_fp8 = self.kv_cache_dtype == "fp8" or bool(self.quantization)
         require(not (in_fp8 and self.device == "cpu"), "kv_cache_dtype and quantization fp8 need a GPU; leave them out")
         require(

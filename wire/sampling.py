@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
-from wire.errors import RequestError
+from wire.errors import ConfigError, RequestError
 
 __all__ = [
     "GBNF_RULE",
@@ -21,6 +22,7 @@ __all__ = [
     "SamplingDefaults",
     "SamplingParams",
     "check_count",
+    "generation_values",
 ]
 
 MAX_LOGPROBS = 20
@@ -222,6 +224,26 @@ def _within(name: str, value: float, low: float, high: float | None, why: str = 
     if (isinstance(value, float) and not math.isfinite(value)) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise RequestError(f"{name} must be {limit}{why}, got {value}", param=name)
+
+
+def generation_values(
+    values: Mapping[str, Any], where: str = "override_generation_config", remedy: str = "mend it"
+) -> dict[str, Any]:
+    """Those of a generation config's values that decide how is sampled, by the rules for requests.
+
+    Raises ConfigError for a wrong one."""
+    found = {field: values[field] for field in GENERATION_FIELDS if values.get(field) is not None}
+    if found.get("top_k") == -1:
+        found["top_k"] = 0
+    own = dict(found)
+    max_tokens = own.pop("max_new_tokens", 1)
+    try:
+        msgspec.convert({**own, "max_tokens": max_tokens}, SamplingDefaults)
+        SamplingParams(max_tokens=max_tokens, seed=0, **own).check(1)
+    except (msgspec.ValidationError, RequestError) as why:
+        said = str(why).replace("max_tokens", "max_new_tokens")
+        raise ConfigError(f"{where}: {said}; {remedy}") from why
+    return found
 
 
 def check_count(name: str, count: int) -> None:

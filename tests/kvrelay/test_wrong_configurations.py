@@ -61,6 +61,7 @@ WRONG = [
         'prefill --profiler-config {"profiler":"torch","torch_profiler_dir":"/dev/null/traces"}',
         "torch_profiler_dir '/dev/null/traces' cannot be written to: Not a directory",
     ),
+    ('config up --override-generation-config {"temperature":"x"}', "Expected `float`, got `str` - at `$.temperature`"),
     # models
     ("up --model missing", "model 'missing' does not exist; pass a folder"),
     ("prefill --model empty", "model folder empty holds no config.json"),

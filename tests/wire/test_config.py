@@ -20,6 +20,14 @@ from wire.router_config import RouterConfig
         ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes must not be negative, got -1"),
         ({"kv_cache_dtype": "fp16"}, "kv_cache_dtype 'fp16' is not one of auto, fp8"),
         ({"quantization": "int4"}, "quantization 'int4' is not fp8 or empty"),
+        (
+            {"override_generation_config": {"temperature": "x"}},
+            "override_generation_config: Expected `float`, got `str`",
+        ),
+        (
+            {"override_generation_config": {"top_p": 1.5}},
+            "override_generation_config: top_p must be above 0 and at most",
+        ),
         ({"block_size": 128}, "block_size must be 16, 32 or 64, got 128"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be positive, got 0"),
         (
