@@ -126,5 +126,6 @@ def base_url(typed: str) -> str:
     """Read the address of a server as people type it: host:port is http, and /v1 is left out. Raises ConfigError."""
     plain = typed.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     url = f"http://{plain}" if is_address(plain) else plain
-    require(is_base_url(url), f"{typed!r} is no address of a server; give one like http://127.0.0.1:8000")
+    like = f"{plain}:8000" if re.fullmatch(r"[\w.-]+", plain) else "http://127.0.0.1:8000"
+    require(is_base_url(url), f"{typed!r} is no address of a server; give one like {like}")
     return url

@@ -164,7 +164,8 @@ def test_what_is_given_goes_into_every_request(
     ("flags", "code", "said"),
     [
         (["--url", "ftp://r"], 2, "'ftp://r' is no address of a server"),
-        (["--url", "nowhere"], 2, "'nowhere' is no address of a server"),
+        (["--url", "nowhere"], 2, "'nowhere' is no address of a server; give one like nowhere:8000"),
+        (["--url", "10.0.0.1/v1"], 2, "'10.0.0.1/v1' is no address of a server; give one like 10.0.0.1:8000"),
         (["--url", ""], 2, "'' is no address of a server"),
         (["--url", "127.0.0.1:1"], 1, "no server answers at http://127.0.0.1:1"),
         (["--temperature", "-1"], 2, "temperature"),
