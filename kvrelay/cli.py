@@ -23,6 +23,7 @@ from rich.text import Text
 from kvrelay.commands import OF_ANOTHER, add_commands
 from kvrelay.compose import NOT_FOR_COMPOSE, ComposeConfig
 from kvrelay.embedded import embedded_model
+from kvrelay.flag_names import SERVER
 from kvrelay.help import ALL, GroupedCommand, GroupedCommands
 from kvrelay.in_force import lines_of
 from kvrelay.machine import check_port
@@ -518,6 +519,8 @@ def _usage(why: Any, words: Sequence[str]) -> str:
         )
         if len(flag) == 2:  # click takes -tp for -t and -p
             flag = next((word.rstrip("=.0123456789") for word in words if word.startswith(flag)), flag)
+        if SERVER.get(flag) in known:
+            return f"unknown flag {flag}; here it is {SERVER[flag]}"
         return f"unknown flag {flag}{_of_others(flag) or nearest(flag, known)}"
     if "unexpected extra argument" in message and why.ctx:
         extra = str(message).rpartition(" (")[2].rstrip(").").split(" ")[0]

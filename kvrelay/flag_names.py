@@ -6,7 +6,7 @@ What is typed wrong is answered from here, and docs/migration.md has the same ta
 
 from __future__ import annotations
 
-__all__ = ["BEFORE", "SHORT", "VALUES", "VLLM", "answer_for"]
+__all__ = ["BEFORE", "SERVER", "SHORT", "VALUES", "VLLM", "answer_for"]
 
 VLLM: dict[str, tuple[str, str]] = {
     "--kv-transfer-config": (
@@ -113,6 +113,10 @@ VALUES = {
     "max_model_len": {"auto": "0", "-1": "0"},
 }
 """By setting: how vLLM writes a value, too, and how it is written here."""
+
+
+SERVER = {"--url": "--router", "--router": "--url"}
+"""How a command of ours calls the server that it asks, and what it is where a command has no such flag."""
 
 
 def answer_for(name: str) -> str:

@@ -42,6 +42,12 @@ def test_each_name_that_is_told_is_a_flag_and_no_flag_is_called_wrong() -> None:
         ),
         ("router --max-num-seqs 4", "unknown flag --max-num-seqs; it is of `kvrelay up`, `kvrelay serve`"),
         ("serve one two", "Got unexpected extra argument(s) (two)\n"),
+        ("doctor --url http://127.0.0.1:1", "unknown flag --url; here it is --router\n"),
+        ("top --url=http://127.0.0.1:1", "unknown flag --url; here it is --router\n"),
+        ("chat --router 127.0.0.1:1", "unknown flag --router; here it is --url\n"),
+        ("bench --router 127.0.0.1:1 --rate 1", "unknown flag --router; here it is --url\n"),
+        ("batch a b --router 127.0.0.1:1", "unknown flag --router; here it is --url\n"),
+        ("serve --router udp://127.0.0.1:1", "unknown flag --router; it is of `kvrelay prefill`, `kvrelay decode`\n"),
         ("doctor http://127.0.0.1:1", "Got unexpected extra argument(s) (http://127.0.0.1:1)\n"),
         ("serve one --served-model-name a b", "extra argument(s) (b): --served-model-name takes one value\n"),
         (
