@@ -32,6 +32,7 @@ from node.probes import Probes, host_id
 from node.process_log import log_is_written, log_to_stderr
 from node.ranks import join_as_rank_0, meet_ranks, region_of
 from paged_engine.engine import AdapterNotLoaded, Engine
+from paged_engine.measured_costs import measure_steps
 from paged_engine.ranks import Ranks
 from paged_engine.request import Request
 from paged_engine.step_plan import Fetch
@@ -96,6 +97,7 @@ class EngineProcess:
 
         ranks = join_as_rank_0(config.engine)
         self.engine = Engine(config.engine, ranks)
+        self._costs = measure_steps(self.engine, config.engine)
         blocks, told = self.engine.scheduler.pool, config.told_events
         texts = told is not None and told.token_ids
         self._cache = CacheTeller(blocks, self.engine.pool.block_size, self._send, on=told is not None, texts=texts)
@@ -160,6 +162,7 @@ class EngineProcess:
                     self._config.transfer.lease_s,
                     self._config.transfer.kv_load_failure_policy == "recompute",
                 ),
+                costs=self._costs,
             )
         )
 

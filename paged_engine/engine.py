@@ -139,6 +139,16 @@ class Engine:
         self.pool, self.max_model_len = self._runner.pool, self._runner.max_model_len
         self.rope_variant = self._runner.rope_variant
         self.max_num_batched_tokens, self.max_num_seqs = self._runner.max_num_batched_tokens, self._runner.max_num_seqs
+        self._config = config
+        self.begin_anew()
+        self._in_flight: _InFlight | None = None
+        self.idles = False
+        """A step runs on the device, and the newest call of step() had nothing to launch behind it."""
+        self._idle_since = 0.0
+        self._tokens_at = 0.0  # when the host had the newest step's tokens
+
+    def begin_anew(self) -> None:
+        """Forget all requests, all cached KV and all counters."""
         self.scheduler = Scheduler(
             BlockPool(self.pool.num_blocks),
             block_size=self.pool.block_size,
@@ -146,20 +156,20 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             eos_token_ids=self.model.eos_token_ids,
-            prefix_cache=config.enable_prefix_caching,
-            speculation=_speculation(config, self._runner),
+            prefix_cache=self._config.enable_prefix_caching,
+            speculation=_speculation(self._config, self._runner),
         )
         self.counters = Counters()
-        self._in_flight: _InFlight | None = None
-        self.idles = False
-        """A step runs on the device, and the newest call of step() had nothing to launch behind it."""
-        self._idle_since = 0.0
-        self._tokens_at = 0.0  # when the host had the newest step's tokens
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do something now, without news from outside."""
         return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """Prompt tokens to which the device pads a step, in order."""
+        return self._runner.shapes
 
     @property
     def runs_ahead(self) -> bool:

@@ -49,9 +49,9 @@ __all__ = ["GpuRunner"]
 
 log = logging.getLogger("kvrelay.engine")
 
-# A GPU of today computes as many tokens a second in such steps as in longer ones, and they have graphs
-# (paged_engine/step_shapes.py). Nobody waits longer than for one of them.
-_STEP_TOKENS = 2048
+# Where nobody decodes. Beside decodes max_gap_ms is less, on an H200 some 2,000 tokens of an 8B model; such steps have
+# graphs (paged_engine/step_shapes.py).
+_STEP_TOKENS = 8192
 _MAX_NUM_SEQS = 256
 # A step of several ranks that takes longer has lost one: NCCL itself would wait for it on the GPU for ever.
 _RANKS_DEADLINE_S = 60.0
@@ -187,6 +187,7 @@ class GpuRunner:
         )
         self.pool = KVPool(model, num_blocks=num_blocks, block_size=self._block_size, dtype=kv_dtype, device=device)
         self._uploads = self._open_uploads(self.max_model_len)
+        self.shapes = tuple(sorted({shape.prompt_rows for shape in self._uploads.shapes}))
         self._slots = Slots(self.max_num_seqs, max_blocks=self._uploads.max_blocks, block_size=self._block_size)
         self._seated: dict[int, Request] = {}
         self._unsampled: _Forward | None = None

@@ -73,6 +73,8 @@ class Runner(Protocol):
     max_num_seqs: int
     adapters: AdapterStore | None
     """Its slots for LoRA adapters, if it was opened with any."""
+    shapes: tuple[int, ...]
+    """Prompt tokens to which a step is padded, in order; none where it is not."""
     runs_ahead: bool
     """Whether `launch` returns before the step is done, so that the next one can be scheduled meanwhile."""
 
@@ -137,6 +139,7 @@ class CpuRunner:
     """Owns the decoder and the pool. `min_rows`: fewest rows for which a row's bits do not depend on the others."""
 
     runs_ahead = False
+    shapes: tuple[int, ...] = ()
 
     @classmethod
     def open(

@@ -1,11 +1,12 @@
 """Continuous batching: which requests run next, how many of their tokens, and in which blocks.
 
-Pure Python: no torch, no sockets; `now` is an argument. One token budget per step is shared by decodes (first) and
-prefill chunks. A step may be scheduled while the tokens of the one before are still *pending* on the device. A request
-that finds no block for its next token preempts the last in order; the preempted one is computed again later, mostly
-from the prefix cache. A fork shares the blocks that its prompt fills with its parent (paged_engine/waiting.py); what
-follows each computes in blocks of its own, so that no block has two writers. Blocks that a transfer may touch are never
-given to anybody else. What a step has left goes to tokens that are only proposed (paged_engine/speculation.py).
+Pure Python: no torch, no sockets; `now` is an argument. Decodes come first, and wire/step_costs.py says what of prompts
+a step has room for beside them. A step may be scheduled while the tokens of the one before are still *pending* on the
+device. A request that finds no block for its next token preempts the last in order; the preempted one is computed again
+later, mostly from the prefix cache. A fork shares the blocks that its prompt fills with its parent
+(paged_engine/waiting.py); what follows each computes in blocks of its own, so that no block has two writers. No block
+that a transfer may touch is given to anybody else. What a step has left goes to tokens that are only proposed
+(paged_engine/speculation.py).
 """
 
 from __future__ import annotations
@@ -20,13 +21,9 @@ from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from paged_engine.waiting import WaitingLine
 from wire.outputs import Finish, Load
+from wire.step_costs import StepBudget, StepRoom
 
-__all__ = ["ENOUGH", "Scheduler"]
-
-ENOUGH = 2
-"""A step that computes half of its budget of prompts takes up no further one: the device is busy, and each prompt more
-would make the others wait. (Simulated with prompts of 1,024 tokens on two colocated H200s, 36 requests/s: p90 of the
-longest gap of an answer 27 ms instead of 49, of TTFT 54 instead of 56.)"""
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -46,7 +43,8 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self._block_size = block_size
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.budget = StepBudget(max_num_batched_tokens, block_size)
+        """What a step computes of prompts at most; an engine that has measured its steps replaces it."""
         self._max_num_seqs = max_num_seqs
         self._endings = Endings(frozenset(eos_token_ids), max_model_len)
         self._prefix_cache = prefix_cache
@@ -162,46 +160,48 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's work and take its blocks."""
         plan = StepPlan([], [], [])
-        budget, preemptions = self._max_num_batched_tokens, self.preemptions
-        # Decodes first: a long prompt must not delay tokens that somebody is waiting for. They take nothing of its
-        # budget, or a prompt of as many tokens as a step may have would need two.
+        preemptions = self.preemptions
+        # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
         decodes = [request for request in self._running if request.uncomputed <= 1]
         prompts = sorted((each for each in self._running if each.uncomputed > 1), key=lambda each: each.turn)
         for request in decodes:
-            self._go_on(request, plan.chunks, 1)
-        enough = budget - -(-budget // ENOUGH)
+            self._go_on(request, plan.chunks, None)
+        room = self.budget.room(len(plan.chunks), sum(chunk.start for chunk in plan.chunks))
         for request in prompts:
             # Nor must a long prompt that has begun delay one whose turn comes before its own.
             if self.preemptions == preemptions:
-                budget = self._admit(plan, budget, enough, now, before=request)
-            if budget > enough:
-                budget = self._go_on(request, plan.chunks, budget)
+                self._admit(plan, room, now, before=request)
+            if room.is_open:
+                self._go_on(request, plan.chunks, room)
         if self.preemptions != preemptions:
             return plan
-        self._admit(plan, budget, enough, now)
-        left = min(
-            self._max_num_batched_tokens - sum(c.count for c in plan.chunks), self._max_num_seqs - len(plan.chunks)
-        )
+        self._admit(plan, room, now)
+        left = min(self.budget.tokens - sum(c.count for c in plan.chunks), self._max_num_seqs - len(plan.chunks))
         chunks = self.speculation.extended(plan.chunks, max(0, left), self._endings.max_model_len, self._room_for)
         return StepPlan(chunks, plan.fetches, plan.offers)
 
-    def _go_on(self, request: Request, chunks: list[Chunk], budget: int) -> int:
-        """A running request's next chunk, others preempted if there is no room for it; the budget that is left."""
-        if request.state is not State.RUNNING or not budget or self._endings.awaited(request):
-            return budget
-        chunk = Chunk.next_of(request, budget)
+    def _go_on(self, request: Request, chunks: list[Chunk], room: StepRoom | None) -> None:
+        """Add a running request's next chunk, with others preempted if there are no blocks for it.
+
+        Without `room` it decodes.
+        """
+        if request.state is not State.RUNNING or self._endings.awaited(request):
+            return
+        tokens = 1 if room is None else room.take(request.uncomputed, request.num_computed)
+        if not tokens:
+            return
+        chunk = Chunk.next_of(request, tokens)
         while not self._grow(request, chunk.start + chunk.count):
             # Not one whose last token is on its way: its blocks are free soon, or will be held for a reader.
             going_on = [r for r in self._running if not (r.offered or self._endings.awaited(r))]
             victim = max(going_on, key=lambda r: r.turn, default=None)
             if victim is None:
-                return budget
+                return
             self._preempt(victim)
             chunks[:] = [each for each in chunks if each.request is not victim]
             if victim is request:
-                return budget
+                return
         chunks.append(chunk)
-        return budget - chunk.count
 
     def _room_for(self, request: Request, tokens: int) -> int:
         """For the KV of how many first tokens there is room, up to `tokens`; takes free blocks."""
@@ -212,9 +212,11 @@ class Scheduler:
         """Whether the tokens of the step under way should be awaited before the next step is scheduled."""
         return self.speculation.wants_tokens(self._running, self._max_num_seqs)
 
-    def _admit(self, plan: StepPlan, budget: int, enough: int, now: float, before: Request | None = None) -> int:
-        """Start waiting requests in the order of their turns, while seats, blocks and more than `enough` of the budget
-        last; those whose turn comes before another's. The budget that is left."""
+    def _admit(self, plan: StepPlan, room: StepRoom, now: float, before: Request | None = None) -> None:
+        """Start waiting requests in the order of their turns, while seats, blocks and the step's room last.
+
+        `before`: those alone whose turn comes before this one's.
+        """
         for request in self._waiting.candidates(before):
             if len(self._running) + len(self._fetching) >= self._max_num_seqs:
                 break
@@ -225,19 +227,17 @@ class Scheduler:
                 request.first_scheduled_s = request.fetch_started_s = now
                 plan.fetches.append(fetch)
                 continue
-            if budget <= enough or not self._start(request):
+            if not room.is_open or not self._start(request):
                 break
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
-            chunk = Chunk.next_of(request, budget)
+            chunk = Chunk.next_of(request, room.take(request.uncomputed, request.num_computed))
             grown = self._grow(request, len(request.token_ids) if request.hold else chunk.start + chunk.count)
             assert grown, "admission checked that the whole request fits"
             if request.hold and not request.offered:
                 request.offered = True
                 plan.offers.append(request)
             plan.chunks.append(chunk)
-            budget -= chunk.count
-        return budget
 
     def _start(self, request: Request) -> bool:
         """Give a waiting request the blocks of its parent or its cached prefix, and a seat, if all its tokens are known

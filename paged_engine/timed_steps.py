@@ -55,15 +55,18 @@ class _Arrivals:
 class TimedSteps:
     """An engine that nobody else uses."""
 
-    def __init__(self, engine: Engine, seed: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Fills the pool with random numbers: zeros would be read as fast, but cost a GPU less power."""
+    def __init__(
+        self, engine: Engine, seed: int = 0, clock: Callable[[], float] = time.perf_counter, *, fill: bool = True
+    ) -> None:
+        """`fill`: put random numbers into the pool; zeros would be read as fast, but cost a GPU less power."""
         self.engine = engine
         self._clock = clock
         self._rng = random.Random(seed)
         self._made = 0
         vocabulary = range(3, engine.model.vocab_size)
         self._words = self._rng.choices(vocabulary, k=2 * engine.max_model_len)
-        _fill(engine, seed)
+        if fill:
+            _fill(engine, seed)
 
     def request(self, prompt_tokens: int, max_tokens: int, filled: int = 0) -> Request:
         """A greedy request of random tokens, not queued yet; the KV of its first `filled` tokens counts as computed."""

@@ -15,10 +15,12 @@ import msgspec
 
 from wire.errors import ConfigError
 from wire.frames import MALFORMED
+from wire.step_costs import StepCosts, fitted_costs
 
 __all__ = ["DecodePoint", "MixedPoint", "PrefillPoint", "RateCard", "TransferPoint", "read_card", "write_card"]
 
 _VERSION = 1
+_LEAST_CHUNK = 256
 _BYTES = 1 << 20
 
 
@@ -76,10 +78,27 @@ class RateCard(msgspec.Struct, frozen=True, dict=True):
     """By connector; of a pair of nodes on one host unless `hardware` says otherwise."""
     tensor_parallel_size: int = 1
     mixed: list[MixedPoint] = []
+    max_gap_ms: float = 50.0
+    """What a step takes at most where somebody decodes."""
     ahead: bool = False
     """Its steps are launched while the ones before them run, as a GPU's are: a step takes what the device or its launch
     takes, whichever is longer, and who comes while one runs is in the second one behind it."""
     version: int = _VERSION
+
+    @cached_property
+    def costs(self) -> StepCosts:
+        """What the node's steps cost, as a sum fitted to the points.
+
+        Few tokens behind many wait for the memory that they read, which the sum has no term for: they are left out.
+        """
+        decodes = [(each.requests, each.requests * each.context, 0, 0, each.ms) for each in self.decode]
+        prompts = [
+            (0, 0, each.tokens, each.context, each.ms)
+            for each in self.prefill
+            if not each.context or each.tokens >= _LEAST_CHUNK
+        ]
+        mixed = [(each.requests, each.requests * each.context, each.tokens, 0, each.ms) for each in self.mixed]
+        return fitted_costs([*decodes, *prompts, *mixed])
 
     @property
     def gpus(self) -> int:

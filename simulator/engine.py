@@ -21,11 +21,12 @@ from simulator.speeds import Speeds
 from simulator.steps import Planned, SlowSteps
 from simulator.stream import Stream
 from wire.outputs import Load
+from wire.step_costs import StepBudget
 
-__all__ = ["ENOUGH", "OVERTAKEN", "Engine"]
+__all__ = ["OVERTAKEN", "Engine"]
 
-OVERTAKEN, ENOUGH = 2, 2
-"""As in paged_engine/waiting.py and scheduler.py, which are not imported: their package brings numpy along."""
+OVERTAKEN = 2
+"""As in paged_engine/waiting.py, which is not imported: its package brings numpy along."""
 
 
 class Engine:
@@ -48,6 +49,7 @@ class Engine:
         self.waiting = 0
         self.preemptions = 0
         self.pace = 1.0
+        self._budget = StepBudget(speeds.step_tokens, block_size, speeds.card.costs, speeds.card.max_gap_ms)
         self._later, self._hears = later, hears
         self._overtaken = OVERTAKEN if shortest_first else 0
         self._seats: dict[Stream, Seat] = {}
@@ -395,15 +397,14 @@ class Engine:
     def _chunks(self, now: float) -> list[tuple[int, int]]:
         """What the next step computes of prompts, in the order of their turns; who waits begins in this order, too."""
         reserved = len(self._batch)
-        budget = self.speeds.step_tokens
-        enough = budget - -(-budget // ENOUGH)
+        room = self._budget.room(reserved, self.context(now) if reserved else 0)
         pieces: list[tuple[int, int]] = []
         ready: list[int] = []
         kept: list[tuple[int, int, int, Seat]] = []
         admits, at = True, 0
         for at, entry in enumerate(self._line):  # noqa: B007
             seat = entry[3]
-            if budget <= enough:
+            if not room.is_open:
                 break
             if seat.came > self._launching:
                 kept.append(entry)
@@ -415,11 +416,11 @@ class Engine:
                     continue
                 if seat.leg is Leg.DECODE:
                     continue
-            count, start = min(budget, seat.left), seat.known - seat.left
+            start = seat.known - seat.left
+            count = room.take(seat.left, start)
             pieces.append((count, start))
             block_size = self.cache.block_size
             ready += seat.stream.blocks[start // block_size : (start + count) // block_size]
-            budget -= count
             seat.left -= count
             self.tokens -= count
             if seat.left:

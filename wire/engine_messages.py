@@ -6,6 +6,7 @@ import msgspec
 
 from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
 from wire.sampling import SamplingParams
+from wire.step_costs import StepCosts
 from wire.transfer import KvFacts, KvTransferParams
 
 __all__ = [
@@ -250,6 +251,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     load_s: float
     adapters: list[AdapterFacts] = []
     kv: KvFacts | None = None
+    costs: StepCosts | None = None
+    """What its steps cost, as it has measured them."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paged_engine.blocks import BlockPool
 from paged_engine.request import Request
-from paged_engine.scheduler import ENOUGH, Scheduler
+from paged_engine.scheduler import Scheduler
 from paged_engine.waiting import OVERTAKEN, WaitingLine
 from wire.engine_messages import Submit
 from wire.sampling import SamplingParams
@@ -61,10 +61,10 @@ def test_a_short_prompt_overtakes_long_ones_also_one_that_has_begun():
 
 def test_a_step_that_has_enough_to_compute_takes_up_no_further_prompt():
     scheduler = make()
-    for name, tokens in (("a", BUDGET // ENOUGH - 1), ("b", BUDGET // ENOUGH), ("c", BUDGET // ENOUGH + 1)):
+    for name, tokens in (("a", BUDGET // 2 - 1), ("b", BUDGET // 2), ("c", BUDGET // 2 + 1)):
         scheduler.add(request(name, tokens))
-    assert step(scheduler) == [("a", BUDGET // ENOUGH - 1), ("b", BUDGET // ENOUGH)]
-    assert step(scheduler) == [("c", BUDGET // ENOUGH + 1)]
+    assert step(scheduler) == [("a", BUDGET // 2 - 1), ("b", BUDGET // 2)]
+    assert step(scheduler) == [("c", BUDGET // 2 + 1)]
 
 
 def test_a_cached_prompt_counts_by_what_is_left_to_compute():

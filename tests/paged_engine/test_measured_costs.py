@@ -1,0 +1,71 @@
+"""What an engine finds out of its own steps, and that it forgets how."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from test_engine import drain, make, output, prompt, submit
+from tiny_models import make_tiny
+
+from paged_engine.measured_costs import measure_steps
+from wire.config import EngineConfig
+from wire.step_costs import Point, StepCosts, fitted_costs
+
+TRUE = StepCosts(3.9, 0.014, 2.4e-5, 0.5, 0.0205, 1.05e-6)
+STEPS = [(1, 256, 0, 0), (32, 32_768, 0, 0), (8, 2048, 0, 0), (128, 131_072, 0, 0), (32, 131_072, 0, 0)]
+STEPS += [(0, 0, 2048, 0), (0, 0, 8192, 0), (0, 0, 512, 0), (0, 0, 128, 0), (0, 0, 2048, 30_000)]
+
+
+def points(noise: float = 0.0) -> list[Point]:
+    rng = random.Random(0)
+    found = []
+    for rows, context, tokens, start in STEPS:
+        ms = TRUE.decode_ms(rows, context) + (TRUE.prompts + TRUE.chunk_ms(tokens, start) if tokens else 0.0)
+        found.append((rows, context, tokens, start, ms * (1 + rng.uniform(-noise, noise))))
+    return found
+
+
+def test_the_fit_finds_the_sum_that_the_times_are() -> None:
+    found = fitted_costs(points())
+    for name in StepCosts.__struct_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+
+
+def test_noise_costs_a_few_per_cent_and_nothing_is_negative() -> None:
+    found = fitted_costs(points(noise=0.05))
+    assert all(getattr(found, name) >= 0 for name in StepCosts.__struct_fields__)
+    for rows, context in ((16, 16_384), (100, 50_000)):
+        assert found.decode_ms(rows, context) == pytest.approx(TRUE.decode_ms(rows, context), rel=0.1)
+    for tokens, start in ((1024, 0), (4096, 0), (4096, 10_000)):
+        assert found.prompt_ms(tokens, start) == pytest.approx(TRUE.prompt_ms(tokens, start), rel=0.1)
+
+
+def test_few_points_are_better_than_none() -> None:
+    assert fitted_costs([]).decode_ms(4, 100) == 0
+    assert fitted_costs([(1, 256, 0, 0, 5.0)]).decode_ms(1, 256) == pytest.approx(5)
+
+
+def test_an_engine_that_has_measured_itself_answers_as_one_that_has_not(tmp_path: Path) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    plain, measured = make(tmp_path), make(tmp_path)
+    costs = measure_steps(measured, EngineConfig(str(tmp_path), device="cpu", max_gap_ms=30))
+    assert costs.step > 0
+    assert costs.prompt_ms(64) >= costs.prompt_ms(1)
+    assert (measured.scheduler.budget.gap_ms, measured.scheduler.budget.costs) == (30, costs)
+    assert (measured.counters.steps, measured.scheduler.pool.cached) == (0, 0)
+    assert measured.scheduler.pool.free == measured.scheduler.pool.total
+    answers = []
+    for engine in (plain, measured):
+        requests = [submit(engine, str(at), prompt(length, seed=at)) for at, length in enumerate((3, 40, 90, 128))]
+        drain(engine)
+        answers.append([output(each) for each in requests])
+    assert answers[0] == answers[1]
+
+
+def test_a_pool_without_room_leaves_steps_out(tmp_path: Path) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    engine = make(tmp_path, kv_cache_memory_bytes=8 * 16 * 3 * 2 * 2 * 64, max_model_len=64)
+    assert measure_steps(engine, EngineConfig(str(tmp_path), device="cpu")).step >= 0
+    assert engine.scheduler.budget.gap_ms >= 200

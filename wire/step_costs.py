@@ -1,0 +1,169 @@
+"""What an engine's steps cost, as it has measured itself, and how many prompt tokens a step may therefore have. Pure.
+
+A step's time is a sum: what any step takes, what each request that decodes adds, by its context, and what each prompt
+token adds, by the tokens before it. Scheduler, simulator and router reckon with the same sum.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+__all__ = ["Point", "StepBudget", "StepCosts", "StepRoom", "fitted_costs"]
+
+_ENOUGH = 9
+"""Prompts that take so many times what the step takes without them: that is a tenth of the step then."""
+
+
+Point = tuple[int, int, int, int, float]
+"""Requests that decode, their context together, prompt tokens, tokens before them, milliseconds."""
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """A node's own card: milliseconds of a step by what it holds."""
+
+    step: float
+    """Any step: its launch, and reading the weights."""
+    row: float
+    """Each request that decodes."""
+    row_context: float
+    """Each token of context of those requests."""
+    prompts: float
+    """A step with prompts, once; below 0 where computing them hides what any step takes to read."""
+    prompt_token: float
+    """Each prompt token."""
+    prompt_context: float
+    """Each prompt token, for each token before it."""
+
+    def decode_ms(self, rows: float, context: float) -> float:
+        """Return the time of a step of so many requests that decode, with so many tokens of context together."""
+        return self.step + self.row * rows + self.row_context * context
+
+    def chunk_ms(self, tokens: float, start: float = 0.0) -> float:
+        """Return what the tokens of one prompt from `start` on add to a step that has prompts."""
+        return self.prompt_token * tokens + self.prompt_context * tokens * (start + tokens / 2)
+
+    def prompt_ms(self, tokens: float, start: float = 0.0) -> float:
+        """Return the time of a prompt alone, from `start` on, in one step."""
+        return self.step + max(0.0, self.prompts + self.chunk_ms(tokens, start))
+
+    def tokens_within(self, ms: float, start: float = 0.0) -> int:
+        """Return how many tokens of a prompt from `start` on add no more than `ms` to a step."""
+        if ms <= 0:
+            return 0
+        linear, square = self.prompt_token + self.prompt_context * start, self.prompt_context / 2
+        if not square:
+            return int(ms / linear) if linear else 1 << 30
+        return int((math.sqrt(linear * linear + 4 * square * ms) - linear) / (2 * square))
+
+    def scaled(self, factor: float) -> StepCosts:
+        """Return the card of a node on which everything takes `factor` times as long."""
+        return StepCosts(**{name: getattr(self, name) * factor for name in self.__struct_fields__})
+
+
+_PROMPTS = StepCosts.__struct_fields__.index("prompts")
+
+
+def fitted_costs(points: Sequence[Point]) -> StepCosts:
+    """Return the costs with the least sum of squared relative errors; none is below 0, but for that of prompts."""
+    import numpy as np  # late, because routers do without
+
+    if not points:
+        return StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    times = np.array([ms for *_, ms in points])
+    terms = np.array(
+        [
+            (1, rows, context, bool(tokens), tokens, tokens * (start + tokens / 2))
+            for rows, context, tokens, start, _ in points
+        ],
+        dtype=float,
+    )
+    scales = np.maximum(terms.max(axis=0), 1.0)  # so that no column decides by its unit alone what is left out
+    weighted = terms / scales / times[:, None]
+    kept = list(range(terms.shape[1]))
+    while True:
+        found = np.linalg.lstsq(weighted[:, kept], np.ones(len(points)), rcond=None)[0]
+        bounded = np.where(np.array(kept) == _PROMPTS, 0.0, found)
+        if bounded.min() >= 0:
+            break
+        del kept[int(bounded.argmin())]
+    costs = np.zeros(terms.shape[1])
+    costs[kept] = found / scales[kept]
+    return StepCosts(*costs.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """A limit of what a step computes of prompts: `tokens`, and `gap_ms` for the whole step where somebody decodes."""
+
+    tokens: int
+    block_size: int
+    costs: StepCosts | None = None
+    """Without them a step is bounded by its tokens alone."""
+    gap_ms: float = math.inf
+    shapes: tuple[int, ...] = ()
+    """Prompt tokens to which the device pads a step, in order; a longer step is not padded."""
+
+    def room(self, rows: int, context: int) -> StepRoom:
+        """Open a step beside so many requests that decode, with so many tokens of context together."""
+        if self.costs is None:
+            return StepRoom(self, math.inf, math.inf)
+        fixed = self.costs.decode_ms(rows, context) + self.costs.prompts
+        return StepRoom(self, self.gap_ms - fixed if rows else math.inf, _ENOUGH * max(0.0, fixed))
+
+    def padded(self, tokens: int) -> int:
+        """Return how many prompt tokens the device computes in a step that has so many."""
+        at = bisect_left(self.shapes, tokens)
+        return self.shapes[at] if at < len(self.shapes) and tokens else tokens
+
+    def cut(self, tokens: int) -> int:
+        """Return the most tokens up to these that are not padded; these, if all shapes are larger."""
+        at = bisect_right(self.shapes, tokens)
+        return self.shapes[at - 1] if at > 0 and tokens <= self.shapes[-1] else tokens
+
+
+@dataclass(slots=True)
+class StepRoom:
+    """What is left of one step for prompts. A further prompt is taken up while the step `is_open`."""
+
+    budget: StepBudget
+    ms: float
+    """Until the gap."""
+    enough_ms: float
+    """Until what the step takes without prompts is a tenth of it: a further prompt gains little then, and all wait."""
+    taken: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a further prompt gains by this step: rows that pad it are computed anyway."""
+        left = self.budget.tokens - self.taken
+        if self.budget.costs is None:
+            return self.taken < -(-self.budget.tokens // 2)
+        return left > 0 and (not self.taken or (self.ms > 0 and self.enough_ms > 0) or self._padding > 0)
+
+    @property
+    def _padding(self) -> int:
+        return self.budget.padded(self.taken) - self.taken
+
+    def take(self, wanted: int, start: int) -> int:
+        """Take up to `wanted` tokens of a prompt from `start` on, and return how many.
+
+        The first prompt gets a block's tokens however long the decodes alone take: it would starve otherwise.
+        """
+        budget, costs = self.budget, self.budget.costs
+        count = min(wanted, budget.tokens - self.taken)
+        if costs is not None:
+            most = costs.tokens_within(self.ms, start) if self.ms < math.inf else count
+            if self.taken and self.enough_ms <= 0:
+                most = 0
+            most = max(most, self._padding, 1 if self.taken else budget.block_size)
+            if count > most:
+                count, self.enough_ms = max(1, budget.cut(self.taken + most) - self.taken), 0.0
+            ms = costs.chunk_ms(count, start)
+            self.ms, self.enough_ms = self.ms - ms, self.enough_ms - ms
+        self.taken += count
+        return count
