@@ -120,7 +120,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return a clause that says what to write for `name`: what it is called here, or the nearest known spelling."""
     if answer := answer_for(name):
         return f"; {answer}"
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.66)
     return f"; did you mean {close[0]}?" if close else ""
 
 
