@@ -36,12 +36,14 @@ from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
 from wire.engine_messages import STEP_TOKENS, Submit
 from wire.sampling import SamplingParams
+from wire.step_costs import Pace, StepCosts
 from wire.versions import RELEASE
 
 __all__ = ["AdapterNotLoaded", "Counters", "Engine", "Handover", "aside", "follow"]
 
 # Who waits so long for a step's tokens has seen when it ended; taking those that are there takes less.
 _WAITED_S = 2e-4
+_PACE_EVERY = 4  # steps: to sum up a step of 256 requests takes 60 us
 # A step that takes longer is waited for in one piece, which has a deadline.
 _PATIENCE_S = 0.5
 # Before a message that is not about a step; msgpack, in which steps are told, begins nothing with it.
@@ -140,6 +142,9 @@ class Engine:
         self.rope_variant = self._runner.rope_variant
         self.max_num_batched_tokens, self.max_num_seqs = self._runner.max_num_batched_tokens, self._runner.max_num_seqs
         self._config = config
+        self.costs: StepCosts | None = None
+        """What steps cost, once they were measured (paged_engine/measured_costs.py)."""
+        self._pace = Pace()
         self.begin_anew()
         self._in_flight: _InFlight | None = None
         self.idles = False
@@ -277,8 +282,11 @@ class Engine:
     def _take_tokens(self, step: _InFlight, handover: Handover | None) -> list[Request]:
         """Give each request of a launched step its token; those that take it."""
         tokens, logprobs = step.launched.wait()
-        now = self._tokens_at = self._clock()
+        since, now = max(step.at, self._tokens_at), self._clock()
+        self._tokens_at = now
         self.counters.steps += 1
+        if self.costs is not None and self.counters.steps % _PACE_EVERY == 0:
+            self._keep_pace(step, (now - since) * 1e3, self.costs)
         if handover is not None:
             for chunk in step.chunks:
                 if chunk.request.offered and chunk.request.finish is None:
@@ -296,6 +304,11 @@ class Engine:
             request.new_logprobs += [entry for entry in their_logprobs[:count] if entry is not None]
             self.counters.generated_tokens += count
         return updated
+
+    def _keep_pace(self, step: _InFlight, took_ms: float, costs: StepCosts) -> None:
+        """Have the scheduler reckon with the costs that steps have now."""
+        self._pace.saw(took_ms, costs.step_ms((chunk.count, chunk.start) for chunk in step.chunks))
+        self.scheduler.budget = replace(self.scheduler.budget, costs=costs.scaled(self._pace.factor))
 
     def _count(self, chunk: Chunk) -> None:
         """Prompt tokens computed here, each once, however often it is computed after preemptions."""

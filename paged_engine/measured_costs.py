@@ -56,6 +56,7 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
         costs.prompts, costs.prompt_token * 1e3, costs.prompt_context * 1e3, gap_ms,
     )  # fmt: skip
     engine.begin_anew()
+    engine.costs = costs
     engine.scheduler.budget = replace(engine.scheduler.budget, costs=costs, gap_ms=gap_ms, shapes=engine.shapes)
     return costs
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["Point", "StepBudget", "StepCosts", "StepRoom", "fitted_costs"]
+__all__ = ["Pace", "Point", "StepBudget", "StepCosts", "StepRoom", "fitted_costs"]
 
 _ENOUGH = 9
 """Prompts that take so many times what the step takes without them: that is a tenth of the step then."""
@@ -60,11 +60,23 @@ class StepCosts(msgspec.Struct, frozen=True):
             return int(ms / linear) if linear else 1 << 30
         return int((math.sqrt(linear * linear + 4 * square * ms) - linear) / (2 * square))
 
+    def step_ms(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """Return the time of a step of these chunks: tokens, and tokens before them. One of one token decodes."""
+        rows = context = prompts = 0
+        prompts_ms = self.prompts
+        for tokens, start in chunks:
+            if tokens == 1:
+                rows, context = rows + 1, context + start
+            else:
+                prompts, prompts_ms = prompts + 1, prompts_ms + self.chunk_ms(tokens, start)
+        return self.decode_ms(rows, context) + (max(0.0, prompts_ms) if prompts else 0.0)
+
     def scaled(self, factor: float) -> StepCosts:
         """Return the card of a node on which everything takes `factor` times as long."""
         return StepCosts(**{name: getattr(self, name) * factor for name in self.__struct_fields__})
 
 
+_MOST_MOVED, _MOST_OFF = 1.03, 16.0
 _PROMPTS = StepCosts.__struct_fields__.index("prompts")
 
 
@@ -94,6 +106,25 @@ def fitted_costs(points: Sequence[Point]) -> StepCosts:
     costs = np.zeros(terms.shape[1])
     costs[kept] = found / scales[kept]
     return StepCosts(*costs.tolist())
+
+
+class Pace:
+    """A factor by which steps take longer than a card says, followed step by step.
+
+    Whatever else ran when the card was measured is in it, and whatever runs now is in the steps. One step moves the
+    factor by 3 % at most, so that a pause is no news.
+    """
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def saw(self, took_ms: float, expected_ms: float) -> None:
+        """Learn from a step that was expected to take so long by the card."""
+        if expected_ms > 0:
+            off = min(max(took_ms / expected_ms / self.factor, 1 / _MOST_MOVED), _MOST_MOVED)
+            self.factor = min(max(self.factor * off, 1 / _MOST_OFF), _MOST_OFF)
 
 
 @dataclass(frozen=True, slots=True)

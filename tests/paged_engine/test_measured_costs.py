@@ -64,6 +64,17 @@ def test_an_engine_that_has_measured_itself_answers_as_one_that_has_not(tmp_path
     assert answers[0] == answers[1]
 
 
+def test_a_card_from_a_busy_moment_is_made_good_by_the_steps_that_follow(tmp_path: Path) -> None:
+    make_tiny("LlamaForCausalLM", tmp_path)
+    engine = make(tmp_path)
+    costs = engine.costs = measure_steps(engine, EngineConfig(str(tmp_path), device="cpu")).scaled(100)
+    submit(engine, "r", prompt(20), max_tokens=400)
+    drain(engine)
+    kept = engine.scheduler.budget.costs
+    assert kept is not None
+    assert kept.step < costs.step / 8
+
+
 def test_a_pool_without_room_leaves_steps_out(tmp_path: Path) -> None:
     make_tiny("LlamaForCausalLM", tmp_path)
     engine = make(tmp_path, kv_cache_memory_bytes=8 * 16 * 3 * 2 * 2 * 64, max_model_len=64)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.step_costs import StepBudget, StepCosts
+from wire.step_costs import Pace, StepBudget, StepCosts
 
 H200 = StepCosts(3.9, 0.014, 2.4e-5, 0.5, 0.0205, 1.05e-6)
 """About those of an H200 with 8 billion parameters."""
@@ -70,6 +70,25 @@ def test_rows_that_pad_a_step_are_filled_and_a_cut_prompt_pads_none() -> None:
     assert budget.room(0, 0).take(5000, 0) == 5000, "where nobody waits for a token nothing is cut"
     assert (budget.padded(0), budget.padded(33), budget.padded(2049)) == (0, 64, 2049)
     assert (budget.cut(31), budget.cut(700), budget.cut(2048), budget.cut(5000)) == (31, 512, 2048, 5000)
+
+
+def test_a_step_of_chunks_is_the_sum_of_its_decodes_and_prompts() -> None:
+    chunks = [(1, 500), (1, 700), (300, 0), (64, 4000)]
+    prompts = H200.prompts + H200.chunk_ms(300) + H200.chunk_ms(64, 4000)
+    assert H200.step_ms(chunks) == pytest.approx(H200.decode_ms(2, 1200) + prompts)
+    assert H200.step_ms(chunks[:2]) == pytest.approx(H200.decode_ms(2, 1200))
+
+
+def test_the_pace_follows_what_lasts_and_no_pause() -> None:
+    pace = Pace()
+    pace.saw(60_000, 10)
+    assert pace.factor == pytest.approx(1.03)
+    for _ in range(200):
+        pace.saw(40, 10)
+    assert pace.factor == pytest.approx(4, rel=0.03)
+    for _ in range(500):
+        pace.saw(0.01, 10)
+    assert pace.factor == pytest.approx(1 / 16)
 
 
 def test_without_costs_a_step_has_its_tokens_alone() -> None:
