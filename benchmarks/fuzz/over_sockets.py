@@ -31,6 +31,7 @@ __all__ = ["control", "events", "every_port", "heartbeats", "holds", "pairs", "p
 _CONNECT_S = 2.0
 _HEAR_S = 0.05
 _READ_S = 0.002
+_LONGEST_DATAGRAM = 65_507  # of UDP over IPv4
 _SEND_S = 3.0
 _ANSWER_S = 20.0
 _GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00"
@@ -108,7 +109,7 @@ def _datagrams(port: int) -> Iterator[Callable[[bytes], Awaitable[None]]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
 
         async def send(said: bytes) -> None:
-            ours.sendto(said, ("127.0.0.1", port))
+            ours.sendto(said[:_LONGEST_DATAGRAM], ("127.0.0.1", port))
             await asyncio.sleep(_READ_S)
 
         yield send
