@@ -58,7 +58,8 @@ class _Engine(Engine):
         )
         self.counters = Counters()
         self._in_flight, self._idle_since, self.idles = None, 0.0, False
-        self.adapters = None
+        self.adapters = self.costs = None
+        self._tokens_at = 0.0
 
 
 class _Inbox:
