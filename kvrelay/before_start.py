@@ -1,4 +1,4 @@
-"""What is checked before a process starts or memory is taken: settings, model and files against this machine.
+"""Checks before a process starts or memory is taken: settings, model and files against this machine.
 
 Never imports torch, so that a wrong line is answered at once and no command keeps what only engines need.
 """
@@ -28,7 +28,7 @@ Config = TypeVar("Config", NodeConfig, RanksConfig, ClusterConfig)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What this machine offers."""
+    """A look at what this machine offers."""
 
     gpus: tuple[Gpu, ...] | None
     """None: torch can use none here. Empty: nobody says which there are."""

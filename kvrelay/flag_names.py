@@ -112,11 +112,11 @@ VALUES = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "max_model_len": {"auto": "0", "-1": "0"},
 }
-"""By setting: how vLLM writes a value, too, and how it is written here."""
+"""Values of settings that vLLM writes otherwise, and how they are written here."""
 
 
 SERVER = {"--url": "--router", "--router": "--url"}
-"""How a command of ours calls the server that it asks, and what it is where a command has no such flag."""
+"""The two flags that name a server to ask: a command has one of them."""
 
 
 def answer_for(name: str) -> str:

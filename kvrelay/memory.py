@@ -22,7 +22,7 @@ _FILES = {
 
 
 class NotNow(ConfigError):
-    """It would fit if others did not have the memory: the same may work later."""
+    """A refusal for memory that others have now: the same may work later."""
 
     exit_code = 1
 
@@ -50,7 +50,10 @@ def memory_here(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def _of_cgroups(listed: Path, cgroups: Path) -> Iterator[Memory]:
-    """Those with a limit, from the innermost on. In a container the path may be the host's, and only the root there."""
+    """Find the cgroups with a limit, from the innermost on.
+
+    In a container the path may be the host's, and only the root there.
+    """
     try:
         lines = [line.split(":", 2) for line in listed.read_text().splitlines()]
     except OSError:

@@ -1,7 +1,7 @@
 """What an engine's steps cost, as it has measured itself, and how many prompt tokens a step may therefore have. Pure.
 
 A step's time is a sum: what any step takes, what each request that decodes adds, by its context, and what each prompt
-token adds, by the tokens before it. Scheduler, simulator and router reckon with the same sum.
+token adds, by the tokens before it. The scheduler and the simulator reckon with the same sum.
 """
 
 from __future__ import annotations
