@@ -5,7 +5,7 @@ from the machine's OOM killer: what exceeds the stand's limit of memory ends the
 above what it uses, so the limit is one of resident memory, looked at five times a second, and not an RLIMIT_AS.
 
 A stall of `/live` is the time of an answer less what the machine has taken: the larger of the lag of this process' own
-idle loop and of what the kernel says (schedstat) that the asked process' main threads have waited for a core meanwhile.
+idle loop and of what the asked process' main threads have waited for a core meanwhile, a wait that goes on among it.
 A machine that is busy by our own work is not blamed so, either: work that nobody waits for is looked for by itself.
 """
 
@@ -175,13 +175,31 @@ def _cpu_s(processes: list[Process]) -> dict[str, float]:
     return used
 
 
+class _Thread:
+    """A thread, by its folder in /proc."""
+
+    def __init__(self, at: Path) -> None:
+        self._at = at
+        self._ran, self._since = "", 0.0
+        """CPU time when it was looked at last, and since when it has been seen to want more and to get none."""
+
+    def waited_s(self) -> float:
+        """Add up its waits for a core since its start. The kernel (schedstat) counts one only when it is over."""
+        ran, waited, _ = (self._at / "schedstat").read_text().split()
+        state = (self._at / "stat").read_text().rpartition(")")[2].split()[0]
+        now = time.monotonic()
+        if state != "R" or ran != self._ran:
+            self._ran, self._since = ran, now
+        return int(waited) / 1e9 + now - self._since
+
+
 class _Family:
     """One of the watched: its processes, and its answers since the last look."""
 
     def __init__(self, told: str) -> None:
         self.role, pid, port, threads = told.split(":")
         self.pid, self.port = int(pid), int(port)
-        self._main = [Path(f"/proc/{each}/task/{each}/schedstat") for each in threads.split(",")]
+        self._main = [_Thread(Path(f"/proc/{each}/task/{each}")) for each in threads.split(",")]
         self.asked: dict[float, float] = {}
         """When those were asked that have not answered yet, and what had been waited then."""
         self.worst = Live()
@@ -189,9 +207,9 @@ class _Family:
     def waited_s(self) -> float:
         """For a core, since their start: the main threads of those who may answer, together."""
         waited = 0.0
-        for path in self._main:
-            with contextlib.suppress(OSError, IndexError):
-                waited += int(path.read_text().split()[1]) / 1e9
+        for thread in self._main:
+            with contextlib.suppress(OSError, ValueError):
+                waited += thread.waited_s()
         return waited
 
 

@@ -24,6 +24,24 @@ def test_what_the_machine_has_taken_is_no_stall() -> None:
     assert Seen({"router": Live(status=503)}).wrong() == ["router /live answered 503"]
 
 
+def test_a_wait_for_a_core_that_goes_on_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = watch._Thread(tmp_path)
+    waited = []
+    for now, state, ran, told in (
+        (1.0, "S", 5, 2_000_000_000),
+        (3.0, "R", 6, 2_000_000_000),  # it runs
+        (4.5, "R", 6, 2_000_000_000),  # no more: somebody else does
+        (5.0, "R", 7, 4_000_000_000),
+        (6.0, "S", 7, 4_000_000_000),
+        (9.0, "S", 7, 4_000_000_000),
+    ):
+        (tmp_path / "stat").write_text(f"1 (py thon) {state} 1 1")
+        (tmp_path / "schedstat").write_text(f"{ran} {told} 1")
+        monkeypatch.setattr(watch.time, "monotonic", lambda now=now: now)
+        waited.append(thread.waited_s())
+    assert waited == [2.0, 2.0, 3.5, 4.0, 4.0, 4.0]
+
+
 def test_memory_beyond_twice_what_was_there_is_wrong_also_of_a_new_process() -> None:
     assert Seen(memory={"a 1": Memory(2 * FLOOR_BYTES, 0), "b 2": Memory(1 << 30, 1 << 29)}).wrong() == []
     for had in (Memory(2 * FLOOR_BYTES + 1, 0), Memory((1 << 30) + 1, 1 << 29)):
