@@ -103,7 +103,7 @@ class LogThread(logging.Handler):
         over = self._over + len(lines)
         if lost:
             lines.append(f"{lost} lines of this log are left out: nobody took it for a while")
-        rest = "".join([f"{line}\n" for line in lines]).encode(errors="replace")
+        rest = memoryview("".join([f"{line}\n" for line in lines]).encode(errors="replace"))
         with contextlib.suppress(OSError):  # nobody will read it any more
             while rest:
                 rest = rest[os.write(self._number, rest) :]

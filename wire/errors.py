@@ -62,10 +62,19 @@ __all__ = [
     "TransferTimeout",
     "Unauthorized",
     "Unavailable",
+    "shortened",
     "without_frames",
 ]
 
 _E = TypeVar("_E", bound=BaseException)
+_MAX_MESSAGE_CHARS = 4096
+
+
+def shortened(text: str, most: int) -> str:
+    """Leave the middle out of a longer text: it may repeat what a stranger has sent."""
+    left_out = len(text) - most
+    half = most // 2
+    return text if left_out <= 0 else f"{text[:half]} ...{left_out} characters... {text[-half:]}"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -88,9 +97,9 @@ class KvrelayError(Exception):
     """More headers of its answer."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        self.message = shortened(message, _MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
+        self.param = None if param is None else shortened(param, _MAX_MESSAGE_CHARS)
         if code is not None:
             self.code = code
 

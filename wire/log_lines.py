@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 
+from wire.errors import shortened
+
 __all__ = ["LOG_FORMATS", "Fields", "JsonLines", "Seldom", "formatter"]
 
 LOG_FORMATS = ("text", "json")
@@ -20,6 +22,8 @@ LOG_FORMATS = ("text", "json")
 _CONVERSION = re.compile(r"(?:\b(\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?([sdrfgiexX]))")
 _TEXT = "%(asctime)s %(levelname)s %(name)s{} %(message)s"
 _LONGER = {"id": "request_id", "trace": "trace_id"}  # as log stores know them
+_MAX_CHARS = 16 << 10
+"""Of a line's message, and of each of its values: a path or a wrong frame may be as long as a stranger likes."""
 _OWN = ("time", "level", "logger", "process", "worker", "message", "exception")
 
 
@@ -57,7 +61,14 @@ def formatter(log_format: str, process: str, worker: int | None = None) -> loggi
     """For the lines of a process; `process` says which, for example router or prefill, `worker` which of several."""
     if log_format == "json":
         return JsonLines(process, worker)
-    return logging.Formatter(_TEXT.format("" if worker is None else f"[{worker}]"))
+    return _TextLines(_TEXT.format("" if worker is None else f"[{worker}]"))
+
+
+class _TextLines(logging.Formatter):
+    """A line is a text, with a traceback behind it if there is one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
+        return shortened(super().formatMessage(record), _MAX_CHARS)
 
 
 class JsonLines(logging.Formatter):
@@ -79,6 +90,7 @@ class JsonLines(logging.Formatter):
         for name, value in _fields(record):
             if name not in _OWN:
                 told.setdefault(_LONGER.get(name, name), round(value, 3) if isinstance(value, float) else value)
+        told = {name: shortened(value, _MAX_CHARS) if isinstance(value, str) else value for name, value in told.items()}
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told, ensure_ascii=False, default=str)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wire.config_checks import check_log_format
-from wire.errors import ConfigError
+from wire.errors import ConfigError, RequestError
 from wire.log_lines import Fields, JsonLines, Seldom, formatter
 
 
@@ -50,6 +50,15 @@ def test_a_value_takes_nobody_elses_place() -> None:
 
 def test_what_a_value_says_makes_no_member() -> None:
     assert "status" not in told("error=%s", "x status=200\nnext")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_nobody_fills_a_disk_with_one_line(log_format: str) -> None:
+    said = record("refused, path=%s: %s", "/" + "a" * 65_000, RequestError("it is b" + "b" * 10_000_000))
+    line = formatter(log_format, "router").format(said)
+    assert len(line) < 40_000
+    assert "refused, path=/aaa" in line
+    assert " characters... bbb" in line
 
 
 def test_an_exception_is_a_member() -> None:
