@@ -15,6 +15,7 @@ from openai_api.beside import beside
 from openai_api.body import prompts_of
 from openai_api.chat_template import with_object
 from openai_api.leg import Leg
+from openai_api.structured import constraint_of
 from openai_api.types import ChatRequest, CompletionRequest
 
 __all__ = ["detokenized", "legs_of", "tokenized"]
@@ -37,6 +38,8 @@ async def legs_of(serving: Serving, sandbox: Sandbox, call: Call) -> tuple[list[
     size = len(call.body)
     async with sandbox.turn_of(size):
         request = await beside(size, serving.read, call)
+        if size > _THREAD_BYTES:  # a grammar that is too large is refused before a child reads all of it
+            await beside(size, constraint_of, request)
         prompts = await _token_ids(serving, sandbox, request, call.body, fits=True)
         legs = await beside(size, serving.legs, call, request, prompts)
     constraint = legs[0].submits[0].params.constraint if legs[0].submits else None

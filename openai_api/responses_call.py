@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from openai_api.beside import beside
 from openai_api.dialect import Dialect
 from openai_api.response_store import Responses, Stored, missing
 from openai_api.responses_answer import ResponsesAnswer
@@ -47,7 +48,7 @@ class Recalled:
     async def recall(self, body: bytes) -> None:
         """Get the response that a body goes on from, if it names one. Raises NotFound, Unavailable."""
         try:
-            wanted = _asked.decode(body).previous_response_id
+            wanted = (await beside(len(body), _asked.decode, body)).previous_response_id
         except MALFORMED:
             return  # speak_responses() says what is wrong
         if wanted is not None:

@@ -183,6 +183,17 @@ async def test_all_choices_are_bound_by_what_was_compiled(serving: Serving) -> N
     assert constraints == [Constraint("lark", "of ab", field="guided_regex")] * 3
 
 
+@pytest.mark.parametrize("asked", [{"messages": said("x")}, {"prompt": LARGE}])
+async def test_a_grammar_that_is_too_large_is_refused_before_a_child_reads_it(
+    serving: Serving, asked: dict[str, Any]
+) -> None:
+    sandbox = StandInSandbox()
+    body = json.dumps({"model": "m", **asked, "structured_outputs": {"grammar": LARGE}}).encode()
+    with pytest.raises(RequestError, match=r"grammar has 263168 characters; the limit is 32768"):
+        await legs_of(serving, sandbox, Call("messages" in asked, body, "r"))
+    assert sandbox.read == []
+
+
 async def test_tokenizing_does_not_ask_whether_a_text_fits(serving: Serving) -> None:
     sandbox = StandInSandbox()
     told = await tokenized(serving, sandbox, json.dumps({"model": "m", "prompt": LARGE}).encode())
