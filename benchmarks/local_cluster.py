@@ -6,23 +6,26 @@ import asyncio
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import aiohttp
 
 from node.parent import PARENT_PID
 
-__all__ = ["family", "free_ports", "kv_events", "running"]
+__all__ = ["child", "family", "free_ports", "kv_events", "running", "wait_until_healthy"]
 
 START_DEADLINE_S = 180
 STOP_DEADLINE_S = 60
 _PORTS = 18_000, 32_000
+_ROOT = Path(__file__).parents[1]
 
 
 def kv_events(endpoint: str = "tcp://127.0.0.1:0", replay_endpoint: str = "tcp://127.0.0.1:0") -> str:
@@ -38,20 +41,40 @@ def running(command: str, *flags: str) -> Iterator[str]:
     Raises RuntimeError if it ends at start, TimeoutError if it does not get healthy in time; then its log is printed.
     """
     (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
     argv = [sys.executable, "-m", "kvrelay.cli", command, f"--port={port}", *flags]
     with tempfile.TemporaryFile() as log:
-        env = {**os.environ, PARENT_PID: str(os.getpid())}
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=Path(__file__).parents[1])
         try:
-            asyncio.run(asyncio.wait_for(_healthy(f"http://127.0.0.1:{port}/health", process), START_DEADLINE_S))
-            yield f"http://127.0.0.1:{port}"
+            with child(argv, log, dict(os.environ)) as process:
+                wait_until_healthy(url, process, START_DEADLINE_S)
+                yield url
         except BaseException:
             log.seek(0)
             sys.stderr.write(log.read().decode()[-3000:])
             raise
-        finally:
-            process.terminate()
+
+
+@contextmanager
+def child(argv: Sequence[str], log: IO[bytes], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process in the root of the repository, and end it and all of its group, whatever happens."""
+    process = subprocess.Popen(
+        argv, stdout=log, stderr=log, env={**env, PARENT_PID: str(os.getpid())}, cwd=_ROOT, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
             process.wait(STOP_DEADLINE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], within_s: float) -> None:
+    """Return when its /health answers 200. Raises RuntimeError if the process ends before, and TimeoutError."""
+    asyncio.run(asyncio.wait_for(_healthy(f"{url}/health", process), within_s))
 
 
 def free_ports(count: int) -> list[int]:
@@ -89,4 +112,4 @@ async def _healthy(url: str, process: subprocess.Popen[bytes]) -> None:
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.2)
-    raise RuntimeError(f"kvrelay ended with code {process.returncode} before it was healthy")
+    raise RuntimeError(f"it ended with code {process.returncode} before it was healthy")
