@@ -1,0 +1,41 @@
+"""A model folder that both servers take, with random weights: a shape, and a tokenizer of words of five letters.
+
+Text is asked for, not token ids, and each token is one word in both directions: prompts have the length that was meant.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+__all__ = ["write_model"]
+
+_SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def write_model(shape: Path, folder: Path) -> None:
+    """Write the folder of a config.json. Its last tokens are special ones."""
+    config = json.loads(shape.read_text(encoding="utf-8"))
+    size = config["vocab_size"]
+    ids = {name: size - len(_SPECIAL) + at for at, name in enumerate(_SPECIAL)}
+    config |= {"bos_token_id": ids["bos_token"], "eos_token_id": ids["eos_token"]}
+    vocabulary = {_word(number): number for number in range(size - len(_SPECIAL))}
+    vocabulary |= {_SPECIAL[name]: number for name, number in ids.items()}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL.values()))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **_SPECIAL}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _word(number: int) -> str:
+    """Spell a number as a space and letters: only those stay together before a byte-level vocabulary."""
+    return "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" + "".join(
+        chr(ord("a") + (number >> bits & 15)) for bits in (16, 12, 8, 4, 0)
+    )
