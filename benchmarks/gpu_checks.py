@@ -141,7 +141,7 @@ def soak() -> None:
         params = SamplingParams(rng.randint(1, 64), seed=index, temperature=rng.choice((0.0, 0.9)), **cut, **penalty)
         live.append(Request.of(Submit(f"r{index}", prompt, params), time.monotonic()))
         engine.scheduler.add(live[-1])
-        while engine.scheduler.load().waiting > 32:
+        while engine.scheduler.load(time.monotonic()).waiting > 32:
             engine.step()
         live = [request for request in live if request.finish is None]
         if rng.random() < 0.02 and live:

@@ -163,6 +163,7 @@ class EngineProcess:
                     self._config.transfer.kv_load_failure_policy == "recompute",
                 ),
                 costs=self._costs,
+                max_gap_ms=engine.scheduler.budget.gap_ms,
             )
         )
 
@@ -241,6 +242,7 @@ class EngineProcess:
                     self._stopping = True
 
     def _submit(self, submit: Submit) -> None:
+        self.engine.scheduler.legs += 1
         watched = False
         try:
             self.engine.check(submit)
@@ -357,7 +359,7 @@ class EngineProcess:
         ticket = self.connector.offer(request.request_id, request.blocks, prompt, ready=0, adapter=made_with)
         cached, names = request.cached_tokens or 0, self._cache.blocks_of(request)
         update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=cached, blocks=names)
-        self._send(StepOutputs([update], self.engine.scheduler.load()))
+        self._send(StepOutputs([update], self.engine.scheduler.load(time.monotonic())))
 
     def grow(self, request: Request, tokens: int) -> None:
         """See Handover."""
@@ -407,14 +409,14 @@ class EngineProcess:
     # --- what goes out -------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
-        if self._updates:
-            self._send(StepOutputs(self._updates, self.engine.scheduler.load()))
-            self._updates = []
         now = time.monotonic()
+        if self._updates:
+            self._send(StepOutputs(self._updates, self.engine.scheduler.load(now)))
+            self._updates = []
         self._cache.turn(now, idle=not self.engine.has_work)
         if now >= self._stats_due or not self.engine.has_work:
             self._stats_due = now + STATS_INTERVAL_S
-            stats = stats_of(self.engine, self.connector, self._adapters, self._asked)
+            stats = stats_of(self.engine, self.connector, self._adapters, now, self._asked)
             if stats != self._reported or now >= self._pulse_due:
                 self._reported, self._pulse_due = stats, now + STATS_INTERVAL_S
                 self._send(stats)

@@ -12,12 +12,12 @@ from wire.engine_messages import EngineStats
 __all__ = ["stats_of"]
 
 
-def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, asked: int = 0) -> EngineStats:
+def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, now: float, asked: int = 0) -> EngineStats:
     """Counters since start and gauges now. `asked`: who has asked for them last."""
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
     running_adapters, waiting_adapters = adapters.in_use()
     return EngineStats(
-        load=scheduler.load(),
+        load=scheduler.load(now),
         held_blocks=scheduler.kept.num_held,
         quarantined_blocks=scheduler.pool.quarantined,
         cached_blocks=scheduler.pool.cached,

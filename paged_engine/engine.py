@@ -308,7 +308,8 @@ class Engine:
     def _keep_pace(self, step: _InFlight, took_ms: float, costs: StepCosts) -> None:
         """Have the scheduler reckon with the costs that steps have now."""
         self._pace.saw(took_ms, costs.step_ms((chunk.count, chunk.start) for chunk in step.chunks))
-        self.scheduler.budget = replace(self.scheduler.budget, costs=costs.scaled(self._pace.factor))
+        pace = self._pace.factor
+        self.scheduler.budget = replace(self.scheduler.budget, costs=costs.scaled(pace), pace=pace)
 
     def _count(self, chunk: Chunk) -> None:
         """Prompt tokens computed here, each once, however often it is computed after preemptions."""

@@ -57,7 +57,8 @@ def measure_steps(engine: Engine, config: EngineConfig) -> StepCosts:
     )  # fmt: skip
     engine.begin_anew()
     engine.costs = costs
-    engine.scheduler.budget = replace(engine.scheduler.budget, costs=costs, gap_ms=gap_ms, shapes=engine.shapes)
+    budget = engine.scheduler.budget
+    engine.scheduler.budget = replace(budget, costs=costs, gap_ms=gap_ms, shapes=engine.shapes, pace=1.0)
     return costs
 
 

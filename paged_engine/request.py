@@ -47,6 +47,12 @@ class Request:
     order: int = 0  # of arrival, from 1; this and the next two are set where it waits (paged_engine/waiting.py)
     rank: int = 0  # its place among requests of equal priority
     work: int = 0  # tokens to compute that were neither cached nor shared when it last began to wait
+    shared: int = 0  # its first tokens, that were
+    wanted: int = 0  # tokens of KV that it was then expected to take
+    tpot_ms: float = 0.0  # the time per token that it wants; from its arrival on 0, if it does not decode here
+    expected_output: int = 0
+    to_begin: int = 0  # of those tokens, all until the first decode step
+    spill: bool = False  # a prefill node could compute its prompt
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None
     state: State = State.WAITING
@@ -98,6 +104,9 @@ class Request:
             hold_stopped=submit.hold_stopped,
             fork_of=submit.fork_of,
             priority=submit.priority,
+            tpot_ms=submit.tpot_ms,
+            expected_output=submit.expected_output,
+            spill=submit.spill_tokens > 0,
             fetch=submit.fetch,
         )
 
@@ -120,6 +129,11 @@ class Request:
     def uncomputed(self) -> int:
         """Tokens whose KV is still to be computed; 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of KV that it is expected to have in the end; never fewer than are known."""
+        return max(self.prompt_tokens + self.expected_output, len(self.token_ids) + self.num_pending)
 
     def supposing(self, proposals: Iterable[int]) -> Request:
         """What a sampler would see if these were its next tokens. For reading only."""

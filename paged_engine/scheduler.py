@@ -11,8 +11,10 @@ that a transfer may touch is given to anybody else. What a step has left goes to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
+from paged_engine.announced import Announced
 from paged_engine.blocks import BlockPool
 from paged_engine.endings import Endings
 from paged_engine.kept_blocks import KeptBlocks
@@ -53,6 +55,9 @@ class Scheduler:
         self._running: list[Request] = []
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
+        self._announced = Announced()
+        self.legs = 0
+        """Requests that came to this engine, refused ones too, as its process counts them."""
         self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
@@ -73,7 +78,10 @@ class Scheduler:
         if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._requests[request.request_id] = request
+        self._announced.came(request, self.budget.costs)
         self._wait(request)
+        if request.spill:
+            self._announced.spills(self._prompts_ms(request.work, request.work * (request.shared + request.work / 2)))
 
     def get(self, request_id: str) -> Request | None:
         """The live request of this id."""
@@ -107,10 +115,13 @@ class Scheduler:
 
         `proven`: of the blocks that were fetched, so many first ones are right, and nothing writes to them any more."""
         request = self._requests[request_id]
+        fetch, request.fetch, request.fetch_error = request.fetch, None, reason
         if request_id in self._fetching:
-            self._keep_proven(self._fetching.pop(request_id), proven)
-        request.fetch = None
-        request.fetch_error = reason
+            assert fetch is not None
+            self._keep_proven(self._fetching.pop(request_id), fetch.num_tokens, proven)
+        elif request.state is State.WAITING:
+            self._waiting.leave(request)
+            self._wait(request)
 
     def give_up(self, request_id: str, reason: str) -> None:
         """End a fetching request whose KV will not come. Its blocks stay untouchable until they are settled."""
@@ -118,11 +129,10 @@ class Scheduler:
         request.fetch_error = reason
         self._end(request, Finish.ERROR)
 
-    def _keep_proven(self, request: Request, proven: int) -> None:
+    def _keep_proven(self, request: Request, fetched: int, proven: int) -> None:
         """Compute from the first block on that is missing; at least one token, because its logits are wanted."""
-        assert request.fetch is not None
         known, cached = len(request.token_ids), request.num_published
-        kept = min(cached + proven, min(request.fetch.num_tokens, known - 1) // self._block_size)
+        kept = min(cached + proven, min(fetched, known - 1) // self._block_size)
         self._set_aside(request, kept)
         if kept > cached:
             self.kept_blocks += kept - cached
@@ -159,6 +169,14 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's work and take its blocks."""
+        plan = self._planned(now)
+        prompts = [each for each in plan.chunks if each.count > 1 + len(each.proposals)]
+        if prompts:
+            pairs = sum(each.count * (each.start + each.count / 2) for each in prompts)
+            self._announced.computes(self._prompts_ms(sum(each.count for each in prompts), pairs), now * 1e3)
+        return plan
+
+    def _planned(self, now: float) -> StepPlan:
         plan = StepPlan([], [], [])
         preemptions = self.preemptions
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
@@ -343,6 +361,7 @@ class Scheduler:
             request.token_ids.append(token_id)
             request.new_tokens.append(token_id)
             request.appended(now)
+            self._announced.emitted(request)
             over = self._endings.over(request)
         if over is not None:
             self._end(request, over)
@@ -356,6 +375,7 @@ class Scheduler:
             self._waiting.leave(request)
         request.finish = why
         del self._requests[request.request_id]
+        self._announced.left(request)
         if request.request_id in self._fetching:
             self._set_aside(self._fetching.pop(request.request_id))
         elif request.hold and (why is Finish.LENGTH or (why is Finish.STOP and request.hold_stopped)):
@@ -396,17 +416,44 @@ class Scheduler:
         """Whether a step could do something now, without news from outside."""
         return bool(self._running or self._waiting)
 
-    def load(self) -> Load:
+    def load(self, now: float) -> Load:
         """Queue depth and room, as reported to the router."""
+        tokens, pairs, promised, context = self._waiting.tokens, self._waiting.pairs, self._waiting.wanted, 0
+        # After each step, of all that decode: a call for each would take as long as all else here.
+        for request in self._running:
+            start = request.num_computed
+            context += start
+            left = len(request.token_ids) + request.num_pending - start
+            if left > 1:
+                tokens, pairs = tokens + left, pairs + left * (start + left / 2)
+        block_size = self._block_size
+        for request in itertools.chain(self._running, self._fetching.values()):
+            lacks = request.prompt_tokens + request.expected_output - len(request.blocks) * block_size
+            if lacks > 0:
+                promised += lacks
+        backlog_ms, sums = self._prompts_ms(tokens, pairs), self._announced
+        sums.go_on(now * 1e3, self.budget.costs, backlog_ms, len(self._running), context)
         return Load(
             running=len(self._running) + len(self._fetching),
             waiting=len(self._waiting),
-            waiting_tokens=self._waiting.tokens + sum(r.uncomputed for r in self._running if r.uncomputed > 1),
+            waiting_tokens=tokens,
             free_blocks=self.pool.free,
             total_blocks=self.pool.total,
-            block_size=self._block_size,
-            context_tokens=sum(r.num_computed for r in self._running),
+            block_size=block_size,
+            context_tokens=context,
+            legs=self.legs,
+            pace=self.budget.pace,
+            backlog_ms=backlog_ms,
+            token_rate=sums.token_rate,
+            prompt_share=sums.prompt_share,
+            row_weight=sums.row_weight,
+            strictest_tpot_ms=sums.strictest_tpot_ms,
+            spill_ms=max(0.0, sums.spill_ms),
+            promised_tokens=promised,
         )
+
+    def _prompts_ms(self, tokens: int, pairs: float) -> float:
+        return 0.0 if self.budget.costs is None else self.budget.costs.prompts_ms(tokens, pairs)
 
     @property
     def live(self) -> Collection[Request]:
@@ -419,6 +466,7 @@ class Scheduler:
         owned = self.kept.blocks + [b for r in self._requests.values() for b in r.blocks]
         assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
         self._waiting.check()
+        self._announced.check(self.live)
         assert all(self._requests[r.request_id].state is State.RUNNING for r in self._running)
         assert len(self._requests) == len(self._waiting) + len(self._running) + len(self._fetching)
         writers: dict[int, str] = {}

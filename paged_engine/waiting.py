@@ -30,6 +30,12 @@ class WaitingLine:
         self._line: list[Request] = []
         self._arrivals = 0
         self._arrived_tokens = 0
+        self.tokens = 0
+        """Tokens to compute before all of them decode, as far as was known when each began to wait."""
+        self.pairs = 0.0
+        """Each of them times those before it in its request, summed up."""
+        self.wanted = 0
+        """Tokens of KV that all of them are expected to take."""
 
     def __len__(self) -> int:
         return len(self._line)
@@ -40,8 +46,10 @@ class WaitingLine:
     def join(self, request: Request, cached: int = 0) -> None:
         """It waits, before all whose turn comes later. So many of its first tokens need not be computed."""
         request.state = State.WAITING
-        shared = max(cached, self._forked(request) * self._block_size)
-        request.work = 0 if request.fetch is not None else request.uncomputed - shared
+        request.shared = max(cached, self._forked(request) * self._block_size)
+        request.work = 0 if request.fetch is not None else request.uncomputed - request.shared
+        request.wanted = request.expected_tokens - request.shared
+        self._count(request, 1)
         if not request.order:
             self._set_turn(request)
         bisect.insort(self._line, request, key=lambda each: each.turn)
@@ -49,6 +57,7 @@ class WaitingLine:
     def leave(self, request: Request) -> None:
         """It waits no more."""
         self._line.remove(request)
+        self._count(request, -1)
 
     def candidates(self, before: Request | None = None) -> list[Request]:
         """Those that may begin now, in order, and before another's turn; the line may change meanwhile."""
@@ -62,15 +71,18 @@ class WaitingLine:
         parent = self._parent(request)
         return [] if parent is None else parent.blocks[: self._forked(request)]
 
-    @property
-    def tokens(self) -> int:
-        """Tokens to compute before all of them decode, as far as was known when each began to wait."""
-        return sum(each.work for each in self._line)
-
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(each.state is State.WAITING and not each.blocks for each in self._line)
         assert self._line == sorted(self._line, key=lambda each: each.turn)
+        assert self.tokens == sum(each.work for each in self._line)
+        assert self.pairs == sum(each.work * (each.shared + each.work / 2) for each in self._line)
+        assert self.wanted == sum(each.wanted for each in self._line)
+
+    def _count(self, request: Request, by: int) -> None:
+        self.tokens += by * request.work
+        self.pairs += by * request.work * (request.shared + request.work / 2)
+        self.wanted += by * request.wanted
 
     def _set_turn(self, request: Request) -> None:
         """Once, when it arrives: a request that is preempted comes back to its place."""

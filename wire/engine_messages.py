@@ -72,6 +72,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """The name of the LoRA adapter that computes it; empty: the model alone."""
     at: float = 0.0
     """When the node sent it, on this machine's monotonic clock: an engine reads it between two steps. 0: now."""
+    tpot_ms: float = 0.0
+    """The time per token that its client wants; 0: not said."""
+    expected_output: int = 0
+    """Tokens that its answer is likely to have; 0: not said."""
+    spill_tokens: int = 0
+    """What it computes of its prompt, as far as is known, if a prefill node could: the node's limit of such counts it.
+    """
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -253,6 +260,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     kv: KvFacts | None = None
     costs: StepCosts | None = None
     """What its steps cost, as it has measured them."""
+    max_gap_ms: float = 0.0
+    """What a step with prompts takes at most beside requests that decode; 0: it has no such limit."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True):

@@ -41,6 +41,28 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of KV in a block; 0 from a node that does not say."""
     context_tokens: int = 0
     """Tokens of KV that the running requests have, together."""
+    # From here on: what a price of a leg is made of. Prompts and tokens are reckoned by the node's own card times its
+    # pace; a mean is over the last seconds (wire/decaying_mean.py).
+    legs: int = 0
+    """Requests that the engine has taken since it started."""
+    leg: int = 0
+    """In an answer to a leg, the number of its last request among those: a load with as many `legs` contains it."""
+    pace: float = 0.0
+    """How many times as long steps take as the node's card says; 0: not measured."""
+    backlog_ms: float = 0.0
+    """Time of prompts that are not computed yet, without what was cached or is fetched."""
+    token_rate: float = 0.0
+    """Tokens emitted per millisecond, and those expected of requests whose first decode step is still to come."""
+    prompt_share: float = 0.0
+    """Of its time, the part that it gives to prompts, the backlog with it."""
+    row_weight: float = 0.0
+    """What a millisecond costs all that decode here: the sum of 1 / (time per token * expected tokens)."""
+    strictest_tpot_ms: float = 0.0
+    """The least time per token that one of them wants; 0: there are none."""
+    spill_ms: float = 0.0
+    """Time of prompts that it takes now although a prefill node could compute them."""
+    promised_tokens: int = 0
+    """Tokens of KV that all requests here are still expected to take beyond the blocks that they have."""
 
     def header(self) -> str:
         """The value of the `x-kvrelay-load` header."""

@@ -51,6 +51,14 @@ class StepCosts(msgspec.Struct, frozen=True):
         """Return the time of a prompt alone, from `start` on, in one step."""
         return self.step + max(0.0, self.prompts + self.chunk_ms(tokens, start))
 
+    def prompts_ms(self, tokens: float, pairs: float) -> float:
+        """Return what prompts of so many tokens together add to a step.
+
+        `pairs` is the sum of `tokens * (start + tokens / 2)` over them.
+        """
+        ms = self.prompts + self.prompt_token * tokens + self.prompt_context * pairs
+        return max(0.0, ms) if tokens else 0.0
+
     def tokens_within(self, ms: float, start: float = 0.0) -> int:
         """Return how many tokens of a prompt from `start` on add no more than `ms` to a step."""
         if ms <= 0:
@@ -138,6 +146,8 @@ class StepBudget:
     gap_ms: float = math.inf
     shapes: tuple[int, ...] = ()
     """Prompt tokens to which the device pads a step, in order; a longer step is not padded."""
+    pace: float = 0.0
+    """By which the costs are scaled; 0: they are not measured."""
 
     def room(self, rows: int, context: int) -> StepRoom:
         """Open a step beside so many requests that decode, with so many tokens of context together."""

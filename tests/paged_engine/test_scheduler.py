@@ -407,7 +407,7 @@ def test_others_pass_a_fork_that_waits():
     for chunk in plan.chunks:
         scheduler.launched(chunk)
         scheduler.append(chunk.request, 5, 0.0)
-    assert scheduler.load().waiting_tokens == 40 - 32
+    assert scheduler.load(0.0).waiting_tokens == 40 - 32
     scheduler.fetched("r")
     assert step(scheduler) == [("other", 3, 1), ("r", 40, 1), ("r.1", 32, 8)]
 
@@ -477,7 +477,7 @@ def test_load_counts_what_waits_and_runs():
     scheduler.add(request("a", [3] * 100))
     scheduler.add(request("b", [4] * 70))
     step(scheduler)
-    load = scheduler.load()
+    load = scheduler.load(0.0)
     assert (load.running, load.waiting, load.waiting_tokens) == (1, 1, 36 + 70)
     assert (load.block_size, load.context_tokens) == (BLOCK, 64)
     assert load.total_blocks - load.free_blocks == 4

@@ -74,7 +74,7 @@ def test_a_cached_prompt_counts_by_what_is_left_to_compute():
     assert ends(scheduler) == ["known"]
     scheduler.add(request("new", 300))
     scheduler.add(Request.of(Submit("again", known.token_ids[:400], known.params), 0.0))
-    assert scheduler.load().waiting_tokens == 300 + 16
+    assert scheduler.load(0.0).waiting_tokens == 300 + 16
     assert step(scheduler)[0] == ("again", 16)
 
 

@@ -1,0 +1,248 @@
+"""What an engine's load tells for a price: sums that are right after anything, and time for prompts of others."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_engine.blocks import BlockPool
+from paged_engine.request import Request, State
+from paged_engine.scheduler import Scheduler
+from wire.decaying_mean import MEMORY_MS
+from wire.engine_messages import Submit
+from wire.sampling import SamplingParams
+from wire.step_costs import StepCosts
+from wire.transfer import KvTransferParams
+
+BLOCK, EOS = 16, 1
+COSTS = StepCosts(8.0, 0.25, 1 / 1024, -2.0, 0.125, 1 / 8192)
+IDLE_GAIN = 1 - 1 / (0.9 * 4)
+"""Of each millisecond: the default time per token is four steps, of which nine tenths are used."""
+
+
+def make(costs: StepCosts = COSTS, blocks: int = 40, **options) -> Scheduler:
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "max_model_len": 10_000} | options
+    scheduler = Scheduler(BlockPool(blocks), block_size=BLOCK, eos_token_ids=(EOS,), **options)
+    scheduler.budget = replace(scheduler.budget, costs=costs, gap_ms=50.0, pace=1.0)
+    return scheduler
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 50, **submit) -> Request:
+    params = SamplingParams(max_tokens, seed=0, temperature=0)
+    return Request.of(Submit(name, prompt, params, **submit), 0.0)
+
+
+class Run:
+    """A scheduler, and beside it what came of all requests, counted anew each time."""
+
+    def __init__(self, **options) -> None:
+        self.scheduler = make(**options)
+        self.emitted, self.prompts_ms, self.names = 0, 0.0, 0
+
+    def arrive(self, tokens: int, kind: str, max_tokens: int, **said) -> None:
+        self.names += 1
+        prompt = [2 + (kind == "other")] * tokens
+        parent = next(iter(self.scheduler.live), None)
+        if kind == "hold":
+            said, max_tokens = said | {"hold": True}, 1
+        elif kind == "fetch":
+            blocks = list(range(1, 2 + (tokens - 1) // BLOCK))
+            said["fetch"] = KvTransferParams(remote_block_ids=[blocks], num_tokens=tokens)
+        elif kind == "fork" and parent is not None:
+            said["fork_of"], prompt = parent.request_id, parent.token_ids[: parent.prompt_tokens]
+        self.scheduler.add(request(f"r{self.names}", prompt, max_tokens, **said))
+
+    def change(self, what: str, index: int) -> None:
+        live = list(self.scheduler.live)
+        if not live:
+            return
+        chosen = live[index % len(live)]
+        if what == "abort":
+            self.scheduler.abort(chosen.request_id)
+        elif what == "fetched" and chosen.state is State.FETCHING:
+            self.scheduler.fetched(chosen.request_id, [3])
+        elif what == "failed" and chosen.fetch is not None:
+            self.scheduler.fetch_failed(chosen.request_id, "PeerLost: gone", index % 3)
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule(0.0)
+        prompts = [(chunk.start, chunk.count) for chunk in plan.chunks if chunk.count > 1]
+        if prompts:
+            self.prompts_ms += max(0.0, COSTS.prompts + sum(COSTS.chunk_ms(count, start) for start, count in prompts))
+        for chunk in plan.chunks:
+            self.scheduler.launched(chunk)
+        for chunk in plan.chunks:
+            if chunk.samples:
+                known = len(chunk.request.token_ids)
+                self.scheduler.append(chunk.request, 3, 0.0)
+                self.emitted += len(chunk.request.token_ids) - known
+
+    def compare(self) -> None:
+        self.scheduler.check()
+        live = list(self.scheduler.live)
+        load = self.scheduler.load(0.0)
+        decode = [each for each in live if not each.hold]
+        weights = [1 / (each.tpot_ms * each.expected_output) for each in decode]
+        assert load.row_weight == pytest.approx(sum(weights), abs=1e-12)
+        assert load.strictest_tpot_ms == min((each.tpot_ms for each in decode), default=0)
+        begun = [each for each in decode if each.output_tokens < 2]
+        expected = self.emitted + sum(each.expected_output for each in begun)
+        assert load.token_rate == pytest.approx(expected / MEMORY_MS)
+        backlog_ms, tokens, promised = COSTS.prompts, 0, 0
+        for each in live:
+            waits = each.state is State.WAITING
+            start = each.shared if waits else each.num_computed
+            left = len(each.token_ids) + each.num_pending - start
+            has = start if waits else len(each.blocks) * BLOCK
+            in_the_end = each.prompt_tokens + each.expected_output
+            if waits:  # also one that has more than was expected, and was preempted
+                in_the_end = max(in_the_end, len(each.token_ids))
+            promised += max(0, in_the_end - has)
+            if each.fetch is None and (waits or left > 1):
+                backlog_ms, tokens = backlog_ms + COSTS.chunk_ms(left, start), tokens + left
+        assert (load.waiting_tokens, load.promised_tokens) == (tokens, promised)
+        assert load.backlog_ms == pytest.approx(max(0.0, backlog_ms) if tokens else 0.0)
+        assert load.prompt_share == pytest.approx((self.prompts_ms + load.backlog_ms) / MEMORY_MS)
+
+
+ARRIVALS = st.fixed_dictionaries(
+    {
+        "tokens": st.integers(1, 150),
+        "kind": st.sampled_from(["", "hold", "fetch", "fork", "other"]),
+        "max_tokens": st.integers(2, 60),
+        "tpot_ms": st.sampled_from([0.0, 20.0, 50.0, 1e9]),
+        "expected_output": st.sampled_from([0, 1, 30]),
+    }
+)
+CHANGES = st.tuples(st.sampled_from(["abort", "fetched", "fetched", "failed"]), st.integers(0, 20))
+
+
+@given(st.lists(st.one_of(ARRIVALS, st.integers(1, 12), CHANGES), min_size=5, max_size=25))
+def test_sums_are_those_of_the_requests_after_any_course(course):
+    """With chunks, forks, cached prefixes, fetches that fail, and a pool so small that requests are preempted."""
+    run = Run(blocks=16)
+    for each in course:
+        if isinstance(each, dict):
+            run.arrive(**each)
+        elif isinstance(each, tuple):
+            run.change(*each)
+        else:
+            for _ in range(each):
+                run.step()
+                run.compare()
+        run.compare()
+
+
+def test_a_preempted_prompt_is_backlog_again_and_its_tokens_are_promised_again():
+    run = Run(blocks=9)
+    run.arrive(48, "", 60, expected_output=40)
+    run.arrive(48, "other", 60, expected_output=40)
+    while not run.scheduler.preemptions:
+        run.step()
+        run.compare()
+    assert run.scheduler.load(0.0).backlog_ms > 0
+
+
+def test_what_is_not_said_of_an_answer_is_what_is_usual_here():
+    scheduler = make()
+    first = request("first", [2] * 10, max_tokens=3)
+    scheduler.add(first)
+    assert (first.tpot_ms, first.expected_output) == (4 * COSTS.step, 3)  # never more than it may have
+    long = request("long", [2] * 10, max_tokens=1000)
+    scheduler.add(long)
+    assert long.expected_output == 128
+    scheduler.append(long, EOS, 0.0)
+    for name in range(300):
+        short = request(str(name), [2], max_tokens=1000)
+        scheduler.add(short)
+        scheduler.append(short, 3, 0.0)
+        scheduler.append(short, EOS, 0.0)
+    late = request("late", [2] * 10, max_tokens=1000, tpot_ms=7.0)
+    scheduler.add(late)
+    assert (late.tpot_ms, late.expected_output) == (7.0, 2)
+
+
+def test_what_decodes_elsewhere_has_no_weight_here():
+    scheduler = make()
+    scheduler.add(request("held", [2] * 40, max_tokens=1, hold=True, tpot_ms=9.0, expected_output=70))
+    load = scheduler.load(0.0)
+    assert (load.row_weight, load.strictest_tpot_ms, load.token_rate, load.promised_tokens) == (0, 0, 0, 40)
+    assert load.backlog_ms > 0
+
+
+def test_a_prompt_that_is_fetched_is_no_backlog_until_the_fetch_fails():
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(request("runs", [3] * 8))
+    fetch = KvTransferParams(remote_block_ids=[[1, 2, 3]], num_tokens=40)
+    scheduler.add(request("fetches", [2] * 40, fetch=fetch))
+    before = scheduler.load(0.0)
+    assert before.waiting_tokens == 8
+    scheduler.fetch_failed("fetches", "PeerLost: gone")
+    after = scheduler.load(0.0)
+    assert (after.waiting_tokens, after.promised_tokens) == (48, before.promised_tokens)
+    assert after.backlog_ms == COSTS.prompts_ms(48, 8 * 4 + 40 * 20)
+
+
+def test_a_slower_pace_makes_all_times_longer():
+    scheduler = make()
+    scheduler.add(request("a", [2] * 400))
+    before = scheduler.load(0.0)
+    scheduler.budget = replace(scheduler.budget, costs=COSTS.scaled(2.0), pace=2.0)
+    after = scheduler.load(0.0)
+    assert (before.pace, after.pace, after.backlog_ms) == (1.0, 2.0, 2 * before.backlog_ms)
+
+
+def test_an_idle_node_gains_time_for_prompts_of_others_up_to_a_limit():
+    scheduler = make()
+    assert scheduler.load(10.0).spill_ms == 250
+    assert scheduler.load(11.0).spill_ms == pytest.approx(250 + 1000 * IDLE_GAIN)
+    assert scheduler.load(11.0).spill_ms == scheduler.load(5.0).spill_ms
+    assert scheduler.load(100.0).spill_ms == 2000
+
+
+@pytest.mark.parametrize(("cached", "left"), [(False, 400), (True, 16)])
+def test_a_prompt_that_another_could_compute_takes_its_own_time_without_what_is_cached(cached, left):
+    scheduler = make()
+    if cached:
+        scheduler.add(request("before", [2] * 400, max_tokens=2))
+        while scheduler.has_work:
+            plan = scheduler.schedule(0.0)
+            for chunk in plan.chunks:
+                scheduler.launched(chunk)
+                if chunk.samples:
+                    scheduler.append(chunk.request, 3, 0.0)
+    scheduler.add(request("own", [2] * 16))
+    assert scheduler.load(0.0).spill_ms == 250
+    scheduler.add(request("spilled", [2] * 400, spill_tokens=400))
+    assert scheduler.load(0.0).spill_ms == pytest.approx(250 - COSTS.prompts_ms(left, left * (400 - left / 2)))
+
+
+def test_more_than_there_was_is_owed():
+    scheduler = make()
+    for name in "abcdef":
+        scheduler.add(request(name, [2] * 400, max_tokens=2, spill_tokens=1))
+    owed = 6 * COSTS.prompts_ms(400, 400 * 200) - 250
+    assert scheduler.load(0.0).spill_ms == 0
+    for name in "abcdef":
+        scheduler.abort(name)
+    assert scheduler.load(owed / IDLE_GAIN / 1e3 * 0.99).spill_ms == 0
+    assert scheduler.load(owed / IDLE_GAIN / 1e3 + 0.1).spill_ms == pytest.approx(100 * IDLE_GAIN, rel=0.01)
+
+
+@pytest.mark.parametrize(("tpot_ms", "expected", "gains"), [(9.0, 1, True), (8.8, 1, False), (1e9, 20_000, False)])
+def test_strict_answers_and_many_tokens_leave_no_time_for_prompts_of_others(tpot_ms, expected, gains):
+    """A step takes 8 ms: of 9 ms nine tenths leave 0.1; and 5 tokens per millisecond, 0.25 ms each, leave nothing."""
+    scheduler = make()
+    scheduler.add(request("r", [2] * 10, max_tokens=30_000, tpot_ms=tpot_ms, expected_output=expected))
+    scheduler.load(0.0)
+    assert (scheduler.load(1.0).spill_ms > 250) == gains
+
+
+def test_without_measured_costs_there_is_no_time_in_a_load():
+    scheduler = make()
+    scheduler.budget = replace(scheduler.budget, costs=None, pace=0.0)
+    scheduler.add(request("r", [2] * 100, spill_tokens=100))
+    load = scheduler.load(0.0)
+    assert (load.pace, load.backlog_ms, load.prompt_share, load.spill_ms) == (0, 0, 0, 250)
+    assert load.waiting_tokens == 100

@@ -1,0 +1,38 @@
+"""What comes per millisecond, over about four seconds."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire.decaying_mean import MEMORY_MS, DecayingMean
+
+
+def test_what_comes_evenly_has_its_rate_after_a_while_and_is_forgotten_later():
+    mean = DecayingMean()
+    assert mean.at(0.0) == 0
+    for now in range(0, 40_000, 10):
+        mean.add(5.0, float(now))
+    assert mean.at(40_000.0) == pytest.approx(0.5, rel=0.01)
+    assert mean.at(40_000.0 + MEMORY_MS) == pytest.approx(mean.at(40_000.0) / math.e)
+    assert mean.at(1e9) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e5))))
+def test_it_is_the_sum_of_all_amounts_by_their_age(came):
+    came.sort(key=lambda each: each[1])
+    mean = DecayingMean()
+    for amount, now in came:
+        mean.add(amount, now)
+    expected = sum(amount * math.exp((now - 2e5) / MEMORY_MS) for amount, now in came) / MEMORY_MS
+    assert mean.at(2e5) == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+def test_what_is_taken_back_leaves_nothing_below_none_and_old_news_counts_as_the_newest():
+    mean = DecayingMean()
+    mean.add(8.0, 100.0)
+    mean.add(-4.0, 50.0)
+    assert mean.at(0.0) == mean.at(100.0) == 4 / MEMORY_MS
+    mean.add(-5.0, 100.0)
+    assert mean.at(100.0) == 0
