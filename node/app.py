@@ -240,6 +240,8 @@ def create_app(node: Node, lifespan: Callable[[FastAPI], contextlib.AbstractAsyn
                 "engine_id": serving.info.engine_id,
                 "generation": serving.info.generation,
                 "load": node.engine.load,
+                "costs": serving.info.costs,
+                "max_gap_ms": serving.info.max_gap_ms,
                 "release": RELEASE,
                 "leg_stream": LEGS.oldest,
                 "leg_stream_newest": LEGS.newest,

@@ -139,9 +139,11 @@ def _facts(node: Node) -> Heartbeat | None:
     except EngineDead:
         return None
     state = NodeState.DRAINING if node.drain.begun or node.role.flips_to else NodeState.OK
+    info = serving.info
     return Heartbeat(
-        node.config.url, node.role.now, serving.model_name, serving.info.generation, node.engine.load, 0.0, state
-    )
+        node.config.url, node.role.now, serving.model_name, info.generation, node.engine.load, 0.0, state,
+        info.costs, info.max_gap_ms,
+    )  # fmt: skip
 
 
 def _changed(node: Node, announcer: Announcer) -> None:

@@ -16,6 +16,7 @@ from wire.config import Role
 from wire.errors import RequestError, Unauthorized
 from wire.frames import MALFORMED
 from wire.outputs import Load
+from wire.step_costs import StepCosts
 
 __all__ = ["HEARTBEAT_S", "LOST_AFTER_S", "MAX_BYTES", "MAX_SKEW_S", "Heartbeat", "NodeState", "opened", "sealed"]
 
@@ -40,7 +41,10 @@ class NodeState(enum.StrEnum):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's clock."""
+    """One announcement. `url` is where the node is asked; `sent_at` the Unix second by the node's clock.
+
+    `costs` and `max_gap_ms` are those of EngineReady.
+    """
 
     url: str
     role: Role
@@ -49,6 +53,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
     load: Load
     sent_at: float
     state: NodeState = NodeState.OK
+    costs: StepCosts | None = None
+    max_gap_ms: float = 0.0
 
 
 def sealed(beat: Heartbeat, key: str) -> bytes:

@@ -19,6 +19,7 @@ from router.prefix.index import Sent
 from wire.config import Role
 from wire.kv_events import KvEventsReport
 from wire.outputs import Load
+from wire.step_costs import StepCosts
 from wire.transfer import KvFacts
 from wire.versions import LEGS, Versions
 
@@ -75,6 +76,10 @@ class HealthReport(msgspec.Struct, frozen=True):
     """How often its role has changed while it ran."""
     flips_to: Role | None = None
     """The role that it is changing to: it takes nothing new, and ends what it has."""
+    costs: StepCosts | None = None
+    """What its steps cost, as it has measured them when it started."""
+    max_gap_ms: float = 0.0
+    """What a step with prompts takes at most there beside requests that decode; 0: it has no such limit."""
 
     @property
     def leg_versions(self) -> Versions | None:

@@ -24,12 +24,14 @@ from wire.frames import Frame, FrameKind
 from wire.heartbeat import Heartbeat
 from wire.leg_stream import Answer, Open
 from wire.outputs import Finish, Load, PromptBlocks, TokenLogprobs
+from wire.step_costs import StepCosts
 from wire.transfer import ChoiceSoFar, Fingerprint, KvFacts, KvTransferParams, packed
 from wire.versions import HANDOVER, LEGS, RELEASE, Versions
 
 RANGES = st.integers(1, 9).flatmap(lambda oldest: st.integers(oldest, 9).map(lambda newest: Versions(oldest, newest)))
 PRINT = Fingerprint(1, "m", "bfloat16", 16, 3, 64, 30, 0, 1, "yarn", 1)
-LOAD = Load(1, 2, 3, 4, 5, 16, 7)
+LOAD = Load(1, 2, 3, 4, 5, 16, 7, 8, 9, 1.5, 10.5, 0.5, 0.25, 0.125, 20.5, 250.5, 11)
+COSTS = StepCosts(5.5, 0.5, 0.25, -1.5, 0.125, 0.0625)
 LEASE = LeaseId("r", 7)
 LOGPROBS = [TokenLogprobs(5, -0.5, (5, 6), (-0.5, -1.5), 1)]
 TICKET = KvTransferParams(
@@ -45,7 +47,17 @@ FRAME = Frame(
     (1, 2, 3), PromptBlocks(16, b"hash"), "PeerLost",
 )  # fmt: skip
 FACTS = KvFacts(PRINT, ("nixl",), "host", "10.0.0.1", 5.0, False)
-REPORT = HealthReport(Role.DECODE, "m", leg_stream=1, leg_stream_newest=1, release=RELEASE, load=LOAD, kv=FACTS)
+REPORT = HealthReport(
+    Role.DECODE,
+    "m",
+    leg_stream=1,
+    leg_stream_newest=1,
+    release=RELEASE,
+    load=LOAD,
+    kv=FACTS,
+    costs=COSTS,
+    max_gap_ms=50.5,
+)
 CARD = RankCard((0, 3), PoolRegion(1 << 47, 10, 4096, "cuda:1"), {"nixl": b"\0"})
 ON_THE_CHANNEL = [
     Hello("e", PRINT, ["nixl"]),
@@ -60,7 +72,7 @@ ON_THE_CHANNEL = [
 ]
 ALL = [
     PRINT, LOAD, TICKET, FRAME, FACTS, REPORT, Open("/p", {"a": "b"}, b"c"), Answer(429, LOAD, ErrorBody("m", "t"), 3),
-    Heartbeat("http://n:1", Role.PREFILL, "m", "g", LOAD, 1.0), *ON_THE_CHANNEL,
+    Heartbeat("http://n:1", Role.PREFILL, "m", "g", LOAD, 1.0, costs=COSTS, max_gap_ms=50.5), *ON_THE_CHANNEL,
 ]  # fmt: skip
 
 
@@ -232,7 +244,7 @@ FRAME_OF_1 = FrameOf1(
     4, b"x", [1], 2, TICKET_OF_1, LOAD_OF_1, 503, ERROR_OF_1, {"queue": 1.0}, 1, LOGPROBS_OF_1, "stop", (1, 2, 3),
     (16, b"hash"), "PeerLost",
 )  # fmt: skip
-HEARTBEAT = Heartbeat("http://n:1", Role.PREFILL, "m", "g", LOAD, 1.0)
+HEARTBEAT = Heartbeat("http://n:1", Role.PREFILL, "m", "g", LOAD, 1.0, costs=COSTS, max_gap_ms=50.5)
 HEARTBEAT_OF_1 = HeartbeatOf1("http://n:1", "prefill", "m", "g", LOAD_OF_1, 1.0)
 
 needs_1 = pytest.mark.skipif(
