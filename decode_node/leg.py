@@ -12,7 +12,7 @@ from openai_api.writer import AnswerWriter
 from wire.engine_messages import EngineReady, RequestUpdate, Submit
 from wire.errors import RequestError
 from wire.frames import Frame, FrameKind
-from wire.outputs import Finish
+from wire.outputs import Finish, Load
 from wire.sampling import SamplingParams
 from wire.transfer import KvTransferParams
 
@@ -88,7 +88,7 @@ class DecodeLeg(Leg):
         if ticket is not None and not going_on:
             self.unneeded = first
 
-    def opening_frames(self) -> Iterator[Frame]:
+    def opening_frames(self, load: Load) -> Iterator[Frame]:
         """The ends of choices whose last generated token was one; else what the client has not seen of their text.
 
         The first happens after a fail-over, the second behind a proxy that delivers no first token itself.
@@ -98,12 +98,12 @@ class DecodeLeg(Leg):
             if choice.ended:
                 continue
             if at in self._ends:
-                yield self.ended(at, self.writer.end(at, self._ends[at]), nothing, self._ends[at], None)
+                yield self.ended(at, self.writer.end(at, self._ends[at]), nothing, self._ends[at], load)
             elif unsent := self.writer.tokens(at, []):
-                yield self.tokens(at, unsent, nothing)
+                yield self.tokens(at, unsent, nothing, None, load)
         if self.writer.ended and not self.done:
             self.done, self.finish = True, Finish.STOP  # its client knows all but the very end
-            yield Frame(FrameKind.END, self.writer.close(), usage=self.writer.counts)
+            yield Frame(FrameKind.END, self.writer.close(), load=load, usage=self.writer.counts)
 
 
 def _over(

@@ -29,7 +29,7 @@ _SPANS = {Role.PREFILL: "prefill leg", Role.DECODE: "decode leg", Role.AGGREGATE
 
 
 class Account:
-    """Of one leg: `began` once it is submitted, `heard` for each update, `close` once."""
+    """Of one leg: `submitted` once it is submitted, `heard` for each update, `close` once."""
 
     def __init__(self, leg: Leg, call: Call, role: Role, metrics: NodeMetrics | None, tracing: Tracing | None) -> None:
         self._leg, self._call, self._role, self._metrics = leg, call, role, metrics

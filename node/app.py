@@ -25,7 +25,7 @@ from node.adapter_calls import load_adapter, unload_adapter
 from node.callers import authorize, read_body, request_id, unless_gone
 from node.directly import Directly
 from node.drain import Drain
-from node.engine_client import EngineClient, Updates
+from node.engine_client import EngineClient
 from node.error_answers import answer_errors
 from node.joined_frames import joined_frames
 from node.kv_events import KvEvents
@@ -72,6 +72,7 @@ POD_UID = "KVRELAY_POD_UID"
 SILENCE_LIMIT_S = 20.0
 FRESH_WITHIN_S = 0.25  # longer is not waited for an engine's numbers
 _COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+_TAKEN = Frame(FrameKind.TOKENS)
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -285,9 +286,9 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
     begun = await unless_gone(request, _begun(node, call))
     if begun is None:
         return Response(status_code=499)  # nobody is there to read it
-    legs, parsed, frames = begun
+    legs, parsed, load, frames = begun
     leg = legs[0]
-    headers = {LOAD_HEADER: node.engine.load.header(), "x-request-id": call.id}
+    headers = {LOAD_HEADER: load.header(), "x-request-id": call.id}
     if wants_frames:
         return StreamingResponse(_packed(frames), media_type=FRAMES_MEDIA_TYPE, headers=headers)
     first = await unless_gone(request, anext(frames))
@@ -313,8 +314,8 @@ async def _complete(node: Node, request: Request, *, chat: bool, body: bytes | N
 
 async def _begun(
     node: Node, call: Call
-) -> tuple[list[Leg], ChatRequest | CompletionRequest, AsyncGenerator[Frame, None]]:
-    """A call, checked: its legs, the request, and the frames of its answer, nothing of which has been asked for yet."""
+) -> tuple[list[Leg], ChatRequest | CompletionRequest, Load, AsyncGenerator[Frame, None]]:
+    """A call that the engine was given: its legs, the request, the load that answers it, and the answer's frames."""
     serving = node.ready()
     node.check_open()
     if node.engine.queue_depth() >= MAX_QUEUED:
@@ -322,7 +323,8 @@ async def _begun(
     if node.config.log_bodies:
         log.info("%s body=%s", call.response_id, shown(call.body))
     legs, parsed = await legs_of(serving, node.sandbox, call)
-    return legs, parsed, frames_of(node, legs, call)
+    frames = await frames_of(node, legs, call)
+    return legs, parsed, msgspec.structs.replace(node.engine.load, leg=node.engine.legs), frames
 
 
 async def _streamed(
@@ -332,14 +334,20 @@ async def _streamed(
     if path not in _COMPLETIONS:
         raise NotFound(f"there is no leg {path}")
     call = Call(path == _COMPLETIONS[0], body, request_id(headers.get("x-request-id")), sane_trace(headers.get))
-    _, _, frames = await _begun(node, call)
-    return node.engine.load, frames
+    _, _, load, frames = await _begun(node, call)
+    return load, frames
 
 
-def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
-    """Run the legs of a call; those of several prompts together are one answer's."""
-    if len(legs) == 1:
-        return _frames(node, legs[0], call)
+async def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
+    """Give the legs of a call to the engine, before anything else can happen, and return the frames of its answer.
+
+    Legs of several prompts together are one answer's. Raises EngineDead.
+    """
+    parts = [_frames(node, leg, call) for leg in legs]
+    for part in parts:
+        await anext(part)
+    if len(parts) == 1:
+        return parts[0]
     writer = legs[0].writer
     end = partial(
         joined_end,
@@ -348,24 +356,27 @@ def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Fra
         created=writer.created,
         model=writer.model,
     )
-    return joined_frames([_frames(node, leg, call) for leg in legs], streams=writer.streams, end=end)
+    return joined_frames(parts, streams=writer.streams, end=end)
 
 
 async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, None]:
-    """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame."""
+    """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame.
+
+    The first frame is none of the answer: with it the engine has the leg, and from then on a generator that nobody
+    goes on with is closed when it is forgotten. Raises EngineDead before it.
+    """
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
+    updates = node.engine.start_requests(leg.submits)
+    if leg.unneeded is not None:
+        node.engine.give_up(leg.unneeded)
     account = Account(leg, call, node.role.now, node.metrics, node.tracing)
     error: str | None = None
-    updates: Updates | None = None
     try:
-        for opening in leg.opening_frames():
-            if leg.done and leg.unneeded is not None:
-                node.engine.give_up(leg.unneeded)
+        account.submitted()
+        yield _TAKEN
+        for opening in leg.opening_frames(node.engine.load):
             yield opening
-        if not leg.done:
-            updates = node.engine.start_requests(leg.submits)
-            account.submitted()
-        while updates is not None and not leg.done:
+        while not leg.done:
             # Only around the waiting: a timeout must not be left open across a yield, which may resume in another task.
             async with asyncio.timeout_at(deadline):
                 update, load = await updates.next()
@@ -382,8 +393,7 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
         error = f"not done within {limit:g} s"
         yield leg.error(DeadlineExceeded(f"the request was {error}; ask for fewer tokens or raise request_deadline_s"))
     finally:
-        if updates is not None:
-            updates.close()
+        updates.close()
         last = account.last
         if last is not None and last.held is not None and leg.finish is Finish.STOP:
             node.engine.release(last.request_id)  # a stop string ended it: no decode node will come

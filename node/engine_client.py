@@ -118,6 +118,8 @@ class EngineClient:
         self.info: EngineReady | None = None
         self.stats = EngineStats(Load())
         self.load = Load()
+        self.legs = 0
+        """Requests that the engine process was sent: each has its number in this count."""
         self.heard_at = time.monotonic()
         self.on_changes: Callable[[CacheChanges], None] | None = None
         """Told what the prefix cache holds. To be set before the first request."""
@@ -181,7 +183,7 @@ class EngineClient:
         queue: asyncio.Queue[RequestUpdate | None] = asyncio.Queue()
         for submit in submits:
             self._queues[submit.request_id] = queue
-            self._send(submit)
+            self._submit(submit)
         return Updates(self, queue, {submit.request_id for submit in submits})
 
     def abort(self, request_id: str) -> None:
@@ -207,7 +209,7 @@ class EngineClient:
 
     def give_up(self, submit: Submit) -> None:
         """End a request that is over before it began, so that what its ticket holds elsewhere is released."""
-        self._send(submit)
+        self._submit(submit)
         self._send(Abort(submit.request_id))
 
     async def ask(
@@ -298,6 +300,10 @@ class EngineClient:
         self._socket.close()
         if self._folder is not None:
             self._folder.close()
+
+    def _submit(self, submit: Submit) -> None:
+        self.legs += 1
+        self._send(submit)
 
     def _send(self, message: ToEngine) -> None:
         if self.ended.is_set():

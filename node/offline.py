@@ -53,7 +53,7 @@ class Offline:
         call = Call(chat, body, uuid.uuid4().hex)
         legs, _ = await legs_of(self.serving, self._node.sandbox, call)
         told: list[Frame] = []
-        async with contextlib.aclosing(frames_of(self._node, legs, call)) as frames:
+        async with contextlib.aclosing(await frames_of(self._node, legs, call)) as frames:
             async for frame in frames:
                 _raise_error(frame)
                 told.append(frame)

@@ -61,6 +61,8 @@ class Leg:
         """Why KV did not come; empty once the router has been told."""
         self._choice_of = {submit.request_id: submit.params.choice for submit in submits}
         self._live = set(self._choice_of)
+        self._tells_load = True
+        """The next frame with tokens is the first."""
 
     def constrain(self, constraint: Constraint) -> None:
         """Give all choices this constraint in place of theirs."""
@@ -69,8 +71,8 @@ class Leg:
             for each in self.submits
         ]
 
-    def opening_frames(self) -> Iterator[Frame]:
-        """What can be said before the engine is asked. If it ends the leg, the engine never is."""
+    def opening_frames(self, load: Load) -> Iterator[Frame]:
+        """What can be said before the engine says anything; all, if the leg has nothing for the engine."""
         return iter(())
 
     def over(self, request_id: str) -> bool:
@@ -99,7 +101,7 @@ class Leg:
         payload = self.writer.tokens(choice, update.token_ids, update.logprobs)
         finish = Finish.STOP if self.writer.choices[choice].stopped else update.finish
         if finish is None:
-            yield self.tokens(choice, payload, update)
+            yield self.tokens(choice, payload, update, None, load)
             return
         self._live.discard(update.request_id)
         yield from self.last_frames(choice, payload, update, finish, load)
@@ -110,22 +112,24 @@ class Leg:
         """A choice has ended; the leg does when all have."""
         yield self.ended(choice, payload + self.writer.end(choice, finish), update, finish, load)
 
-    def tokens(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None = None) -> Frame:
-        """A frame about one choice. `finish`: if it has ended."""
+    def tokens(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish | None, load: Load) -> Frame:
+        """A frame about one choice. `finish`: if it has ended. The leg's first one with tokens tells the load."""
+        tells, self._tells_load = self._tells_load, self._tells_load and not update.token_ids
         return Frame(
             FrameKind.TOKENS,
             payload,
             token_ids=update.token_ids,
             sent_text=self.writer.choices[choice].sent_text,
+            load=load if tells and update.token_ids else None,
             choice=choice,
             logprobs=update.logprobs,
             finish=finish,
             kv_error=self._untold_kv_error(),
         )
 
-    def ended(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load | None) -> Frame:
+    def ended(self, choice: int, payload: bytes, update: RequestUpdate, finish: Finish, load: Load) -> Frame:
         """A frame about the end of a choice; the last of the leg if all have ended."""
-        frame = self.tokens(choice, payload, update, finish)
+        frame = self.tokens(choice, payload, update, finish, load)
         if not self.writer.ended:
             return frame
         self.done = True

@@ -65,7 +65,7 @@ class PrefillLeg(Leg):
         if over:
             payload += self.writer.end(choice, finish)
         if payload or update.token_ids:
-            yield self.tokens(choice, payload, update, finish if over else None)
+            yield self.tokens(choice, payload, update, finish if over else None, load)
         self.done = True
         self.finish = Finish.LENGTH
         yield Frame(

@@ -57,7 +57,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     `payload` goes to the client as it is: SSE events when the client streams; in an END frame of an answer that is not
     streamed, the whole JSON body. `token_ids` are the tokens of `choice` that this frame is about (`logprobs` theirs,
     if the client asks for any), `sent_text` the characters of its text sent in total after it, `finish` why that choice
-    has ended with it. `status` and `error` are set in ERROR frames, `params` in TICKET and HANDOVER frames.
+    has ended with it. `load` is in TICKET frames, in a leg's first one with tokens and in its last one. `status` and
+    `error` are set in ERROR frames, `params` in TICKET and HANDOVER frames.
     """
 
     kind: FrameKind

@@ -16,6 +16,8 @@ import pytest
 from real_cluster import Cluster, counted, running, tiny_model, wait_until
 
 from kv_transfer.tickets import signed
+from router.nodes.node import HealthReport
+from wire.outputs import Load
 from wire.transfer import KvTransferParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.alone]
@@ -98,6 +100,23 @@ def test_a_third_party_proxy_can_drive_the_nodes(cluster, stream):
     assert text == whole
     assert whole.startswith(first.json()["choices"][0]["text"])
     counted([decode], "kvrelay_fetches_total", before + 1)
+
+
+def test_a_node_announces_what_it_costs_and_counts_its_legs(cluster):
+    decode = cluster.of("decode")[0]
+
+    def report() -> HealthReport:
+        return msgspec.json.decode(httpx2.get(f"{decode.url}/health", timeout=5).content, type=HealthReport)
+
+    told = report()
+    assert told.costs is not None
+    assert min(told.costs.step, told.max_gap_ms, told.load.pace, told.load.spill_ms) > 0
+    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("two", n=2))
+    number = Load.parse(answer.headers["x-kvrelay-load"]).leg
+    assert number >= told.load.legs + 2
+    wait_until(lambda: report().load.legs >= number, 5, "the engine has counted the leg")
+    assert (report().load.row_weight, report().load.promised_tokens) == (0, 0)
+    assert report().load.token_rate > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

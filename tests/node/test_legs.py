@@ -126,7 +126,7 @@ def test_the_first_choice_that_is_not_over_fetches_and_ends_that_nobody_knows_ar
         (2, [67, 68], False),
         (3, [], True),
     ]
-    frames = list(leg.opening_frames())
+    frames = list(leg.opening_frames(Load()))
     assert {frame.kind for frame in frames} == {FrameKind.TOKENS}
     assert [(f.choice, f.finish, said(f)) for f in frames] == [
         (1, Finish.STOP, [("B", "stop")]),
@@ -147,7 +147,7 @@ def test_an_answer_that_is_over_needs_no_engine_and_gives_its_claim_up(tokenizer
     assert list(leg.submits) == []
     assert leg.unneeded is not None
     assert leg.unneeded.fetch == transfer
-    (frame,) = leg.opening_frames()
+    (frame,) = leg.opening_frames(Load())
     assert (frame.kind, frame.choice, frame.usage) == (FrameKind.END, 1, (20, 3, 0))
     assert frame.payload.endswith(b"data: [DONE]\n\n")
 
@@ -157,7 +157,7 @@ def test_an_answer_whose_end_alone_is_missing_gets_it(tokenizer: Tokenizer) -> N
         do_remote_prefill=True, prompt_token_ids=PROMPT, generated=[65], sent_text=1, finish=Finish.STOP
     )
     leg = decode_leg(tokenizer, transfer)
-    (frame,) = leg.opening_frames()
+    (frame,) = leg.opening_frames(Load())
     assert (frame.kind, frame.payload, frame.usage) == (FrameKind.END, b"data: [DONE]\n\n", (20, 1, 0))
     assert leg.done
 

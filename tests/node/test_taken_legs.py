@@ -1,0 +1,110 @@
+"""What a node says when it takes a leg: its number, and its load."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.app import Node, _streamed
+from node.engine_client import EngineClient
+from node.serving import Serving
+from openai_api.tokenizer import Tokenizer
+from wire.config import EngineConfig, NodeConfig, Role
+from wire.engine_messages import Abort, EngineReady, RequestUpdate, Submit, ToEngine
+from wire.frames import FrameKind
+from wire.outputs import Finish, Load
+
+INFO = EngineReady("e", "g", "m", 300, 1000, 16, 99, 1, [2], "h", 1, 0.0)
+TICKET = {
+    "do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", "remote_port": 7,
+    "remote_block_ids": [[1]], "generation": "g", "num_tokens": 2, "generated": [2],
+}  # fmt: skip
+
+
+class Engine(EngineClient):
+    """A client that keeps what it would send."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        super().__init__(config)
+        self.info, self.sent = INFO, list[ToEngine]()
+        self.load = Load(pace=1.0, spill_ms=100.0)
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [each for each in self.sent if isinstance(each, Submit)]
+
+    def says(self, update: RequestUpdate) -> None:
+        queue = self._queues[update.request_id]
+        assert queue is not None
+        queue.put_nowait(update)
+
+    def _send(self, message: ToEngine) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> Node:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": 2}))
+    serving = Serving(Role.AGGREGATED, "m", None, Tokenizer.load(str(tmp_path / "config.json")), INFO)
+    config = NodeConfig(EngineConfig("m"))
+    return Node(config, Engine(config), 0, serving=serving)
+
+
+def engine_of(node: Node) -> Engine:
+    assert isinstance(node.engine, Engine)
+    return node.engine
+
+
+async def take(node: Node, prompt: str | list[str] = "hi", n: int = 1, **transfer: Any) -> tuple[Load, Any]:
+    fields = {"model": "m", "prompt": prompt, "n": n, "max_tokens": 9, "temperature": 1}
+    body = json.dumps(fields | ({"kv_transfer_params": transfer} if transfer else {})).encode()
+    return await _streamed(node, "/v1/completions", {}, body)
+
+
+async def test_a_leg_is_answered_with_the_number_of_its_last_request_which_the_engine_has_by_then(node: Node) -> None:
+    engine = engine_of(node)
+    kept = []
+    for prompt, n, number in (("hi", 1, 1), ("hi", 3, 4), (["one", "two"], 2, 8), ("hi", 1, 9)):
+        load, frames = await take(node, prompt, n)
+        kept.append(frames)
+        assert (load.leg, load.legs, len(engine.submits)) == (number, 0, number)
+    engine.load = Load(legs=9)
+    load, frames = await take(node, **TICKET)  # it needs nothing of the engine but that its claim is given up
+    assert (load.leg, load.legs, type(engine.sent[-1])) == (10, 9, Abort)
+    assert [frame.kind for frame in [each async for each in frames]] == [FrameKind.END]
+
+
+async def test_a_leg_that_nobody_reads_is_aborted(node: Node) -> None:
+    engine = engine_of(node)
+    _, frames = await take(node, n=2)
+    del frames
+    gc.collect()
+    async with asyncio.timeout(10):
+        while engine.queue_depth():
+            await asyncio.sleep(0.001)
+    aborted = {each.request_id for each in engine.sent if isinstance(each, Abort)}
+    assert aborted == {each.request_id for each in engine.submits}
+
+
+async def test_load_is_in_the_first_frame_with_tokens_and_in_the_last_one(node: Node) -> None:
+    engine = engine_of(node)
+    _, frames = await take(node, n=2)
+    first, second = (each.request_id for each in engine.submits)
+    for update in (
+        RequestUpdate(first, []),
+        RequestUpdate(second, [65]),
+        RequestUpdate(first, [65]),
+        RequestUpdate(first, [66], finish=Finish.LENGTH),
+        RequestUpdate(second, [66], finish=Finish.LENGTH),
+    ):
+        engine.says(update)
+    told = [frame async for frame in frames]
+    assert [(len(frame.token_ids), frame.load is not None) for frame in told] == [
+        (0, False), (1, True), (1, False), (1, False), (1, True),
+    ]  # fmt: skip
+    assert told[-1].kind is FrameKind.END
