@@ -341,7 +341,7 @@ async def _streamed(
 async def frames_of(node: Node, legs: Sequence[Leg], call: Call) -> AsyncGenerator[Frame, None]:
     """Give the legs of a call to the engine, before anything else can happen, and return the frames of its answer.
 
-    Legs of several prompts together are one answer's. Raises EngineDead.
+    Legs of several prompts together are one answer's. Raises EngineDead, Overloaded.
     """
     parts = [_frames(node, leg, call) for leg in legs]
     for part in parts:
@@ -363,7 +363,7 @@ async def _frames(node: Node, leg: Leg, call: Call) -> AsyncGenerator[Frame, Non
     """Run the leg. Leaving early (the caller is gone) aborts it in the engine; errors become an ERROR frame.
 
     The first frame is none of the answer: with it the engine has the leg, and from then on a generator that nobody
-    goes on with is closed when it is forgotten. Raises EngineDead before it.
+    goes on with is closed when it is forgotten. Raises EngineDead, Overloaded before it.
     """
     deadline = asyncio.get_running_loop().time() + node.config.request_deadline_s
     updates = node.engine.start_requests(leg.submits)

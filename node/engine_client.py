@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -51,7 +52,7 @@ from wire.engine_messages import (
     ToEngine,
     UnloadAdapter,
 )
-from wire.errors import DeadlineExceeded, EngineDead, NodeFailed
+from wire.errors import DeadlineExceeded, EngineDead, NodeFailed, Overloaded
 from wire.outputs import Load
 
 __all__ = ["EngineClient"]
@@ -120,6 +121,8 @@ class EngineClient:
         self.load = Load()
         self.legs = 0
         """Requests that the engine process was sent: each has its number in this count."""
+        self._spilled: deque[tuple[int, float]] = deque()
+        """Numbers of those whose prompts a prefill node could compute, and their milliseconds."""
         self.heard_at = time.monotonic()
         self.on_changes: Callable[[CacheChanges], None] | None = None
         """Told what the prefix cache holds. To be set before the first request."""
@@ -177,13 +180,16 @@ class EngineClient:
         return self.info
 
     def start_requests(self, submits: Sequence[Submit]) -> Updates:
-        """Run these requests, each to its end. Raises EngineDead."""
+        """Run these requests, which have one prompt, each to its end. Raises EngineDead, Overloaded."""
         if self.ended.is_set():
             raise EngineDead(self.why_ended())
+        spilled_ms = self._spilled_ms(submits[0]) if submits else 0.0
         queue: asyncio.Queue[RequestUpdate | None] = asyncio.Queue()
         for submit in submits:
             self._queues[submit.request_id] = queue
             self._submit(submit)
+        if spilled_ms:
+            self._spilled.append((self.legs, spilled_ms))
         return Updates(self, queue, {submit.request_id for submit in submits})
 
     def abort(self, request_id: str) -> None:
@@ -304,6 +310,27 @@ class EngineClient:
     def _submit(self, submit: Submit) -> None:
         self.legs += 1
         self._send(submit)
+
+    def _spilled_ms(self, submit: Submit) -> float:
+        """Return what a prompt takes that a prefill node could compute.
+
+        Raises Overloaded if that is more than the engine takes now; what it was sent since it said so counts."""
+        costs = None if self.info is None else self.info.costs
+        if not submit.spill_tokens or costs is None:
+            return 0.0
+        start = len(submit.prompt_token_ids) + len(submit.generated) - submit.spill_tokens
+        pairs = submit.spill_tokens * (start + submit.spill_tokens / 2)
+        ms = costs.prompts_ms(submit.spill_tokens, pairs) * self.load.pace
+        while self._spilled and self._spilled[0][0] <= self.load.legs:
+            self._spilled.popleft()
+        left_ms = self.load.spill_ms - sum(each for _, each in self._spilled)
+        if ms > left_ms:
+            raise Overloaded(
+                f"the prompt takes {ms:.0f} ms, and this node now has {max(0.0, left_ms):.0f} ms for prompts that a "
+                "prefill node can compute; send it to one",
+                code="spill_refused",
+            )
+        return ms
 
     def _send(self, message: ToEngine) -> None:
         if self.ended.is_set():

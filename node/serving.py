@@ -42,6 +42,9 @@ from wire.transfer import KvTransferParams
 
 __all__ = ["Call", "Serving"]
 
+_TPOT_MS = (0.1, 1e9)
+"""Wanted times per token are taken as if they were within these."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -177,6 +180,7 @@ class Serving:
         )
         # An id of our own: a retried call must not meet what its first try left behind.
         engine_id = f"{call.id}-{uuid.uuid4().hex[:8]}"
+        known = len(prompt) + len(transfer.generated)
         submit = Submit(
             engine_id,
             prompt,
@@ -185,6 +189,9 @@ class Serving:
             priority=request.priority or 0,
             adapter="" if request.model == self.model_name else request.model or "",
             at=time.monotonic(),
+            tpot_ms=min(max(_TPOT_MS[0], transfer.tpot_ms), _TPOT_MS[1]) if transfer.tpot_ms else 0.0,
+            expected_output=min(max(0, transfer.expected_output), self.info.max_model_len),
+            spill_tokens=max(1, known - max(0, transfer.cached_tokens)) if transfer.spill else 0,
         )
         if transfer.do_remote_prefill:
             return DecodeLeg(submit, transfer, writer, self.info)

@@ -13,7 +13,7 @@ KvrelayError 500
 |   +-- NoNode 503              no node of a role is up
 |   +-- EngineDead 503          the engine process of this node has ended
 |   +-- Draining 503            this node takes nothing new
-|   +-- Overloaded 429          a queue is full
+|   +-- Overloaded 429          a queue is full, or a decode node has no time for more prompts
 |   +-- RateLimited 429         a limit of the API key
 +-- PoisonRequest 503           nodes died while they had this request
 +-- NodeFailed 502              a node broke after it had been chosen
@@ -192,7 +192,7 @@ class Draining(Unavailable):
 
 
 class Overloaded(Unavailable):
-    """A queue is full."""
+    """A queue is full, or a node has no time for a prompt that a prefill node can compute."""
 
     status = 429
     type = "overloaded_error"

@@ -104,6 +104,12 @@ class KvTransferParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     # Of the prompt's tokens from the second one on, if the request asks for any.
     prompt_logprobs: list[TokenLogprobs] | None = None
+    # To a node where the answer is generated: the time per token that its client wants and the tokens that are expected
+    # of it (0: not said); and that its prompt is computed there though a prefill node could, without `cached_tokens` as
+    # far as the router knows. The node may refuse that.
+    tpot_ms: float = 0.0
+    expected_output: int = 0
+    spill: bool = False
     # The defaults of the node that has drawn the first token: the others are drawn by the same ones. None: not told.
     sampling_defaults: SamplingDefaults | None = None
 

@@ -111,7 +111,8 @@ def test_a_node_announces_what_it_costs_and_counts_its_legs(cluster):
     told = report()
     assert told.costs is not None
     assert min(told.costs.step, told.max_gap_ms, told.load.pace, told.load.spill_ms) > 0
-    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("two", n=2))
+    wishes = {"spill": True, "tpot_ms": 50.0, "expected_output": 12}
+    answer = httpx2.post(f"{decode.url}/v1/completions", json=body("spilled", n=2, kv_transfer_params=wishes))
     number = Load.parse(answer.headers["x-kvrelay-load"]).leg
     assert number >= told.load.legs + 2
     wait_until(lambda: report().load.legs >= number, 5, "the engine has counted the leg")

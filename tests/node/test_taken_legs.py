@@ -1,4 +1,4 @@
-"""What a node says when it takes a leg: its number, and its load."""
+"""What a node says when it takes a leg: its number, and that it has no time for a prompt which others can compute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from node.app import Node, _streamed
@@ -16,10 +17,14 @@ from node.serving import Serving
 from openai_api.tokenizer import Tokenizer
 from wire.config import EngineConfig, NodeConfig, Role
 from wire.engine_messages import Abort, EngineReady, RequestUpdate, Submit, ToEngine
+from wire.errors import Overloaded
 from wire.frames import FrameKind
 from wire.outputs import Finish, Load
+from wire.step_costs import StepCosts
 
-INFO = EngineReady("e", "g", "m", 300, 1000, 16, 99, 1, [2], "h", 1, 0.0)
+COSTS = StepCosts(10.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+"""A millisecond for each token of a prompt."""
+INFO = EngineReady("e", "g", "m", 300, 1000, 16, 99, 1, [2], "h", 1, 0.0, costs=COSTS)
 TICKET = {
     "do_remote_prefill": True, "remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", "remote_port": 7,
     "remote_block_ids": [[1]], "generation": "g", "num_tokens": 2, "generated": [2],
@@ -108,3 +113,57 @@ async def test_load_is_in_the_first_frame_with_tokens_and_in_the_last_one(node: 
         (0, False), (1, True), (1, False), (1, False), (1, True),
     ]  # fmt: skip
     assert told[-1].kind is FrameKind.END
+
+
+async def test_a_spill_beyond_the_limit_is_refused_before_the_engine_hears_of_it(node: Node) -> None:
+    engine = engine_of(node)
+    prompt = "x" * 59
+    await take(node, prompt, spill=True)
+    tokens = len(engine.submits[0].prompt_token_ids)
+    with pytest.raises(Overloaded, match=r"has 4\d ms for prompts that a prefill node can compute") as refused:
+        await take(node, prompt, spill=True)
+    assert (refused.value.status, refused.value.code, len(engine.submits)) == (429, "spill_refused", 1)
+    assert engine.queue_depth() == 1
+    await take(node, prompt)  # nobody else could compute this one
+    await take(node, prompt, spill=True, cached_tokens=tokens - 30)
+    with pytest.raises(Overloaded):
+        await take(node, "x" * 20, spill=True)
+
+    engine.load = Load(pace=1.0, spill_ms=100.0, legs=2)  # says nothing of the third
+    with pytest.raises(Overloaded):
+        await take(node, "x" * 80, spill=True)
+    engine.load = Load(pace=1.0, spill_ms=100.0, legs=3)
+    await take(node, "x" * 80, spill=True)
+    engine.load = Load(pace=2.0, spill_ms=100.0, legs=4)
+    with pytest.raises(Overloaded, match=r"takes 1\d\d ms, and this node now has 100 ms"):
+        await take(node, prompt, spill=True)
+
+
+async def test_forks_of_a_spilled_prompt_take_no_time_of_their_own(node: Node) -> None:
+    await take(node, "x" * 80, n=8, spill=True)
+    assert len(engine_of(node).submits) == 8
+
+
+async def test_before_steps_are_measured_no_spill_is_refused(node: Node) -> None:
+    engine = engine_of(node)
+    engine.info = msgspec.structs.replace(INFO, costs=None)
+    await take(node, "x" * 500, spill=True)
+    assert len(engine.submits) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ({}, (0.0, 0)),
+        ({"tpot_ms": 50.0, "expected_output": 200}, (50.0, 200)),
+        ({"tpot_ms": -3.0, "expected_output": -3}, (0.1, 0)),
+        ({"tpot_ms": 1e-9, "expected_output": 10**18}, (0.1, 1000)),
+        ({"tpot_ms": 1e300}, (1e9, 0)),
+    ],
+)
+async def test_what_is_said_of_an_answer_is_taken_within_limits(
+    node: Node, said: dict[str, Any], taken: tuple[float, int]
+) -> None:
+    await take(node, **said)
+    (submit,) = engine_of(node).submits
+    assert (submit.tpot_ms, submit.expected_output) == taken
