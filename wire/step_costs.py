@@ -39,6 +39,14 @@ class StepCosts(msgspec.Struct, frozen=True):
     prompt_context: float
     """Each prompt token, for each token before it."""
 
+    @property
+    def is_sane(self) -> bool:
+        """Whether it can be a node's: `fitted_costs` makes no other."""
+        return all(
+            math.isfinite(getattr(self, name)) and (getattr(self, name) >= 0 or name == "prompts")
+            for name in self.__struct_fields__
+        )
+
     def decode_ms(self, rows: float, context: float) -> float:
         """Return the time of a step of so many requests that decode, with so many tokens of context together."""
         return self.step + self.row * rows + self.row_context * context
@@ -64,9 +72,8 @@ class StepCosts(msgspec.Struct, frozen=True):
         if ms <= 0:
             return 0
         linear, square = self.prompt_token + self.prompt_context * start, self.prompt_context / 2
-        if not square:
-            return int(ms / linear) if linear else 1 << 30
-        return int((math.sqrt(linear * linear + 4 * square * ms) - linear) / (2 * square))
+        divisor = linear + math.sqrt(linear * linear + 4 * square * ms)  # exact however small `square` is
+        return int(2 * ms / divisor) if divisor else 1 << 30
 
     def step_ms(self, chunks: Iterable[tuple[int, int]]) -> float:
         """Return the time of a step of these chunks: tokens, and tokens before them. One of one token decodes."""
@@ -161,6 +168,16 @@ class StepBudget:
         at = bisect_left(self.shapes, tokens)
         return self.shapes[at] if at < len(self.shapes) and tokens else tokens
 
+    def within(self, taken: int, ms: float, start: int) -> int:
+        """Return how many tokens more than those taken a step has in so much time beyond what it has to compute.
+
+        The next ones are of a prompt, from `start` on. Rows that pad the step are computed anyway; what goes beyond
+        them is padded again, and so must have the time to the next shape.
+        """
+        assert self.costs is not None
+        edge = self.padded(taken)
+        return max(edge, self.cut(edge + self.costs.tokens_within(ms, start))) - taken
+
     def cut(self, tokens: int) -> int:
         """Return the most tokens up to these that are not padded; these, if all shapes are larger."""
         at = bisect_right(self.shapes, tokens)
@@ -180,15 +197,17 @@ class StepRoom:
 
     @property
     def is_open(self) -> bool:
-        """Whether a further prompt gains by this step: rows that pad it are computed anyway."""
+        """Whether a further prompt gains by this step."""
         left = self.budget.tokens - self.taken
         if self.budget.costs is None:
             return self.taken < -(-self.budget.tokens // 2)
-        return left > 0 and (not self.taken or (self.ms > 0 and self.enough_ms > 0) or self._padding > 0)
+        return left > 0 and (not self.taken or self._most(0) > 0)
 
-    @property
-    def _padding(self) -> int:
-        return self.budget.padded(self.taken) - self.taken
+    def _most(self, start: int) -> int:
+        """How many tokens of a prompt from `start` on there is time for."""
+        if self.taken and self.enough_ms <= 0:
+            return self.budget.padded(self.taken) - self.taken
+        return self.budget.tokens if self.ms == math.inf else self.budget.within(self.taken, self.ms, start)
 
     def take(self, wanted: int, start: int) -> int:
         """Take up to `wanted` tokens of a prompt from `start` on, and return how many.
@@ -198,13 +217,11 @@ class StepRoom:
         budget, costs = self.budget, self.budget.costs
         count = min(wanted, budget.tokens - self.taken)
         if costs is not None:
-            most = costs.tokens_within(self.ms, start) if self.ms < math.inf else count
-            if self.taken and self.enough_ms <= 0:
-                most = 0
-            most = max(most, self._padding, 1 if self.taken else budget.block_size)
+            most = max(self._most(start), 1 if self.taken else budget.block_size)
             if count > most:
-                count, self.enough_ms = max(1, budget.cut(self.taken + most) - self.taken), 0.0
-            ms = costs.chunk_ms(count, start)
-            self.ms, self.enough_ms = self.ms - ms, self.enough_ms - ms
+                count, self.enough_ms = most, 0.0
+            more = budget.padded(self.taken + count) - budget.padded(self.taken)
+            self.ms -= costs.prompt_token * more + costs.prompt_context * count * (start + count / 2)
+            self.enough_ms -= costs.chunk_ms(count, start)
         self.taken += count
         return count

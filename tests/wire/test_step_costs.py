@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,11 +22,12 @@ def test_a_step_is_the_sum_of_what_it_holds() -> None:
     assert H200.chunk_ms(2048, 8192) - H200.chunk_ms(2048) == pytest.approx(1.05e-6 * 2048 * 8192)
 
 
-@given(st.floats(0.1, 500), st.integers(0, 200_000))
-def test_as_many_tokens_as_there_is_time_for(ms: float, start: int) -> None:
-    tokens = H200.tokens_within(ms, start)
-    assert H200.chunk_ms(tokens, start) <= ms * 1.000001
-    assert H200.chunk_ms(tokens + 1, start) > ms * 0.999999
+@given(st.floats(0.1, 500), st.integers(0, 200_000), st.sampled_from([1.05e-6, 1e-12, 5e-23, 0.0]))
+def test_as_many_tokens_as_there_is_time_for(ms: float, start: int, prompt_context: float) -> None:
+    costs = msgspec.structs.replace(H200, prompt_context=prompt_context)
+    tokens = costs.tokens_within(ms, start)
+    assert costs.chunk_ms(tokens, start) <= ms * 1.000001
+    assert costs.chunk_ms(tokens + 1, start) > ms * 0.999999
 
 
 def test_a_step_beside_decodes_keeps_to_the_gap_and_one_without_to_its_tokens() -> None:
@@ -122,3 +124,18 @@ def test_no_step_takes_longer_than_the_gap_but_for_one_block(
         elif rows:
             assert ms <= gap_ms + H200.chunk_ms(1, start) + 1e-6
     assert tokens <= 8192
+
+
+@given(st.integers(1, 250), st.integers(50, 4_000), st.lists(st.integers(2, 3_000), min_size=1, max_size=40))
+def test_rows_that_only_pad_a_step_have_their_time_too(rows: int, context: int, prompts: list[int]) -> None:
+    """Seen on an H100: 15 prompts of 128 tokens were computed as 2,048 tokens, for which there was no time."""
+    costs = StepCosts(5.54, 0.0104, 0.0000431, -2.62, 0.02115, 0.000000975)
+    shapes = (256, 512, 1024, 1536, 2048)
+    budget = StepBudget(8192, 16, costs, 50.0, shapes)
+    room = budget.room(rows, rows * context)
+    for tokens in prompts:
+        if not room.is_open:
+            break
+        assert room.take(tokens, 0) > 0
+    padded_ms = costs.decode_ms(rows, rows * context) + costs.prompts + costs.prompt_token * budget.padded(room.taken)
+    assert padded_ms <= 50.0 or room.taken <= max(16, shapes[0])
