@@ -119,8 +119,8 @@ class EngineClient:
         self.info: EngineReady | None = None
         self.stats = EngineStats(Load())
         self.load = Load()
-        self.legs = 0
-        """Requests that the engine process was sent: each has its number in this count."""
+        self.legs = 1
+        """Requests that the engine process was sent, and one: each has its number in this count."""
         self._spilled: deque[tuple[int, float]] = deque()
         """Numbers of those whose prompts a prefill node could compute, and their milliseconds."""
         self.heard_at = time.monotonic()

@@ -359,7 +359,7 @@ class EngineProcess:
         ticket = self.connector.offer(request.request_id, request.blocks, prompt, ready=0, adapter=made_with)
         cached, names = request.cached_tokens or 0, self._cache.blocks_of(request)
         update = RequestUpdate(request.request_id, [], held=ticket, cached_tokens=cached, blocks=names)
-        self._send(StepOutputs([update], self.engine.scheduler.load(time.monotonic())))
+        self._send(StepOutputs([update], self.engine.load(time.monotonic())))
 
     def grow(self, request: Request, tokens: int) -> None:
         """See Handover."""
@@ -411,7 +411,7 @@ class EngineProcess:
     def _report(self) -> None:
         now = time.monotonic()
         if self._updates:
-            self._send(StepOutputs(self._updates, self.engine.scheduler.load(now)))
+            self._send(StepOutputs(self._updates, self.engine.load(now)))
             self._updates = []
         self._cache.turn(now, idle=not self.engine.has_work)
         if now >= self._stats_due or not self.engine.has_work:

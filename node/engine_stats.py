@@ -17,7 +17,7 @@ def stats_of(engine: Engine, connector: Connector, adapters: AdapterLoads, now: 
     scheduler, counters, transfers = engine.scheduler, engine.counters, connector.stats()
     running_adapters, waiting_adapters = adapters.in_use()
     return EngineStats(
-        load=scheduler.load(now),
+        load=engine.load(now),
         held_blocks=scheduler.kept.num_held,
         quarantined_blocks=scheduler.pool.quarantined,
         cached_blocks=scheduler.pool.cached,

@@ -35,6 +35,7 @@ from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from wire.config import EngineConfig
 from wire.engine_messages import STEP_TOKENS, Submit
+from wire.outputs import Load
 from wire.sampling import SamplingParams
 from wire.step_costs import Pace, StepCosts
 from wire.versions import RELEASE
@@ -180,6 +181,10 @@ class Engine:
     def runs_ahead(self) -> bool:
         """Whether a step is launched while the one before it runs on the device."""
         return self._runner.runs_ahead
+
+    def load(self, now: float) -> Load:
+        """Return what the scheduler tells to routers, with the prompts of the step that the device computes now."""
+        return self.scheduler.load(now, () if self._in_flight is None else self._in_flight.chunks)
 
     @property
     def in_flight(self) -> bool:

@@ -51,7 +51,6 @@ class Request:
     wanted: int = 0  # tokens of KV that it was then expected to take
     tpot_ms: float = 0.0  # the time per token that it wants; from its arrival on 0, if it does not decode here
     expected_output: int = 0
-    to_begin: int = 0  # of those tokens, all until the first decode step
     spill: bool = False  # a prefill node could compute its prompt
     offered: bool = False  # others have been told of its blocks: they stay its own until it ends
     fetch: KvTransferParams | None = None

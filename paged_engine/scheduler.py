@@ -12,9 +12,8 @@ that a transfer may touch is given to anybody else. What a step has left goes to
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from paged_engine.announced import Announced
 from paged_engine.blocks import BlockPool
 from paged_engine.endings import Endings
 from paged_engine.kept_blocks import KeptBlocks
@@ -22,6 +21,7 @@ from paged_engine.request import Request, State
 from paged_engine.speculation import Speculation
 from paged_engine.step_plan import Chunk, Fetch, StepPlan
 from paged_engine.waiting import WaitingLine
+from wire.announced import Announced
 from wire.outputs import Finish, Load
 from wire.step_costs import StepBudget, StepRoom
 
@@ -56,8 +56,8 @@ class Scheduler:
         self._fetching: dict[str, Request] = {}
         self.kept = KeptBlocks(pool)
         self._announced = Announced()
-        self.legs = 0
-        """Requests that came to this engine, refused ones too, as its process counts them."""
+        self.legs = 1
+        """Requests that came to this engine, refused ones too, as its process counts them, and one."""
         self.speculation = speculation or Speculation()
         self.preemptions = 0
         self.kept_blocks = 0
@@ -78,10 +78,15 @@ class Scheduler:
         if request.request_id in self._requests or self.kept.held(request.request_id) is not None:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._requests[request.request_id] = request
-        self._announced.came(request, self.budget.costs)
+        wants = (0.0, 0)
+        if not request.hold and request.params.max_tokens > 1:
+            said = request.tpot_ms, request.expected_output, request.params.max_tokens
+            wants = self._announced.came(*said, self.budget.costs)
+        request.tpot_ms, request.expected_output = wants
         self._wait(request)
-        if request.spill:
-            self._announced.spills(self._prompts_ms(request.work, request.work * (request.shared + request.work / 2)))
+        if request.fetch is None:
+            pairs = request.work * (request.shared + request.work / 2)
+            self._announced.prompt(self._prompts_ms(request.work, pairs), spills=request.spill)
 
     def get(self, request_id: str) -> Request | None:
         """The live request of this id."""
@@ -169,14 +174,6 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Choose the next step's work and take its blocks."""
-        plan = self._planned(now)
-        prompts = [each for each in plan.chunks if each.count > 1 + len(each.proposals)]
-        if prompts:
-            pairs = sum(each.count * (each.start + each.count / 2) for each in prompts)
-            self._announced.computes(self._prompts_ms(sum(each.count for each in prompts), pairs), now * 1e3)
-        return plan
-
-    def _planned(self, now: float) -> StepPlan:
         plan = StepPlan([], [], [])
         preemptions = self.preemptions
         # Decodes first: a long prompt must not delay tokens that somebody is waiting for.
@@ -361,7 +358,6 @@ class Scheduler:
             request.token_ids.append(token_id)
             request.new_tokens.append(token_id)
             request.appended(now)
-            self._announced.emitted(request)
             over = self._endings.over(request)
         if over is not None:
             self._end(request, over)
@@ -375,7 +371,10 @@ class Scheduler:
             self._waiting.leave(request)
         request.finish = why
         del self._requests[request.request_id]
-        self._announced.left(request)
+        if request.tpot_ms:
+            complete = why in (Finish.STOP, Finish.LENGTH)
+            wanted = request.tpot_ms, request.expected_output
+            self._announced.left(*wanted, request.output_tokens, complete=complete)
         if request.request_id in self._fetching:
             self._set_aside(self._fetching.pop(request.request_id))
         elif request.hold and (why is Finish.LENGTH or (why is Finish.STOP and request.hold_stopped)):
@@ -416,8 +415,8 @@ class Scheduler:
         """Whether a step could do something now, without news from outside."""
         return bool(self._running or self._waiting)
 
-    def load(self, now: float) -> Load:
-        """Queue depth and room, as reported to the router."""
+    def load(self, now: float, launched: Iterable[Chunk] = ()) -> Load:
+        """Return queue depth and room, as told to routers; `launched` are chunks that are not computed yet."""
         tokens, pairs, promised, context = self._waiting.tokens, self._waiting.pairs, self._waiting.wanted, 0
         # After each step, of all that decode: a call for each would take as long as all else here.
         for request in self._running:
@@ -426,13 +425,16 @@ class Scheduler:
             left = len(request.token_ids) + request.num_pending - start
             if left > 1:
                 tokens, pairs = tokens + left, pairs + left * (start + left / 2)
+        for chunk in launched:
+            if chunk.count > 1 + len(chunk.proposals):
+                tokens, pairs = tokens + chunk.count, pairs + chunk.count * (chunk.start + chunk.count / 2)
         block_size = self._block_size
         for request in itertools.chain(self._running, self._fetching.values()):
             lacks = request.prompt_tokens + request.expected_output - len(request.blocks) * block_size
             if lacks > 0:
                 promised += lacks
         backlog_ms, sums = self._prompts_ms(tokens, pairs), self._announced
-        sums.go_on(now * 1e3, self.budget.costs, backlog_ms, len(self._running), context)
+        sums.go_on(now * 1e3, self.budget.costs, len(self._running), context)
         return Load(
             running=len(self._running) + len(self._fetching),
             waiting=len(self._waiting),
@@ -466,7 +468,7 @@ class Scheduler:
         owned = self.kept.blocks + [b for r in self._requests.values() for b in r.blocks]
         assert len(set(owned)) == self.pool.total - self.pool.free, (len(set(owned)), self.pool.total, self.pool.free)
         self._waiting.check()
-        self._announced.check(self.live)
+        self._announced.check([(each.tpot_ms, each.expected_output) for each in self.live if each.tpot_ms])
         assert all(self._requests[r.request_id].state is State.RUNNING for r in self._running)
         assert len(self._requests) == len(self._waiting) + len(self._running) + len(self._fetching)
         writers: dict[int, str] = {}

@@ -44,7 +44,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     # From here on: what a price of a leg is made of. Prompts and tokens are reckoned by the node's own card times its
     # pace; a mean is over the last seconds (wire/decaying_mean.py).
     legs: int = 0
-    """Requests that the engine has taken since it started."""
+    """Requests that the engine has taken since it started, and one; 0 from a node that does not count them."""
     leg: int = 0
     """In an answer to a leg, the number of its last request among those: a load with as many `legs` contains it."""
     pace: float = 0.0
@@ -52,9 +52,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     backlog_ms: float = 0.0
     """Time of prompts that are not computed yet, without what was cached or is fetched."""
     token_rate: float = 0.0
-    """Tokens emitted per millisecond, and those expected of requests whose first decode step is still to come."""
+    """Tokens per millisecond that are expected of the requests that come to be decoded here."""
     prompt_share: float = 0.0
-    """Of its time, the part that it gives to prompts, the backlog with it."""
+    """Of its time, what the prompts take that come."""
     row_weight: float = 0.0
     """What a millisecond costs all that decode here: the sum of 1 / (time per token * expected tokens)."""
     strictest_tpot_ms: float = 0.0

@@ -77,10 +77,10 @@ async def test_a_leg_is_answered_with_the_number_of_its_last_request_which_the_e
     for prompt, n, number in (("hi", 1, 1), ("hi", 3, 4), (["one", "two"], 2, 8), ("hi", 1, 9)):
         load, frames = await take(node, prompt, n)
         kept.append(frames)
-        assert (load.leg, load.legs, len(engine.submits)) == (number, 0, number)
+        assert (load.leg, load.legs, len(engine.submits)) == (1 + number, 0, number)
     engine.load = Load(legs=9)
     load, frames = await take(node, **TICKET)  # it needs nothing of the engine but that its claim is given up
-    assert (load.leg, load.legs, type(engine.sent[-1])) == (10, 9, Abort)
+    assert (load.leg, load.legs, type(engine.sent[-1])) == (11, 9, Abort)
     assert [frame.kind for frame in [each async for each in frames]] == [FrameKind.END]
 
 
@@ -129,12 +129,12 @@ async def test_a_spill_beyond_the_limit_is_refused_before_the_engine_hears_of_it
     with pytest.raises(Overloaded):
         await take(node, "x" * 20, spill=True)
 
-    engine.load = Load(pace=1.0, spill_ms=100.0, legs=2)  # says nothing of the third
+    engine.load = Load(pace=1.0, spill_ms=100.0, legs=3)  # says nothing of the third
     with pytest.raises(Overloaded):
         await take(node, "x" * 80, spill=True)
-    engine.load = Load(pace=1.0, spill_ms=100.0, legs=3)
+    engine.load = Load(pace=1.0, spill_ms=100.0, legs=4)
     await take(node, "x" * 80, spill=True)
-    engine.load = Load(pace=2.0, spill_ms=100.0, legs=4)
+    engine.load = Load(pace=2.0, spill_ms=100.0, legs=5)
     with pytest.raises(Overloaded, match=r"takes 1\d\d ms, and this node now has 100 ms"):
         await take(node, prompt, spill=True)
 

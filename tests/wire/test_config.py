@@ -132,5 +132,5 @@ def test_ranks_elsewhere_must_know_their_place(given: dict[str, Any], said: str)
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"decode_policy must be one of cost, .* got 'fastest'"):
+    with pytest.raises(ConfigError, match=r"decode_policy must be one of least_queue, .* got 'fastest'"):
         RouterConfig(decode_policy="fastest")

@@ -1,0 +1,108 @@
+"""What a node's load tells of its requests, for a price: sums that are kept as requests come and end. Pure.
+
+Tokens and prompts count when they come, and not when they are computed: what is on its way is known in advance. An
+answer counts with the tokens that are expected of it, and is put right when it has ended.
+
+`now` is in milliseconds, and costs are those that steps have now: the node's card times its pace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from wire.decaying_mean import DecayingMean
+from wire.step_costs import StepCosts
+
+__all__ = ["Announced"]
+
+_FIRST_OUTPUT = 128.0
+"""Tokens that an answer is thought to have before any has ended here."""
+_NEW_OUTPUT = 1 / 32
+_DEFAULT_TPOT_STEPS = 4
+_LEAST_TPOT_MS = 0.1
+_TPOT_USED = 0.9
+"""Of the strictest time per token: what is measured of a node is not exact."""
+_FIRST_SPILL_MS, _MOST_SPILL_MS = 250.0, 2_000.0
+
+
+class Announced:
+    """The sums of one engine. A request that decodes here *came* when it first waited, and *left* when it ended.
+
+    A decode node gains time for prompts that a prefill node could compute as long as its decodes leave some: with
+    `token_rate` tokens per millisecond and a share of its time for prompts a token comes every
+    `step / (1 - share - token_rate * per_token_ms)` milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self.token_rate = self.prompt_share = 0.0
+        self.row_weight = 0.0
+        self.spill_ms = _FIRST_SPILL_MS
+        """May be below 0: a prompt was less cached than its router thought."""
+        self._output = _FIRST_OUTPUT
+        self._tpots: Counter[float] = Counter()
+        self._tokens, self._prompts = DecayingMean(), DecayingMean()
+        self._new_tokens = self._new_prompts_ms = 0.0
+        """That have come since the means were brought up to date."""
+        self._at = math.inf
+
+    @property
+    def strictest_tpot_ms(self) -> float:
+        """The least time per token that one of the requests wants which decode here; 0: there are none."""
+        return min(self._tpots, default=0.0)
+
+    def came(self, tpot_ms: float, expected: int, most: int, costs: StepCosts | None) -> tuple[float, int]:
+        """Count a request of at most so many tokens, and return its time per token and the tokens expected of it.
+
+        0 stands for what it does not say: then it is what is usual here.
+        """
+        tpot_ms = tpot_ms or _default_tpot_ms(costs)
+        expected = min(expected or round(self._output), most)
+        self._new_tokens += expected
+        self._tpots[tpot_ms] += 1
+        self.row_weight += _weight(tpot_ms, expected)
+        return tpot_ms, expected
+
+    def left(self, tpot_ms: float, expected: int, tokens: int, *, complete: bool) -> None:
+        """Take out a request, by what `came` returned of it, after so many tokens. `complete`: they are its answer."""
+        if complete:
+            self._output = max(1.0, self._output + _NEW_OUTPUT * (tokens - self._output))
+        self._new_tokens += tokens - expected
+        self._tpots[tpot_ms] -= 1
+        if not self._tpots[tpot_ms]:
+            del self._tpots[tpot_ms]
+        self.row_weight = self.row_weight - _weight(tpot_ms, expected) if self._tpots else 0.0
+
+    def prompt(self, ms: float, *, spills: bool) -> None:
+        """Count a prompt that takes so long. `spills`: a prefill node could compute it."""
+        self._new_prompts_ms += ms
+        if spills:  # many short ones may come no faster than one that is long is waited for
+            self.spill_ms = min(self.spill_ms, max(ms, _FIRST_SPILL_MS)) - ms
+
+    def go_on(self, now: float, costs: StepCosts | None, rows: int, context: int) -> None:
+        """Bring what changes with time up to date, of an engine with so many rows and their context."""
+        self._tokens.add(self._new_tokens, now)
+        self._prompts.add(self._new_prompts_ms, now)
+        self._new_tokens = self._new_prompts_ms = 0.0
+        self.token_rate, self.prompt_share = max(0.0, self._tokens.at(now)), self._prompts.at(now)
+        passed, self._at = max(0.0, now - self._at), now
+        if costs is not None:
+            decoding = self.token_rate * (costs.row + costs.row_context * context / max(1, rows))
+            tpot_ms = self.strictest_tpot_ms or _default_tpot_ms(costs)
+            gained = max(0.0, 1 - decoding - costs.step / (_TPOT_USED * tpot_ms)) * passed
+            self.spill_ms = min(self.spill_ms + gained, _MOST_SPILL_MS)
+
+    def check(self, decoding: Sequence[tuple[float, int]]) -> None:
+        """Raise AssertionError if a sum is not that of these requests, by what `came` returned of each."""
+        assert self._tpots == Counter(tpot_ms for tpot_ms, _ in decoding)
+        weights = math.fsum(_weight(tpot_ms, expected) for tpot_ms, expected in decoding)
+        assert math.isclose(self.row_weight, weights, rel_tol=1e-9, abs_tol=1e-12)
+
+
+def _weight(tpot_ms: float, expected: int) -> float:
+    return 1 / (tpot_ms * max(1, expected))
+
+
+def _default_tpot_ms(costs: StepCosts | None) -> float:
+    return max(_LEAST_TPOT_MS, 0.0 if costs is None else _DEFAULT_TPOT_STEPS * costs.step)
